@@ -20,11 +20,14 @@ def copy_of(path: Path, version: int) -> Path:
 
 
 def check_room(db: sqlite3.Connection, path: Path, version: int) -> None:
-    """Raise `OSError` where the disk has no room for a copy; at the price of two numbers, for this is tried often."""
+    """Raise `OSError` where the disk has no room for a copy and for as much again, which the log takes meanwhile.
+
+    At the price of two numbers, for this is tried often.
+    """
     pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     free = shutil.disk_usage(path.parent).free
-    if free < pages * size:
-        room = f"that needs {quantity(pages * size, 'bytes')}, and {quantity(free, 'bytes')} are free"
+    if free < 2 * pages * size:
+        room = f"make room: that needs {quantity(2 * pages * size, 'bytes')}, and {quantity(free, 'bytes')} are free"
         raise _refused(copy_of(path, version), room)
 
 
@@ -40,8 +43,9 @@ def keep(db: sqlite3.Connection, path: Path, version: int) -> None:
         fd = make(new)
         try:
             like = path.stat()
-            with contextlib.suppress(OSError):  # only root gives files away, and not every file system has modes
+            with contextlib.suppress(OSError):  # not every file system has modes
                 os.fchmod(fd, stat.S_IMODE(like.st_mode))
+            with contextlib.suppress(OSError):  # only root gives files away
                 os.fchown(fd, like.st_uid, like.st_gid)
         finally:
             os.close(fd)
@@ -57,17 +61,22 @@ def keep(db: sqlite3.Connection, path: Path, version: int) -> None:
         raise _refused(kept, getattr(error, "strerror", None) or str(error)) from error
 
 
+def drop(path: Path, version: int) -> None:
+    """Remove the copy of that version: the conversion failed, and the database is as it was."""
+    with contextlib.suppress(OSError):
+        copy_of(path, version).unlink(missing_ok=True)
+
+
 def drop_older(path: Path, version: int) -> None:
     """Remove the copies of versions before that one, whose runs its copy holds as well."""
     for number in range(1, version):
-        with contextlib.suppress(OSError):
-            copy_of(path, number).unlink(missing_ok=True)
+        drop(path, number)
 
 
 def way_back(path: Path, version: int) -> str:
     """Return what a message about a newer database says of the copy that a canaryd of that version opens."""
     kept = copy_of(path, version)
-    return f"; {kept} is a copy from before (docs/install.md: how to go back)" if kept.exists() else ""
+    return f"; {kept} is a copy from before the conversion (docs/install.md: how to go back)" if kept.exists() else ""
 
 
 def _refused(kept: Path, why: str) -> OSError:

@@ -201,7 +201,12 @@ class Database:
         if outdated:
             copies.keep(db, self.path, version)
         if version < max(self.migrations):
-            self._transact(db, functools.partial(migrate, migrations=self.migrations, version=version))
+            try:
+                self._transact(db, functools.partial(migrate, migrations=self.migrations, version=version))
+            except BaseException:
+                if outdated:
+                    copies.drop(self.path, version)
+                raise
         if outdated:
             copies.drop_older(self.path, version)
         # The process that replaced a damaged file has noted the loss already.
