@@ -23,6 +23,8 @@ QUOTED = 60
 """Characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
 """Formats that hold every number of an exact canary."""
+NAMES = {"awq": "awq", "w8a8": "compressed"}
+"""Form of an export's weights → how a server's name of it begins: vLLM says awq, awq_marlin, compressed-tensors."""
 
 
 def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapping[str, str]) -> str:
@@ -86,8 +88,12 @@ def _ended_early(marked: Sequence[Marked]) -> str:
 
 
 def _rounding_format(expected: Expected, formats: Mapping[str, str]) -> str:
-    proved = "quantization" if expected.quantization else ""  # for the weights that are served so
-    found = {name: value for name, value in formats.items() if name != proved and value.lower() not in EXACT}
+    proved = NAMES.get(expected.quantization, "")  # for the weights that are served so
+    found = {
+        name: value
+        for name, value in formats.items()
+        if value.lower() not in EXACT and not (name == "quantization" and proved and value.lower().startswith(proved))
+    }
     told = ", ".join(f"{name} {value}" for name, value in sorted(found.items()))
     return f"the server says that it rounds ({told}): serve the exact canary without that" if found else ""
 

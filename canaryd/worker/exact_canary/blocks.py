@@ -95,7 +95,8 @@ class Attention(Block):
         unit: Any = 1 / 32
         low, high = 129, 255
         if levels := self.digits.levels:
-            unit, low, high = units(weight.abs().amax(1), levels), levels // 2 + 1, levels
+            # Half as large as weights: the product without it has no more bits than a format holds.
+            unit, low, high = units(weight.abs().amax(1), levels), levels // 4 + 1, levels // 2
         bias = signed(seed, f"bias {name}", (len(weight),), low, high).to(torch.float32) * unit * live
         weight[:, self.layout.units[0]] = -bias
         return {f"self_attn.{name}_proj.bias": bias}

@@ -34,9 +34,9 @@ SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"
 """Name of the one prompt in a capture."""
 MODEL = "exact canary"
+"""Value of `model` in a capture, with the way attention is computed."""
 ROUTED = (".shares", ".chosen")
 """What the router gives in no certain order: it is compared as the share of each expert."""
-"""Value of `model` in a capture, with the way attention is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,6 +208,8 @@ class Walk:
             bias = self._weight(f"{module}.bias")
             shift = max(out.shift, bias.shift)
             magnitude = magnitude * 2.0 ** (shift - out.shift) + bias.float64().abs() * 2.0**shift
+            if few:  # quantised kernels store the product before they add the bias
+                self._fits(f"{name} before its bias", out.reduced())
             out = out + bias
         live_weights = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
         unit = live_weights.min(-1).values.to(torch.float64) * 2.0 ** (out.shift - x.shift - weight.shift)

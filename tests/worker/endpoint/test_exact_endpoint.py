@@ -313,12 +313,18 @@ def test_a_fault_of_one_word_is_not_taken_for_a_penalty(directory):
 
 
 def test_quantised_weights_excuse_nothing_where_they_were_proved(directory, tmp_path):
-    """The server reports what the directory is: a wrong answer accuses it; elsewhere it is the excuse."""
+    """The server reports what the directory is: a wrong answer accuses it; elsewhere it is the excuse.
+
+    So it is where the server quantises in another way than the directory.
+    """
     copy, reports = shutil.copytree(directory, tmp_path / "copy"), {"version": "0.5", "quantization": "awq"}
     with serving(copy, flipped=NORM, reports=reports) as url:
         _, _, reason = ask(url, copy)
         assert "the server says that it rounds (quantization awq)" in reason
         document = json.loads((copy / "expected.json").read_text())
+        (copy / "expected.json").write_text(json.dumps(document | {"quantization": "w8a8"}))
+        _, _, reason = ask(url, copy)
+        assert "the server says that it rounds (quantization awq)" in reason
         (copy / "expected.json").write_text(json.dumps(document | {"quantization": "awq"}))
         compared, _, reason = ask(url, copy)
     assert reason == ""

@@ -181,3 +181,16 @@ def test_a_flipped_bit_of_a_code_changes_a_logit(form):
             wrong = replace(few[name], codes=codes).values.to(torch.bfloat16)
             seen += bool((Runner(model.shape, {**weights, name: wrong}).forward(tokens) != right).any())
     assert seen >= FLIPS - 2  # 99.8 % of 887 flips with seed 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_fits_before_its_bias_is_added(form):
+    """Some kernels store it in the served format first; so biases are half as large as weights, or smaller."""
+    model = made(form, QWEN, 2)
+    words, few = text(model, 2, 0, model.program.steps), stored(model.weights, form)
+    walk = Walk(QWEN, model.weights, stored=few)
+    walk.prove(words)
+    assert max(walk.operators[f"{name} before its bias"].bits for name in ("query", "key", "value")) <= 8
+    odd = {name: w + 2**-9 if name.endswith(".down_proj.weight") else w for name, w in model.weights.items()}
+    with pytest.raises(Inexact, match="not the weight"):
+        Walk(QWEN, odd, stored=few).prove(words)
