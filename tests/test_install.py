@@ -214,6 +214,9 @@ if "status" in sys.argv:
     db = sqlite3.connect(f"file:{{sys.argv[-1]}}/canaryd.db?immutable=1", uri=True)
     sys.exit(64 if db.execute("PRAGMA user_version").fetchone()[0] > {version} else 3)
 """
+PYTHON = """#!/bin/sh
+case "$*" in *MIGRATIONS*) echo {version} ;; *) exec {python} "$@" ;; esac
+"""
 
 
 def releases(root: Path, *names: str) -> Path:
@@ -224,7 +227,8 @@ def releases(root: Path, *names: str) -> Path:
     for name in names:
         made = root / "opt/canaryd.releases" / name
         (made / "bin").mkdir(parents=True)
-        (made / "bin/python3").symlink_to(sys.executable)
+        (made / "bin/python3").write_text(PYTHON.format(python=sys.executable, version=KNOWS[name]))
+        (made / "bin/python3").chmod(0o755)
         (made / "bin/canaryd").write_text(STATUS.format(python=sys.executable, name=name, version=KNOWS[name]))
         (made / "bin/canaryd").chmod(0o755)
         shutil.copytree(ROOT / "systemd", made / "share")
@@ -275,6 +279,34 @@ def test_a_disk_without_room_for_a_copy_of_the_history_is_not_upgraded(tmp_path)
     assert "its history is complete" in done.stderr + done.stdout
     assert release(tmp_path).name == "a"
     assert everything(state) == before
+
+
+def test_an_upgrade_that_converts_nothing_needs_no_room(tmp_path):
+    """The database has the new release's version already."""
+    state = releases(tmp_path, "a", "b")
+    write(state / "canaryd.db", 6, "january", "february")
+    done = upgrade(tmp_path, "df() { echo Avail; echo 4096; }", "can_convert", "echo upgraded")
+    assert "upgraded" in done.stdout, done.stderr
+
+
+def test_the_last_copy_is_put_back_by_its_number(tmp_path):
+    """A name with version-10 sorts before one with version-5."""
+    state = releases(tmp_path, "b", "a")
+    write(state / "canaryd.db", 11, "new")
+    write(state / "canaryd.db.version-5", 5, "old")
+    write(state / "canaryd.db.version-10", 5, "newer")
+    done = script("install", "--root", tmp_path, "--rollback")
+    assert done.returncode == 0, done.stderr
+    assert read(state / "canaryd.db") == (5, ["newer"])
+
+
+def test_a_release_that_crashes_opens_nothing(tmp_path):
+    """Only an answer about the devices says that it has read the history."""
+    releases(tmp_path, "b", "a")
+    crashes = "#!/bin/sh\nkill -SEGV $$\n"
+    (tmp_path / "opt/canaryd.releases/a/bin/canaryd").write_text(crashes)
+    done = upgrade(tmp_path, 'if opens "$old" "$state"; then echo opened; fi')
+    assert "opened" not in done.stdout
 
 
 @pytest.mark.parametrize("disk", ["true", FULL])

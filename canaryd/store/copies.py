@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import stat
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,8 +28,8 @@ def check_room(db: sqlite3.Connection, path: Path, version: int) -> None:
     pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     free = shutil.disk_usage(path.parent).free
     if free < 2 * pages * size:
-        room = f"make room: that needs {quantity(2 * pages * size, 'bytes')}, and {quantity(free, 'bytes')} are free"
-        raise _refused(copy_of(path, version), room)
+        needed = f"that and the conversion need {quantity(2 * pages * size, 'bytes')}"
+        raise _refused(copy_of(path, version), f"{needed}, and {quantity(free, 'bytes')} are free")
 
 
 def keep(db: sqlite3.Connection, path: Path, version: int) -> None:
@@ -61,16 +62,25 @@ def keep(db: sqlite3.Connection, path: Path, version: int) -> None:
         raise _refused(kept, getattr(error, "strerror", None) or str(error)) from error
 
 
-def drop(path: Path, version: int) -> None:
-    """Remove the copy of that version: the conversion failed, and the database is as it was."""
+def drop_unconverted(db: sqlite3.Connection, path: Path, version: int) -> None:
+    """Remove the copy where the conversion failed and the database is still of that version."""
+    with contextlib.suppress(OSError, sqlite3.Error):
+        if db.execute("PRAGMA user_version").fetchone() == (version,):
+            copy_of(path, version).unlink(missing_ok=True)
+
+
+def tidy(path: Path, version: int) -> None:
+    """Remove what a kill left beside a database of that version: halves of copies, and copies before a later one.
+
+    The later one holds their runs as well, unless it was made before them: of a backup that somebody put back.
+    """
     with contextlib.suppress(OSError):
-        copy_of(path, version).unlink(missing_ok=True)
-
-
-def drop_older(path: Path, version: int) -> None:
-    """Remove the copies of versions before that one, whose runs its copy holds as well."""
-    for number in range(1, version):
-        drop(path, number)
+        kept = [copy_of(path, number) for number in range(1, version) if copy_of(path, number).exists()]
+        for older, newer in pairwise(kept):
+            if older.stat().st_mtime_ns <= newer.stat().st_mtime_ns:
+                older.unlink()
+        for number in range(1, version):
+            Path(f"{copy_of(path, number)}.new").unlink(missing_ok=True)
 
 
 def way_back(path: Path, version: int) -> str:
@@ -80,7 +90,10 @@ def way_back(path: Path, version: int) -> str:
 
 
 def _refused(kept: Path, why: str) -> OSError:
-    return OSError(f"an older canaryd wrote it; it is converted once a copy ({kept.name}) can be made beside it: {why}")
+    return OSError(
+        f"an older canaryd wrote it, and it cannot be copied to {kept.name} beside it: {why}; "
+        "make room; canaryd then copies and converts it"
+    )
 
 
 def _sync(directory: Path) -> None:

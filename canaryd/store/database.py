@@ -205,10 +205,9 @@ class Database:
                 self._transact(db, functools.partial(migrate, migrations=self.migrations, version=version))
             except BaseException:
                 if outdated:
-                    copies.drop(self.path, version)
+                    copies.drop_unconverted(db, self.path, version)
                 raise
-        if outdated:
-            copies.drop_older(self.path, version)
+        copies.tidy(self.path, max(self.migrations))
         # The process that replaced a damaged file has noted the loss already.
         if self._replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
             self._note_loss("was replaced while it was in use", "continuing with the new file")

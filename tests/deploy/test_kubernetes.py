@@ -141,18 +141,21 @@ def test_the_documented_way_back_puts_the_copy_in_place_once(tmp_path):
     assert (newer / "canaryd.db").exists()
 
 
-@pytest.mark.parametrize("moved", [("canaryd.db-wal",), ("canaryd.db-wal", "canaryd.db")])
+@pytest.mark.parametrize("moved", [(), ("canaryd.db",), ("canaryd.db", "canaryd.db-wal")])
 def test_a_way_back_that_was_killed_goes_on(tmp_path, moved):
-    """The copy stays in its place until all else is out of it, and what lies beside stays where it is."""
+    """The newer database and its log stay together, the copy is put in place last, and evidence stays where it is."""
     (patch,) = documented_patches()
     command = yaml.safe_load(patch["patch"])[0]["value"]["command"]
     for name in ("canaryd.db", "canaryd.db-wal", "canaryd.db.version-5", "canaryd.db.corrupt-20260101T000000Z"):
         (tmp_path / name).write_text(name)
+    (tmp_path / "newer.part").mkdir()
     for name in moved:
-        (tmp_path / name).unlink()
+        (tmp_path / name).rename(tmp_path / "newer.part" / name)
     run(*(word.replace("/var/lib/canaryd", str(tmp_path)) for word in command))
     assert (tmp_path / "canaryd.db").read_text() == "canaryd.db.version-5"
     assert {p.name for p in tmp_path.glob("canaryd.db*")} == {"canaryd.db", "canaryd.db.corrupt-20260101T000000Z"}
+    (newer,) = tmp_path.glob("newer*")
+    assert {p.name for p in newer.iterdir()} == {"canaryd.db", "canaryd.db-wal"}
 
 
 def test_the_example_is_taken_and_the_image_is_yours(tmp_path):

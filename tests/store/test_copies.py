@@ -67,7 +67,7 @@ def test_a_migration_keeps_a_copy_with_what_the_log_held(tmp_path):
     assert beside(tmp_path) == {"canaryd.db.version-5"}
     assert content(tmp_path / "canaryd.db")[0] == max(MIGRATIONS)
     assert content(tmp_path / "canaryd.db.version-5")[0] == 5
-    with pytest.raises(StoreTooNew, match=r"canaryd\.db\.version-5 is a copy from before"):
+    with pytest.raises(StoreTooNew, match=r"canaryd\.db\.version-5 is a copy from before the conversion"):
         Store.open(tmp_path, migrations=OLDER)
     (tmp_path / "canaryd.db.version-5").replace(tmp_path / "canaryd.db")
     with Store.open(tmp_path, migrations=OLDER) as store:
@@ -137,9 +137,9 @@ def test_without_room_for_a_copy_nothing_is_converted_until_there_is(small_disk)
     filler = small_disk / "others"
     filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 100_000))
     with Store.open(small_disk) as store:
-        assert "an older canaryd wrote it; it is converted once a copy (canaryd.db.version-5)" in store.problem
-        assert "can be made beside it: make room: that needs " in store.problem
-        assert "kB are free" in store.problem
+        assert "an older canaryd wrote it, and it cannot be copied to canaryd.db.version-5 beside it: " in store.problem
+        assert "that and the conversion need " in store.problem
+        assert "kB are free; make room; canaryd then copies and converts it" in store.problem
         assert not store.add_run(run("new"))
         assert [r.id for r in store.runs()] == ["new"]
         assert (small_disk / "canaryd.db").read_bytes() == before
@@ -157,7 +157,7 @@ def test_a_copy_that_fails_half_way_leaves_no_trace(tmp_path):
     (tmp_path / "canaryd.db.version-5").write_bytes(b"of before")
     before = (tmp_path / "canaryd.db").read_bytes()
     with no_file_above(100_000), Store.open(tmp_path) as store:
-        assert "it is converted once a copy (canaryd.db.version-5) can be made beside it: " in store.problem
+        assert "it cannot be copied to canaryd.db.version-5 beside it: " in store.problem
         assert not store.set_note("new", "one")
     assert (tmp_path / "canaryd.db").read_bytes() == before
     assert (tmp_path / "canaryd.db.version-5").read_bytes() == b"of before"
@@ -191,3 +191,42 @@ def test_a_conversion_that_fails_leaves_no_copy(small_disk):
         assert "full" in store.problem
         assert beside(small_disk) == set()
     assert content(small_disk / "canaryd.db") == before
+
+
+def test_what_a_kill_left_goes_at_the_next_opening_that_writes(tmp_path):
+    """Half a copy, and the copies before the last: by number, for version-10 sorts before version-5."""
+    Store.open(tmp_path, migrations=NEWER).close()
+    for name in ("5", "10", "10.new", "11", "11.20261125T000000Z", "100"):
+        (tmp_path / f"canaryd.db.version-{name}").touch()
+    Store.open(tmp_path, migrations=NEWER, for_reading=True).close()
+    assert len(beside(tmp_path)) == 6
+    Store.open(tmp_path, migrations=NEWER).close()
+    assert beside(tmp_path) == {f"canaryd.db.version-{name}" for name in ("11", "11.20261125T000000Z", "100")}
+
+
+def test_the_copy_gets_its_owner_where_modes_are_refused(tmp_path, monkeypatch):
+    """As on a file system without modes: without the owner the daemon's release could not open the copy."""
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED: only root can give files away")
+    release_0_1_0(tmp_path).close()
+    os.chown(tmp_path / "canaryd.db", DAEMON, DAEMON)
+
+    def refuse(fd, mode):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    Store.open(tmp_path).close()
+    told = (tmp_path / "canaryd.db.version-5").stat()
+    assert (told.st_uid, told.st_gid) == (DAEMON, DAEMON)
+
+
+def test_the_copy_of_a_backup_that_was_put_back_stays(tmp_path):
+    """A copy with a higher number, made before it, knows nothing of it."""
+    Store.open(tmp_path, migrations=NEWER).close()
+    (tmp_path / "canaryd.db").unlink()
+    (tmp_path / "canaryd.db.version-7").touch()
+    os.utime(tmp_path / "canaryd.db.version-7", (1, 1))
+    release_0_1_0(tmp_path).close()
+    for _ in range(2):
+        Store.open(tmp_path, migrations=NEWER).close()
+    assert beside(tmp_path) == {"canaryd.db.version-5", "canaryd.db.version-7"}
