@@ -112,11 +112,20 @@ def _parts(record: LogRecord) -> set[str]:
     return {bus_key(place) for place in record.fields.get("below", record.bus_id).split()} - {""}
 
 
+def _is_only(place: str, devices: Sequence[Device]) -> bool:
+    """Whether a device is the only known one of its kind: the one that is left on the bus may be the sound one."""
+    whole = [d for d in devices if not (d.parent or d.card)]
+    here = next((d for d in whole if bus_key(d.detail.get("bus_id", "")) == bus_key(place)), None)
+    return here is None or sum(d.backend == here.backend for d in whole) == 1
+
+
 def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     """Return the event of a record. A fault of a part that canaryd does not test is recorded, and accuses no device."""
     fields = dict(record.fields)
-    process = fields.pop("process", "")
+    process, only = fields.pop("process", ""), fields.pop("only", "")
     record = replace(record, fields=fields)
+    if only and not _is_only(only, devices):
+        record = replace(record, bus_id="")
     event = log_event(record, addressee(record, devices))
     own = bool(process) and killed.was_killed(int(process), record.at)
     if own and record.kind == "xid" and xids.explain(event.code).nature in OF_PROCESSES:

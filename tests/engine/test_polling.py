@@ -464,6 +464,15 @@ def test_a_line_about_a_port_belongs_to_the_one_device_below_it(below, device, k
     assert (event.device, event.kind, event.name) == (device, kind, name)
 
 
+@pytest.mark.parametrize(("known", "device"), [([CPU, GPU], "GPU-1"), ([CPU, GPU, SECOND], "CPU-1")])
+def test_the_device_that_is_left_on_the_bus_is_not_taken_for_the_lost_one(known, device):
+    """A line names no device, and one is left: it is about that one only where canaryd knew of no other."""
+    fields = {"only": "0000:65:00.0"}
+    lost = LogRecord(boot="b", sequence=1, at=1.6e9, kind="off-bus", bus_id="0000:65:00.0", fields=fields)
+    event = kernel_log._event(lost, known)
+    assert (event.device, event.fields) == (device, {})
+
+
 def test_a_fault_of_one_of_several_devices_is_told_and_names_none(host):
     """AMD's driver does not always say which device it means: the host has the finding, and no device is accused."""
     ring, reset = (

@@ -351,7 +351,8 @@ class _Reader:
     def _placed(self, message: Message) -> Message:
         """Return a message with the only device that it can be about, or with what is below the port that it names."""
         if not message.bus_id and message.kind in VENDORS:
-            return message._replace(bus_id=pci.only_one(self._sysfs, VENDORS[message.kind]))
+            place = pci.only_one(self._sysfs, VENDORS[message.kind])
+            return message._replace(bus_id=place, fields={**message.fields, "only": place} if place else message.fields)
         if message.kind in ("aer", "pcie") and (parts := pci.below(self._sysfs, message.bus_id)):
             message.fields["below"] = " ".join(parts)
         return message
