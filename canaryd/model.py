@@ -126,6 +126,11 @@ class Device:
         return self.backend, self.model
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is a card or a processor itself: no instance of one, and none through another runtime."""
+        return not (self.parent or self.card)
+
+    @property
     def part(self) -> str:
         """The uuid of the physical part: instances of one divided device share it, and runtimes that reach it."""
         return self.parent or self.physical

@@ -188,7 +188,7 @@ class Decisions:
         # Only for what several devices may have together the events of all others are asked for.
         if not (signs.losses or signs.seen("xid") or signs.seen("aer")):
             return signs
-        others = (d for d in host.devices.values() if d.part != device.part and not (d.parent or d.card))
+        others = (d for d in host.devices.values() if d.part != device.part and d.is_whole)
         return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:

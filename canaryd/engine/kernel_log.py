@@ -98,7 +98,7 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
     so does what a driver says without naming one of several devices.
     """
     parts = _parts(record)
-    whole = [d for d in devices if not (d.parent or d.card)]
+    whole = [d for d in devices if d.is_whole]
     for device in whole:
         if parts == {bus_key(device.detail.get("bus_id", ""))} != {""}:
             return device.uuid
@@ -114,7 +114,7 @@ def _parts(record: LogRecord) -> set[str]:
 
 def _is_only(place: str, devices: Sequence[Device]) -> bool:
     """Whether a device is the only known one of its kind: the one that is left on the bus may be the sound one."""
-    whole = [d for d in devices if not (d.parent or d.card)]
+    whole = [d for d in devices if d.is_whole]
     here = next((d for d in whole if bus_key(d.detail.get("bus_id", "")) == bus_key(place)), None)
     return here is None or sum(d.backend == here.backend for d in whole) == 1
 

@@ -39,7 +39,7 @@ def make(session: Session, case: Case, seed: int, core: int | None, shipped: str
     if session.begun is not None and session.begun[0] == (case.name, seed):
         future, session.begun = session.begun[1], None
         return future.result()
-    session.unused += finish(session)
+    settle(session)
     return _make(session, case, seed, core, shipped)
 
 

@@ -46,8 +46,6 @@ class Session:
     """The last pools made, and of which product and seed."""
     begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None
     """What is being made for the case of this name and seed."""
-    unused: list[Comparison] = field(default_factory=list)
-    """What was doubtful while something was made for a case that then was not run."""
     told_apart: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
     _device_seconds: float = 0.0

@@ -95,7 +95,7 @@ def verify_all(
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
                 yield Skipped(case=case.name, reason=str(why))
-    yield from (*session.unused, *finish(session))
+    yield from finish(session)
     if ctx.drill and not session.struck:
         raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
     if session.refused and len(session.refused) + late == len(order):
