@@ -189,7 +189,7 @@ def test_every_setting_stands_in_the_example_configuration():
 
 
 def test_the_diagram_of_packages_is_complete():
-    """Every package and every module at the top but the worker, once; import-linter checks that their order is right."""
+    """Every package and module at the top but the worker, once; import-linter checks that their order is right."""
     diagram = re.search(r"^```\n(cli .*?)\n\n", ARCHITECTURE, re.MULTILINE | re.DOTALL)[1]
     drawn = [word for line in diagram.splitlines() for word in re.match(r"\w+(?: \| \w+)*", line)[0].split(" | ")]
     wanted = [path.parent.name for path in (ROOT / "canaryd").glob("*/__init__.py") if path.parent.name != "worker"]
