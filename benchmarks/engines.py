@@ -291,8 +291,9 @@ def _ask(server: Server, directory: Path, how: str, found: Counter[tuple[str, st
 
 
 def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
-    """Return rows of the table, and the servers that are not there."""
+    """Return rows of the table, and the servers that are not there. Serves no further model after so many minutes."""
     rows, absent = [], []
+    end = time.monotonic() + 60 * words.minutes
     for name in words.engines:
         asked = ENGINES[name]
         program, form = KINDS[asked.server].program, asked.form or "bfloat16"
@@ -304,14 +305,20 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
             ("like", LIKE, words.likes if asked.shape == TINY else 0, words.likes * ASKED * 2),
         ):
             found: Counter[tuple[str, str]] = Counter()
+            models = 0
             for seed in range(1, seeds + 1):
+                if time.monotonic() > end:
+                    break
                 print(f"{name}, {size}, seed {seed}", file=sys.stderr, flush=True)
                 with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work:
                     found += served(asked, asked.model(shape, seed), answers // seeds, Path(work))
+                models += 1
                 print(dict(found), file=sys.stderr, flush=True)
-            for how in ("alone", "beside 8 clients") if seeds else ():
+            for how in ("alone", "beside 8 clients") if models else ():
                 of = [found[how, kind] for kind in ("cold", "warm", "at once")]
-                rows.append([program, size, form, how, seeds, *of, sum(of), found[how, "wrong"]])
+                rows.append([program, size, form, how, models, *of, sum(of), found[how, "wrong"]])
+            if seeds and not models:
+                absent.append(f"{name}, {size}: the {words.minutes:g} minutes were over")
             absent += [f"{name}, {size}, {how}: {kind} ({n} runs)" for (how, kind), n in found.items() if ":" in kind]
     return rows, absent
 
@@ -328,7 +335,7 @@ def main() -> None:
         "--answers", type=int, default=480, help="answers of each server, tiny models (default: %(default)s)"
     )
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no model in process after so many")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no model after so many")
     parser.add_argument(
         "--only", choices=("in-process", "served"), default="", help="one half; its result's name says so"
     )

@@ -646,6 +646,8 @@ class Host:
         self.engine.sweep()
         for uuid in list(self.engine.devices):
             self._tick(uuid)
+        if self.engine.unread:
+            self.engine.recall()
         verdicts = self.engine.decide()
         self._live(begun + jumped)
         return {self.names[uuid]: verdict for uuid, verdict in verdicts.items()}
@@ -1079,6 +1081,21 @@ def _damage(host: Host, what: Happening, *, first: bool) -> None:
     host.begin()
 
 
+def _hide(host: Host, what: Happening, *, first: bool) -> None:
+    """The daemon starts again while the database cannot be read, and can be read in the next round."""
+    del what
+    path = host.engine.store.path
+    aside = path.with_suffix(".aside")
+    if first:
+        host.close()
+        path.rename(aside)
+        path.mkdir()
+        host.begin()
+    else:
+        path.rmdir()
+        aside.rename(path)
+
+
 def _move(host: Host, what: Happening, *, first: bool) -> None:
     """A card sits in another slot: index and bus address are others."""
     del first
@@ -1248,6 +1265,7 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "reboot": _reboot,
     "restart_daemon": _restart,
     "damage_store": _damage,
+    "hide_store": _hide,
     "move": _move,
     "vanish": _vanish,
     "return": _return,

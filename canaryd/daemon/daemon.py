@@ -246,6 +246,8 @@ class Daemon:
         self._watchdog.looked = time.monotonic()  # not where the look raises: then the pages must not seem fresh
 
     def _look(self) -> None:
+        if self.engine.unread:
+            self.engine.recall()
         mine = {r.id for uuid in self.engine.devices for r in self.engine.evidence(uuid)}
         # A second look at the recent past: what is being written now may become visible after this.
         since, self._refreshed = self._refreshed - REFRESH, time.time()

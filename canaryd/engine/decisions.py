@@ -90,8 +90,9 @@ class Decisions:
         return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
 
     def keep(self, verdict: Verdict) -> None:
-        """Store a verdict, unless it only shows that canaryd has just started, or is about to stop."""
-        if self._host.looked and (verdict.doubted or not self._host.stopping):
+        """Store a verdict, unless it only shows that canaryd has just started, is about to stop, or could not read."""
+        passing = self._host.stopping or verdict.device in self._evidence.unread
+        if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
@@ -140,6 +141,7 @@ class Decisions:
                 recordings=self._recording_findings(device, drill=drill),
                 acks=() if drill else self._acks.in_force(uuid),
                 history_lost=None if drill else host.store.lost,
+                unread="" if drill else self._evidence.unread.get(uuid, ""),
                 trends=() if drill else self._trends.findings(device),
                 behind=self._behind(device) if served else (),
                 serving={} if served else self._served_endpoints(device, drill=drill),

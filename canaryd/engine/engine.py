@@ -151,6 +151,11 @@ class Engine(Host):
         """Load from the store what is known of devices and runs; without `runs` no device can be judged yet."""
         self._discovery.recall(runs=runs)
 
+    @property
+    def unread(self) -> bool:
+        """Whether runs that may be on record could not be read yet."""
+        return bool(self._evidence.unread)
+
     def sweep(self, *, hold: bool = False, due: bool = False) -> None:
         """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from canaryd.engine.host import Host
@@ -83,22 +83,31 @@ class Evidence:
         """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._recalled: set[str] = set()
         """Devices whose record has been read from the store."""
+        self.unread: Mapping[str, str] = {}
+        """Device → why runs of it that may be on record could not be read; the next `recall` tries again."""
         self._clock_offset = 0.0
         """Seconds added to the start of a run while the clock is behind the last confirmed time."""
 
     def recall(self) -> None:
-        """Read the runs of new devices from the store."""
-        onsets = self._host.store.onsets()
-        self._mismatched = frozenset(uuid for uuid, *_ in onsets)
-        self._onsets.clear()
-        for _, probe, first, newest in onsets:
-            bisect.insort(self._onsets[probe], first)
-            bisect.insort(self._onsets[probe], newest)
+        """Read the runs of new devices from the store, and of those that could not be read before."""
+        store, devices = self._host.store, self._host.devices
+        failed = store.failed_reads
+        onsets = store.onsets()
+        if store.failed_reads == failed:
+            self._mismatched = frozenset(uuid for uuid, *_ in onsets)
+            self._onsets.clear()
+            for _, probe, first, newest in onsets:
+                bisect.insort(self._onsets[probe], first)
+                bisect.insort(self._onsets[probe], newest)
         self._met.read()
-        for uuid in self._host.devices:
-            if uuid not in self._recalled:
-                self._runs[uuid] = self._load(uuid)
-        self._recalled = set(self._host.devices)
+        new = [uuid for uuid in devices if uuid not in self._recalled]
+        for uuid in new:
+            self._runs[uuid] = self._load(uuid)
+        if store.failed_reads == failed:
+            self._recalled, self.unread = set(devices), {}
+        else:
+            self._recalled &= devices.keys()
+            self.unread = dict.fromkeys(new, store.unreadable)
 
     def of(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""

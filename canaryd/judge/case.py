@@ -64,6 +64,8 @@ class Case:
     """The operators' acknowledgements, repairs and replacements of this device."""
     history_lost: tuple[float, str] | None = None
     """When this machine's records were lost, and which file keeps what is left; None where they were not."""
+    unread: str = ""
+    """Why runs of this device that may be on record could not be read; "" where all were."""
     trends: Sequence[Finding] = ()
     """What the rules for trends found of this device."""
 

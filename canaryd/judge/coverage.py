@@ -166,6 +166,17 @@ def history_lost(case: Case) -> Iterator[Finding]:
         )
 
 
+def record_unread(case: Case) -> Iterator[Finding]:
+    """The database is there and cannot be read: earlier faults are unknown until it can."""
+    if case.unread:
+        yield finding(
+            *("record-unread", State.UNKNOWN, Cause.HARNESS),
+            "The record of this machine cannot be read; earlier faults are unknown",
+            "Make it readable: canaryd then reads it by itself",
+            f"{case.unread}.",
+        )
+
+
 def clock_set_back(case: Case) -> Iterator[Finding]:
     """A run is dated in the future: its age is unknown, so it is no fresh evidence. By itself this is only a note."""
     ahead = [r for r in case.runs if r.started > case.now + AHEAD]

@@ -23,6 +23,7 @@ from canaryd.judge.coverage import (
     history_lost,
     no_fresh_evidence,
     not_completed,
+    record_unread,
     unreached,
     vanished,
 )
@@ -132,6 +133,7 @@ RULES: tuple[Rule, ...] = (
     no_fresh_evidence,
     checked_nothing,
     history_lost,
+    record_unread,
     clock_set_back,
     acknowledged,
 )

@@ -78,6 +78,8 @@ class BufferedDatabase:
         self.unreadable = ""
         """Why the record could not be read, one sentence; "" when it could, and where there is none. Of a store for
         reading this stays: some of its answers lack what is on record."""
+        self.failed_reads = 0
+        """How often something on record, or that may be, could not be read."""
         self._clock = Clock(
             now,
             monotonic,
@@ -183,6 +185,7 @@ class BufferedDatabase:
 
     def _fail_to_read(self, error: Exception) -> None:
         missing = isinstance(error, FileNotFoundError)
+        self.failed_reads += not missing and _may_exist(self.path)
         if not missing:
             self.unreadable = refusal(self.path, error)
         if not self._database.for_reading:
@@ -222,3 +225,14 @@ class BufferedDatabase:
             for table in ("verdicts", "met", *(name for name, _, _ in _COPIED)):
                 memory.execute(f"DELETE FROM {table}")
             self._waiting = len(runs) == BATCH
+
+
+def _may_exist(path: Path) -> bool:
+    """Return whether a file exists, or nobody can say: its directory may be out of reach."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -91,7 +91,7 @@ OLD = 0.75 * 7200.0
     ],
 )
 def test_a_probe_that_never_completes_is_no_way_around_the_budget(served, outcome, detail):
-    """It is forced as often as evidence is wanted and no oftener, by itself, and the others keep to the budget."""
+    """It is forced alone, once each time that its evidence is too old; the other probes keep to the budget."""
     served.know("a", 1800)
     assert served.chosen() == (["b"], FORCED)
     served.know("b", 1800, outcome, detail=detail)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from canaryd.judge.recordings import speed
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.probe import ProbeSpec
+from canaryd.store import database
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
 from tests.command import BUILTIN, ROOT, bare_python, catalogue, eventually
@@ -156,6 +159,45 @@ def test_evidence_survives_a_restart(tmp_path):
     assert [run.id for run in again.evidence(runs[0].device)] == [run.id for run in runs]
     after = verdict(again)
     assert (after.state, after.cause, after.since) == (State.FAULTY, before.cause, before.since)
+
+
+def test_a_record_that_cannot_be_read_yet_is_no_health(tmp_path, monkeypatch):
+    """Another program locks the database while the engine starts, and lets go: unknown, then faulty as before."""
+    monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.01)
+    engine = start(settings(tmp_path, "mismatches"))
+    carry_out(engine)
+    before = verdict(engine)
+    engine.store.close()
+    config = settings(tmp_path, "passes", mismatches=ProbeSettings(enabled=False))
+    with contextlib.closing(sqlite3.connect(config.state_dir / "canaryd.db", isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        again = start(config)
+        carry_out(again)
+        found = verdict(again)
+        assert (found.state, found.findings[0].rule) == (State.UNKNOWN, "record-unread")
+        assert "database is locked" in found.findings[0].evidence[0]
+    again.recall()
+    assert not again.unread
+    after = verdict(again)
+    assert (after.state, after.since) == (State.FAULTY, before.since)
+    assert {r.probe for r in again.evidence(after.device)} == {"mismatches", "passes"}
+    assert [v.state for v in again.store.verdict_history(after.device)] == [State.SUSPECT, State.FAULTY]
+
+
+def test_a_read_that_fails_once_is_made_good(tmp_path, monkeypatch):
+    """The lock is gone before the recall is over: what was read after it does not hide what was not read before."""
+    engine = start(settings(tmp_path, "mismatches"))
+    carry_out(engine)
+    store = engine.store
+    again = Engine(engine.config, store)
+    failures = store.failures
+    monkeypatch.setattr(store, "failures", lambda *a: store._fail_to_read(sqlite3.OperationalError("locked")) or [])
+    again.recall()
+    assert verdict(again).state is State.UNKNOWN
+    monkeypatch.setattr(store, "failures", failures)
+    again.recall()
+    assert verdict(again).state is State.FAULTY
 
 
 def test_a_drill_is_a_world_of_its_own(tmp_path):

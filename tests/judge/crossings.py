@@ -216,7 +216,7 @@ def best_of_eight(fast):
 
 
 def peer_days(late):
-    """Return what is said where the only peer became as slow, and is known on so many of the ten days since."""
+    """Return the state where the only peer became slow too, and has values on `late` of the ten days since."""
     t = test_trend
     peer = t.stepped(0.01, 0.013, seed=7)
     days = sorted(peer.days)

@@ -232,7 +232,7 @@ EVIDENCE = {
         ),
         SUSPECT, U, {"exact-mismatch"},
     ),
-    "30 days, and a run that is wanted every second day": lambda: (
+    "30 days, tested every second day as its period says": lambda: (
         ask(
             run(30 * DAY, wrong(trials=10)), run(DAY, right(trials=29)), fresh(),
             days=range(TODAY - 30, TODAY, 2), wanted={"exact_matmul": 2 * DAY},
@@ -525,6 +525,9 @@ EVIDENCE = {
     "the records were lost, and somebody has looked": lambda: (
         ask(fresh(), history_lost=(NOW - DAY, "canaryd.db.corrupt-X"), acks=[said("acknowledged", HOUR, NOW - 1)]),
         HEALTHY, Cause.NONE, set(),
+    ),
+    "the records cannot be read": lambda: (
+        ask(fresh(), unread="cannot read canaryd.db: database is locked"), UNKNOWN, Cause.HARNESS, {"record-unread"},
     ),
     # drills
     "a drill in the real world": lambda: (

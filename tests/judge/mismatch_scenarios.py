@@ -301,7 +301,7 @@ MISMATCHES = {
         ask(run(HOUR, host("core 3 twice"), of=CPU), run(MINUTE, host("core 5 twice"), right(2), of=CPU), of=CPU),
         FAULTY, H, {"golden-disagreement", "exact-mismatch-confirmed"},
     ),
-    "a bad file of digests, and one golden made twice, unlike, long ago": lambda: (
+    "one golden had two results long ago, and now the shipped digests differ": lambda: (
         ask(
             run(40 * DAY, host(seed=8), of=CPU),
             *(run(MINUTE * n, host("core 3", seed=9), of=CPU) for n in (30, 20, 10)), of=CPU,

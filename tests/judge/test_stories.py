@@ -41,6 +41,7 @@ TOLD_BY = {
     "checked_nothing": "nothing-checked",
     "clock_set_back": "clock-jump",
     "history_lost": "history-lost",
+    "record_unread": "record-unread",
     "acknowledged": "acknowledged-suspect",
     "confirmed_by_reruns": "confirmed-by-reruns",
     "confirmed_within_a_day": "twice-in-a-day",

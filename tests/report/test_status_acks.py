@@ -75,7 +75,7 @@ def test_a_replaced_part_that_names_itself_keeps_its_verdict(store):
 
 
 def test_evidence_from_before_a_repair_is_history(store):
-    """It is not told as the newest evidence of a device that has none yet, whoever gathered it."""
+    """Where a repaired device has not been tested since, status shows no evidence, in the store or from a check."""
     store.see_device(GPU, NOW)
     store.set_verdict(verdict(State.UNKNOWN, U, "no evidence yet"))
     store.add_run(run(1))

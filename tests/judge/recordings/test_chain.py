@@ -30,7 +30,7 @@ LINKS = [("checkpoint", "c2"), ("tokenizer", "t2"), ("template", "m2"), ("server
 
 @pytest.mark.parametrize(("link", "value"), LINKS)
 def test_a_changed_chain_accuses_no_device(link, value):
-    """Whatever the answer is now: the link that changed is named, and nothing is said of hardware."""
+    """Another answer after a change of one link: the finding names the link, and none accuses hardware."""
     history = History().learn()
     history.add(HOUR, recording(0.5, chain=CHAIN | {link: value}))
     found = history.found()
