@@ -63,7 +63,7 @@ class Asked:
 
     def model(self, shape: Shape, seed: int) -> Model:
         """Return a model for its form."""
-        return construct(shape, seed, bits=FORMS[self.form].bits if self.form in FORMS else 0)
+        return construct(shape, seed, bits=FORMS[self.form].whole if self.form in FORMS else 0)
 
 
 ENGINES = {
@@ -73,8 +73,10 @@ ENGINES = {
     "mlx-awq": Asked("mlx", "awq"),
     "mlx-4bit": Asked("mlx", "mlx-4bit"),
     "mlx-8bit": Asked("mlx", "mlx-8bit"),
+    "mlx-mxfp8": Asked("mlx", "mlx-mxfp8"),
     "mlx-experts": Asked("mlx", "mlx-8bit", EXPERTS),
     "transformers": Asked("transformers"),
+    "transformers-fp8": Asked("transformers", "fp8"),
     "transformers-experts": Asked("transformers", "", EXPERTS),
     "vllm": Asked("vllm"),
     "vllm-awq": Asked("vllm", "awq"),

@@ -18,7 +18,14 @@ from canaryd.model import State
 CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
 MAX_CONFIG_BYTES = 1 << 20
 FORMATS = ("bfloat16", "float16", "float32")
-QUANTIZATIONS = {"awq": "vLLM or mlx-lm", "mlx-4bit": "mlx-lm", "mlx-8bit": "mlx-lm", "w8a8": "vLLM"}
+QUANTIZATIONS = {
+    "awq": "vLLM or mlx-lm",
+    "mlx-4bit": "mlx-lm",
+    "mlx-8bit": "mlx-lm",
+    "mlx-mxfp8": "mlx-lm",
+    "w8a8": "vLLM",
+    "fp8": "transformers",
+}
 """Quantised forms, and the engines that they were tried with."""
 DESCRIPTION = """\
 Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
@@ -64,7 +71,8 @@ def add_parsers(commands: Commands) -> None:
         choices=QUANTIZATIONS,
         metavar="FORM",
         default="",
-        help="write quantised weights: awq (vLLM, mlx-lm), mlx-4bit or mlx-8bit (mlx-lm), w8a8 (vLLM)",
+        help="write quantised weights: awq (vLLM, mlx-lm), mlx-4bit, mlx-8bit or mlx-mxfp8 (mlx-lm), w8a8 (vLLM), "
+        "fp8 (transformers)",
     )
     add_wait(command)
 

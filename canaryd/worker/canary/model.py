@@ -25,7 +25,8 @@ Watch = Callable[[str, Any], Any]
 """Called with every tensor where its format rounds it ("2.query", "logits"); returns the tensor to go on with."""
 
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_SAFETENSORS |= {"I64": "int64", "I32": "int32", "U32": "uint32", "I8": "int8"}
+_SAFETENSORS |= {"I64": "int64", "I32": "int32", "U32": "uint32", "I8": "int8", "U8": "uint8"}
+_SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn"}
 _HEADER_LIMIT = 1 << 20
 """Bytes that a header of our files may have; the format itself allows 100 MB."""
 

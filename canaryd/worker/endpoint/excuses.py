@@ -23,7 +23,7 @@ QUOTED = 60
 """Characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
 """Formats that hold every number of an exact canary."""
-NAMES = {"awq": "awq", "w8a8": "compressed"}
+NAMES = {"awq": "awq", "w8a8": "compressed", "fp8": "compressed"}
 """Form of an export's weights → how a server's name of it begins: vLLM says awq, awq_marlin, compressed-tensors."""
 
 

@@ -43,7 +43,7 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
     try:
         shape = like(arguments["like"], arguments["layers"]) if arguments["like"] else TINY
         form = arguments["form"]
-        bits = FORMS[form].bits if form in FORMS else 0
+        bits = FORMS[form].whole if form in FORMS else 0
         model = construct(shape, arguments["seed"], anchored=False if arguments["no_anchor"] else None, bits=bits)
     except KeyError as error:
         return {"mistake": f"has no {error.args[0]}"}

@@ -1,6 +1,7 @@
-"""Store the matrices of an exact canary in few bits, without rounding a weight: AWQ, MLX's format, W8A8.
+"""Store the matrices of an exact canary in few bits, without rounding a weight: AWQ, MLX's formats, W8A8, FP8.
 
-A weight is scale * (code - zero): the scale is a power of two of its row, the zero the middle of the codes.
+A weight is its row's scale, a power of two, times what its code stands for: code - zero, where the zero is the middle
+of the codes, or a number of FP8 (E4M3).
 """
 
 from __future__ import annotations
@@ -30,16 +31,27 @@ class Form:
     """Whether it was tried with a mixture of experts; no engine that was tried reads the others."""
     inputs: bool = False
     """Whether inputs are rounded to int8, with a scale that is known beforehand."""
+    floats: bool = False
+    """Whether codes are numbers of FP8 (E4M3)."""
+
+    @property
+    def whole(self) -> int:
+        """Bits of the whole numbers that weights are constructed of, with the sign."""
+        return 1 + SIGNIFICANT if self.floats else self.bits
 
 
-AWQ, W8A8 = "awq", "w8a8"
+SIGNIFICANT = 4
+"""Significant bits of E4M3."""
+AWQ, MXFP8, W8A8, FP8 = "awq", "mlx-mxfp8", "w8a8", "fp8"
 FORMS = {
     AWQ: Form(4, 128),
     "mlx-4bit": Form(4, 64, head=True, experts=True),
     "mlx-8bit": Form(8, 64, head=True, experts=True),
+    MXFP8: Form(8, 32, head=True, experts=True, floats=True),
     W8A8: Form(8, inputs=True),
+    FP8: Form(8, floats=True),
 }
-"""Groups as AutoAWQ and `mlx_lm.convert` make them by default; W8A8 in the layout of compressed-tensors."""
+"""Groups as AutoAWQ and `mlx_lm.convert` make them by default; W8A8 and FP8 in the layout of compressed-tensors."""
 READS: dict[str, Callable[[Digits], float]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: 1 / 2),
     "o_proj": lambda digits: digits.offered,
@@ -65,11 +77,18 @@ class Stored:
     """Of a code."""
     unit: float = 0.0
     """Scale of the inputs; 0 where they are not rounded."""
+    floats: bool = False
+    """Whether codes are numbers of FP8 (E4M3)."""
 
     @property
     def zero(self) -> int:
         """The code of 0."""
-        return 1 << self.bits - 1
+        return 0 if self.floats else 1 << self.bits - 1
+
+    @property
+    def eighths(self) -> Any:
+        """The codes in FP8 (E4M3)."""
+        return self.codes.to(torch.uint8).view(torch.float8_e4m3fn)
 
     @property
     def wide(self) -> Any:
@@ -79,20 +98,20 @@ class Stored:
     @property
     def values(self) -> Any:
         """What is stored, float64."""
-        return (self.codes - self.zero) * self.wide
+        return (self.eighths.to(torch.float64) if self.floats else self.codes - self.zero) * self.wide
 
     @property
     def largest(self) -> Any:
         """Scale times the largest code, of every group: as large as anything that a kernel makes of a code."""
-        return self.scales * ((1 << self.bits) - 1)
+        return self.scales * (torch.finfo(torch.float8_e4m3fn).max if self.floats else (1 << self.bits) - 1)
 
     def apart(self, x: Any) -> Any:
         """Return how large partial sums become in the group (…, rows) where a kernel sums codes and zeros apart.
 
         It takes scale and zero out of the sum of a group, at most; `x` are magnitudes of inputs (…, inputs). Integer
-        products have no zero to take out.
+        products and FP8 have no zero to take out.
         """
-        if self.unit:
+        if self.unit or self.floats:
             return torch.zeros(len(x), len(self.codes))
         groups = self.scales.shape[1]
         sizes = ((self.codes + self.zero) * self.wide).view(len(self.codes), groups, -1)
@@ -113,15 +132,21 @@ def store(name: str, weight: Any, form: Form) -> Stored:
     inputs = weight.shape[1]
     if inputs % (form.group or inputs):
         raise Inexact(f"{name}: {inputs} inputs are no whole number of groups of {form.group}")
-    zero = 1 << form.bits - 1
-    scale = units(weight.abs().amax(1, keepdim=True).to(torch.float64), zero - 1)
-    whole = weight / torch.where(scale == 0, 1.0, scale)
-    if not bool((whole == whole.round()).all()):
-        raise Inexact(f"{name}: a weight is off the grid of {form.bits} bits")
-    scales = scale.where(scale > 0, 1.0).expand(-1, inputs // (form.group or inputs))
+    digits = Digits.quantised(form.whole)
+    scale = units(weight.abs().amax(1, keepdim=True).to(torch.float64), digits.levels)
+    scale = scale.where(scale > 0, 1.0)
+    number = weight / scale
+    if form.floats:
+        codes = number.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int64)
+    else:
+        codes = number.round().to(torch.int64) + (1 << form.bits - 1)
+    scales = scale.expand(-1, inputs // (form.group or inputs)).contiguous()
     operator = name.split(".")[-2]
-    unit = READS[operator](Digits.quantised(form.bits)) if form.inputs and operator in READS else 0.0
-    return Stored(whole.to(torch.int64) + zero, scales.contiguous(), form.bits, unit)
+    unit = READS[operator](digits) if form.inputs and operator in READS else 0.0
+    found = Stored(codes, scales, form.bits, unit, form.floats)
+    if not bool((found.values == weight).all()):
+        raise Inexact(f"{name}: a weight is off the grid of {'FP8' if form.floats else f'{form.bits} bits'}")
+    return found
 
 
 def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
@@ -130,7 +155,8 @@ def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
     Raises `Unfit` for a mixture of experts in a form that is not for it.
     """
     if not FORMS[form].experts and any(".experts." in name for name in weights):
-        raise Unfit(f"{form}: not for a mixture of experts; take mlx-4bit or mlx-8bit")
+        others = [name for name, each in FORMS.items() if each.experts]
+        raise Unfit(f"{form}: not for a mixture of experts; take {', '.join(others[:-1])} or {others[-1]}")
     operators = (*READS, "lm_head") if FORMS[form].head else tuple(READS)
     found = {name: name.split(".")[-2] for name in weights if name.endswith(".weight")}
     return {name: store(name, weights[name], FORMS[form]) for name, operator in found.items() if operator in operators}
@@ -142,7 +168,7 @@ def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) ->
     What is not in few bits is float32: an engine takes it into its own format, and MLX computes in that of the file.
     """
     found = {name: weight for name, weight in weights.items() if name not in few}
-    layout = {AWQ: _awq, W8A8: _w8a8}.get(form, _mlx)
+    layout = {AWQ: _awq, MXFP8: _mxfp8, W8A8: _w8a8, FP8: _fp8}.get(form, _mlx)
     for name, each in few.items():
         found |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in layout(each)}
     return found
@@ -152,6 +178,11 @@ def _mlx(each: Stored) -> Iterator[tuple[str, Any]]:
     yield "weight", packed(each.bits, each.codes).view(torch.uint32)
     yield "scales", each.scales.to(torch.float32)
     yield "biases", (-each.zero * each.scales).to(torch.float32)
+
+
+def _mxfp8(each: Stored) -> Iterator[tuple[str, Any]]:
+    yield "weight", packed(each.bits, each.codes).view(torch.uint32)
+    yield "scales", (each.scales.log2() + 127).to(torch.uint8)  # E8M0
 
 
 def _awq(each: Stored) -> Iterator[tuple[str, Any]]:
@@ -168,19 +199,27 @@ def _w8a8(each: Stored) -> Iterator[tuple[str, Any]]:
     yield "input_scale", torch.tensor([each.unit])
 
 
+def _fp8(each: Stored) -> Iterator[tuple[str, Any]]:
+    yield "weight", each.eighths
+    yield "weight_scale", each.scales.to(torch.float32)
+
+
 def settings(form: str) -> dict[str, Any]:
     """Return what `config.json` says of a form."""
     how = FORMS[form]
     if form == AWQ:
         awq = {"quant_method": "awq", "version": "gemm", "zero_point": True}
         return {"quantization_config": {**awq, "bits": how.bits, "group_size": how.group}}
-    if form == W8A8:
-        number = {"num_bits": how.bits, "type": "int", "symmetric": True, "dynamic": False}
+    if form in (W8A8, FP8):
+        kind = "float" if how.floats else "int"
+        number = {"num_bits": how.bits, "type": kind, "symmetric": True, "dynamic": False}
         group = {
             "targets": ["Linear"],
             "weights": {**number, "strategy": "channel"},
-            "input_activations": {**number, "strategy": "tensor"},
+            "input_activations": {**number, "strategy": "tensor"} if how.inputs else None,
         }
-        state = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+        state = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized"}
+        state |= {"quantization_status": "compressed"}
         return {"quantization_config": {**state, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
-    return {"quantization": {"group_size": how.group, "bits": how.bits}}
+    mode = "mxfp8" if form == MXFP8 else "affine"
+    return {"quantization": {"group_size": how.group, "bits": how.bits, "mode": mode}}
