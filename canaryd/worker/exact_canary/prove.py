@@ -155,8 +155,9 @@ class Walk:
             if few := self.stored.get(name):
                 if not bool((few.values == self.weights[name]).all()):
                     raise Inexact(f"{name}: what is stored in few bits is not the weight")
-                for part in (few.scales, few.largest):
-                    self._fits(name, Exact.of(part).reduced())
+                if self._fits(name, Exact.of(few.scales).reduced()).bits() > 1:
+                    raise Inexact(f"{name}: a scale is no power of two")
+                self._fits(name, Exact.of(few.largest).reduced())
         return self._exact[name]
 
     def _fits(self, name: str, x: Exact) -> Exact:

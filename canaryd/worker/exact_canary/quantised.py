@@ -42,6 +42,8 @@ class Form:
 
 SIGNIFICANT = 4
 """Significant bits of E4M3."""
+RAISED = 8
+"""Codes of E4M3 are whole numbers times this, up to 120: every bit of the exponent is 1 in some."""
 AWQ, MXFP8, W8A8, FP8 = "awq", "mlx-mxfp8", "w8a8", "fp8"
 FORMS = {
     AWQ: Form(4, 128),
@@ -49,7 +51,7 @@ FORMS = {
     "mlx-8bit": Form(8, 64, head=True, experts=True),
     MXFP8: Form(8, 32, head=True, experts=True, floats=True),
     W8A8: Form(8, inputs=True),
-    FP8: Form(8, floats=True),
+    FP8: Form(8, experts=True, floats=True),
 }
 """Groups as AutoAWQ and `mlx_lm.convert` make them by default; W8A8 and FP8 in the layout of compressed-tensors."""
 READS: dict[str, Callable[[Digits], float]] = {
@@ -86,8 +88,8 @@ class Stored:
         return 0 if self.floats else 1 << self.bits - 1
 
     @property
-    def eighths(self) -> Any:
-        """The codes in FP8 (E4M3)."""
+    def fp8(self) -> Any:
+        """The codes as numbers of FP8 (E4M3)."""
         return self.codes.to(torch.uint8).view(torch.float8_e4m3fn)
 
     @property
@@ -98,7 +100,7 @@ class Stored:
     @property
     def values(self) -> Any:
         """What is stored, float64."""
-        return (self.eighths.to(torch.float64) if self.floats else self.codes - self.zero) * self.wide
+        return (self.fp8.to(torch.float64) if self.floats else self.codes - self.zero) * self.wide
 
     @property
     def largest(self) -> Any:
@@ -133,7 +135,8 @@ def store(name: str, weight: Any, form: Form) -> Stored:
     if inputs % (form.group or inputs):
         raise Inexact(f"{name}: {inputs} inputs are no whole number of groups of {form.group}")
     digits = Digits.quantised(form.whole)
-    scale = units(weight.abs().amax(1, keepdim=True).to(torch.float64), digits.levels)
+    levels = digits.levels * (RAISED if form.floats else 1)
+    scale = units(weight.abs().amax(1, keepdim=True).to(torch.float64), levels)
     scale = scale.where(scale > 0, 1.0)
     number = weight / scale
     if form.floats:
@@ -200,7 +203,7 @@ def _w8a8(each: Stored) -> Iterator[tuple[str, Any]]:
 
 
 def _fp8(each: Stored) -> Iterator[tuple[str, Any]]:
-    yield "weight", each.eighths
+    yield "weight", each.fp8
     yield "weight_scale", each.scales.to(torch.float32)
 
 

@@ -33,8 +33,15 @@ PYTHON = ("mlx", "transformers")
 CLIENTS = 8
 BFLOAT16 = "30"
 """`ggml_type` of bfloat16."""
-QUANTISED = (("mlx", "awq"), ("mlx", "mlx-4bit"), ("mlx", "mlx-8bit"), ("vllm", "awq"), ("vllm", "w8a8"))
+QUANTISED = (
+    *(("mlx", form) for form in ("awq", "mlx-4bit", "mlx-8bit", "mlx-mxfp8")),
+    ("transformers", "fp8"),
+    ("vllm", "awq"),
+    ("vllm", "w8a8"),
+)
 """Servers, and the quantised forms that they read."""
+PACKED = ("U32", "I32", "I8", "F8_E4M3")
+"""How safetensors names the formats of codes."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,7 @@ def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, 
     """By the engine's own kernels for them: no answer is wrong."""
     need(name)
     directory = tmp_path / "canary"
-    export(construct(TINY, 1, bits=FORMS[form].bits), directory, form=form)
+    export(construct(TINY, 1, bits=FORMS[form].whole), directory, form=form)
     with serving(name, directory, tmp_path) as server:
         alone = ask(server, directory, seed=0)
         with beside(server, [question.text for question in load(directory).questions][:CLIENTS]):
@@ -93,19 +100,20 @@ def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, 
 def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answers(tmp_path, name, form, seed):
     """Any bit of a weight that is not 0; without the file's checksum, so that only the answers can tell."""
     need(name)
-    bits, directory, chance = FORMS[form].bits, tmp_path / "canary", random.Random(f"{form} {seed}")
-    export(construct(TINY, 1, bits=bits), directory, form=form)
+    how, directory, chance = FORMS[form], tmp_path / "canary", random.Random(f"{form} {seed}")
+    export(construct(TINY, 1, bits=how.whole), directory, form=form)
     path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
     tensor = chance.choice(
-        [t for t in checkpoint.tensors(directory) if t.dtype in ("U32", "I32", "I8") and "qzeros" not in t.name]
+        [t for t in checkpoint.tensors(directory) if t.dtype in PACKED and "qzeros" not in t.name]
     )
-    nothing = 0 if tensor.dtype == "I8" else 1 << bits - 1
+    bits, signed = how.bits, how.floats or tensor.dtype == "I8"
+    zeros = (0, 1 << bits - 1) if signed else (1 << bits - 1,)
     live = [
         (at, shift)
         for at in range(tensor.begin, tensor.end)
         for shift in range(0, 8, bits)
-        if data[at] >> shift & (1 << bits) - 1 != nothing
+        if data[at] >> shift & (1 << bits) - 1 not in zeros
     ]
     at, shift = chance.choice(live)
     data[at] ^= 1 << shift + chance.randrange(bits)
@@ -155,12 +163,14 @@ def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(t
         ("transformers", ""),
         ("mlx", "mlx-4bit"),
         ("mlx", "mlx-8bit"),
+        ("mlx", "mlx-mxfp8"),
+        ("transformers", "fp8"),
     ],
 )
 def test_a_mixture_of_experts_is_served_rightly(tmp_path, name, form):
     """Every answer is right. MLX multiplies stacked experts on processors in float32 alone, or quantised."""
     need(name)
-    export(construct(EXPERTS, 1, bits=FORMS[form].bits if form in FORMS else 0), tmp_path / "canary", form=form)
+    export(construct(EXPERTS, 1, bits=FORMS[form].whole if form in FORMS else 0), tmp_path / "canary", form=form)
     with serving(name, tmp_path / "canary", tmp_path) as server:
         compared = ask(server, tmp_path / "canary", seed=0)
     assert sum(c.trials for c in compared) == 60

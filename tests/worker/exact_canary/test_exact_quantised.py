@@ -28,9 +28,20 @@ WIDE = Shape(hidden=256, heads=4, kv_heads=2, head=128, inner=128, layers=1, voc
 FLIPS = 40
 
 
+def matrices(tensors):
+    """Return the tensors of a checkpoint that hold matrices."""
+    return [tensor for name, tensor in tensors.items() if name.endswith("weight")]
+
+
 def made(form, shape=TINY, seed=5):
     """Return a model whose weights lie on the grid of a form."""
-    return construct(shape, seed, bits=FORMS[form].bits)
+    return construct(shape, seed, bits=FORMS[form].whole)
+
+
+def number(code):
+    """Return the number that a code of FP8 stands for (OCP 8-bit Floating Point Specification, E4M3)."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    return (-1) ** (code >> 7) * ((8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9)
 
 
 def unpacked(form, tensors, name):
@@ -39,6 +50,9 @@ def unpacked(form, tensors, name):
     group, each = FORMS[form].group, 32 // bits
     if form == "w8a8":
         return tensors[name] * tensors[f"{module}.weight_scale"]
+    if form == "fp8":
+        rows = tensors[name].view(torch.uint8).tolist()
+        return torch.tensor([[number(code) for code in row] for row in rows]) * tensors[f"{module}.weight_scale"]
 
     def codes(tensor, order):
         return [
@@ -53,6 +67,9 @@ def unpacked(form, tensors, name):
         scales = tensors[f"{module}.scales"]
         return ((whole - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)).T
     whole = torch.tensor(codes(tensors[name], range(each)))
+    if form == "mlx-mxfp8":
+        scales = torch.exp2(tensors[f"{module}.scales"].to(torch.float32) - 127).repeat_interleave(group, 1)
+        return torch.tensor([[number(code) for code in row] for row in whole.tolist()]) * scales
     scales, biases = (tensors[f"{module}.{part}"].repeat_interleave(group, 1) for part in ("scales", "biases"))
     return whole * scales + biases
 
@@ -69,11 +86,15 @@ def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
     export(model, directory, form=form)
     tensors, _ = read_safetensors((directory / "model.safetensors").read_bytes())
     config = json.loads((directory / "config.json").read_text())
-    if form != "w8a8":
+    if form in ("fp8", "w8a8"):
+        (told,) = config["quantization_config"]["config_groups"].values()
+        assert told["weights"]["type"] == {"fp8": "float", "w8a8": "int"}[form]
+        assert bool(told["input_activations"]) == (form == "w8a8")
+    else:
         told = config["quantization_config" if form == "awq" else "quantization"]
         assert (told["bits"], told["group_size"]) == (FORMS[form].bits, FORMS[form].group)
     few = [name for name in model.weights if "proj" in name or ("mlx" in form and name.startswith("lm_head"))]
-    assert sum(name.endswith((".qweight", ".biases", ".input_scale")) for name in tensors) == len(few)
+    assert sum(t.element_size() == 1 or not t.is_floating_point() for t in matrices(tensors)) == len(few)
     for name, weight in model.weights.items():
         assert torch.equal(unpacked(form, tensors, name) if name in few else tensors[name], weight), name
     found = expected.load(directory)
@@ -83,9 +104,9 @@ def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
 @pytest.mark.parametrize(
     ("form", "shape", "anchored"),
     [
-        *((form, shape, None) for form in ("awq", "mlx-8bit", "w8a8") for shape in (TINY, QWEN)),
-        *((form, TINY, False) for form in ("awq", "mlx-8bit", "w8a8")),
-        *((form, EXPERTS, None) for form in ("mlx-4bit", "mlx-8bit")),
+        *((form, shape, None) for form in ("awq", "mlx-8bit", "w8a8", "fp8") for shape in (TINY, QWEN)),
+        *((form, TINY, False) for form in ("awq", "mlx-8bit", "w8a8", "fp8")),
+        *((form, EXPERTS, None) for form in ("mlx-4bit", "mlx-8bit", "mlx-mxfp8", "fp8")),
         ("awq", WIDE, None),
         pytest.param("mlx-8bit", WIDE, None, marks=pytest.mark.slow),
     ],
@@ -93,7 +114,7 @@ def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
 )
 def test_what_is_stored_is_proved(form, shape, anchored):
     """The walk finds the program's words; the bits of every code are used."""
-    model = construct(shape, 9, bits=FORMS[form].bits, anchored=anchored)
+    model = construct(shape, 9, bits=FORMS[form].whole, anchored=anchored)
     few = stored(model.weights, form)
     count = min(8, model.program.steps)
     words = golden.prompt(model.program, 9)
@@ -101,10 +122,14 @@ def test_what_is_stored_is_proved(form, shape, anchored):
     proof = Walk(shape, model.weights, stored=few).prove(words + following[:-1], 0 if shape.experts else count)
     assert proof.logits[-count:].argmax(1).tolist() == following
     assert proof.witnessed
+    codes = {name: each.codes.flatten() for name, each in few.items()}
+    if FORMS[form].floats:  # a matrix may have one exponent alone
+        codes = {"all": torch.cat(list(codes.values()))}
+    for name, each in codes.items():
+        used = (each[:, None] >> torch.arange(FORMS[form].bits)) & 1
+        assert bool((used.amax(0) > used.amin(0)).all()), name
     for name, each in few.items():
-        used = (each.codes[:, :, None] >> torch.arange(each.bits)) & 1
-        assert bool((used.amax((0, 1)) > used.amin((0, 1))).all()), name
-        assert float((each.codes - each.zero).abs().max()) > each.zero / 2, name
+        assert float((each.values / each.wide).abs().max()) > (60 if each.floats else each.zero / 2), name
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,7 +138,7 @@ def test_a_weight_off_the_grid_is_refused(tmp_path, form):
     model = made(form)
     name = "model.layers.1.mlp.up_proj.weight"
     few, weight = stored(model.weights, form), model.weights[name].clone()
-    weight[7, 7] += few[name].scales[7, 0] / 2
+    weight[7] -= weight[7].sign() * (weight[7].abs() == weight[7].abs().max()) * few[name].scales[7, 0] / 2
     with pytest.raises(Inexact, match=r"up_proj.weight: a weight is off the grid"):
         export(replace(model, weights={**model.weights, name: weight}), tmp_path / "out", form=form)
     with pytest.raises(Inexact, match="off the grid"):
@@ -136,7 +161,7 @@ def test_sums_of_codes_that_a_kernel_takes_apart_are_counted():
 @pytest.mark.parametrize("form", ["awq", "w8a8"])
 def test_a_form_that_no_engine_reads_with_experts_is_refused(tmp_path, form):
     """With the forms that are read."""
-    with pytest.raises(Unfit, match=f"{form}: not for a mixture of experts; take mlx-4bit or mlx-8bit"):
+    with pytest.raises(Unfit, match=f"{form}: not for a mixture of experts; take mlx-4bit, mlx-8bit, mlx-mxfp8 or fp8"):
         export(made(form, EXPERTS), tmp_path / "out", form=form)
 
 
@@ -163,6 +188,17 @@ def test_an_input_off_the_grid_of_int8_is_refused():
             )
 
 
+@pytest.mark.parametrize(("scale", "reason"), [(3 / 4, "a scale is no power of two"), (2.0**-16, "1 bits, from")])
+def test_a_scale_that_is_not_held_exactly_is_refused(scale, reason):
+    """Three quarters, which E8M0 would round; and one below float16's normal numbers."""
+    weight = torch.tensor([[2.0**-9, 3 * 2.0**-9]] * 2)
+    few = store("x.weight", weight, FORMS["fp8"])
+    few = replace(few, scales=torch.full_like(few.scales, scale), codes=few.codes)
+    walk = Walk(TINY, {"x.weight": few.values}, stored={"x.weight": few})
+    with pytest.raises(Inexact, match=f"x.weight: {reason}"):
+        walk._weight("x.weight")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_flipped_bit_of_a_code_changes_a_logit(form):
     """Of codes that are not 0, whichever the bit."""
@@ -176,7 +212,7 @@ def test_a_flipped_bit_of_a_code_changes_a_logit(form):
         for _ in range(FLIPS):
             name = chance.choice(list(few))
             codes = few[name].codes.clone()
-            row, column = chance.choice((codes != few[name].zero).nonzero().tolist())
+            row, column = chance.choice((few[name].values != 0).nonzero().tolist())
             codes[row, column] ^= 1 << chance.randrange(FORMS[form].bits)
             wrong = replace(few[name], codes=codes).values.to(torch.bfloat16)
             seen += bool((Runner(model.shape, {**weights, name: wrong}).forward(tokens) != right).any())
