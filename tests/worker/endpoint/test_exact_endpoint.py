@@ -312,20 +312,21 @@ def test_a_fault_of_one_word_is_not_taken_for_a_penalty(directory):
     assert [told(first), told(first, later), told(first, second, None)] == ["", "", ""]
 
 
-def test_quantised_weights_excuse_nothing_where_they_were_proved(directory, tmp_path):
+@pytest.mark.parametrize(("form", "told"), [("awq", "awq"), ("fp8", "compressed-tensors")])
+def test_quantised_weights_excuse_nothing_where_they_were_proved(directory, tmp_path, form, told):
     """The server reports what the directory is: a wrong answer accuses it; elsewhere it is the excuse.
 
     So it is where the server quantises in another way than the directory.
     """
-    copy, reports = shutil.copytree(directory, tmp_path / "copy"), {"version": "0.5", "quantization": "awq"}
+    copy, reports = shutil.copytree(directory, tmp_path / "copy"), {"version": "0.5", "quantization": told}
     with serving(copy, flipped=NORM, reports=reports) as url:
         _, _, reason = ask(url, copy)
-        assert "the server says that it rounds (quantization awq)" in reason
+        assert f"the server says that it rounds (quantization {told})" in reason
         document = json.loads((copy / "expected.json").read_text())
-        (copy / "expected.json").write_text(json.dumps(document | {"quantization": "w8a8"}))
+        (copy / "expected.json").write_text(json.dumps(document | {"quantization": "mlx-4bit"}))
         _, _, reason = ask(url, copy)
-        assert "the server says that it rounds (quantization awq)" in reason
-        (copy / "expected.json").write_text(json.dumps(document | {"quantization": "awq"}))
+        assert f"the server says that it rounds (quantization {told})" in reason
+        (copy / "expected.json").write_text(json.dumps(document | {"quantization": form}))
         compared, _, reason = ask(url, copy)
     assert reason == ""
     assert any(c.wrong for c in compared)

@@ -104,9 +104,7 @@ def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answer
     export(construct(TINY, 1, bits=how.whole), directory, form=form)
     path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
-    tensor = chance.choice(
-        [t for t in checkpoint.tensors(directory) if t.dtype in PACKED and "qzeros" not in t.name]
-    )
+    tensor = chance.choice([t for t in checkpoint.tensors(directory) if t.dtype in PACKED and "qzeros" not in t.name])
     bits, signed = how.bits, how.floats or tensor.dtype == "I8"
     zeros = (0, 1 << bits - 1) if signed else (1 << bits - 1,)
     live = [
