@@ -185,7 +185,7 @@ def _mlx(each: Stored) -> Iterator[tuple[str, Any]]:
 
 def _mxfp8(each: Stored) -> Iterator[tuple[str, Any]]:
     yield "weight", packed(each.bits, each.codes).view(torch.uint32)
-    yield "scales", (each.scales.log2() + 127).to(torch.uint8)  # E8M0
+    yield "scales", (torch.frexp(each.scales).exponent + 126).to(torch.uint8)  # E8M0: 127 for 1
 
 
 def _awq(each: Stored) -> Iterator[tuple[str, Any]]:
@@ -224,5 +224,5 @@ def settings(form: str) -> dict[str, Any]:
         state = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized"}
         state |= {"quantization_status": "compressed"}
         return {"quantization_config": {**state, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
-    mode = "mxfp8" if form == MXFP8 else "affine"
-    return {"quantization": {"group_size": how.group, "bits": how.bits, "mode": mode}}
+    mode = {"mode": "mxfp8"} if form == MXFP8 else {}
+    return {"quantization": {"group_size": how.group, "bits": how.bits, **mode}}

@@ -193,7 +193,7 @@ def test_a_scale_that_is_not_held_exactly_is_refused(scale, reason):
     """Three quarters, which E8M0 would round; and one below float16's normal numbers."""
     weight = torch.tensor([[2.0**-9, 3 * 2.0**-9]] * 2)
     few = store("x.weight", weight, FORMS["fp8"])
-    few = replace(few, scales=torch.full_like(few.scales, scale), codes=few.codes)
+    few = replace(few, scales=torch.full_like(few.scales, scale))
     walk = Walk(TINY, {"x.weight": few.values}, stored={"x.weight": few})
     with pytest.raises(Inexact, match=f"x.weight: {reason}"):
         walk._weight("x.weight")
