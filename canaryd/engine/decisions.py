@@ -101,17 +101,23 @@ class Decisions:
             self._look()
             return self._judge_recordings(self._host.devices[uuid]).drifts
 
-    def forget(self, uuid: str) -> None:
-        """Judge recordings again of the devices that a new run of device `uuid` may bear on: all of its backend."""
-        of = self._host.devices.get(uuid)
-        for other in list(self._recordings):
-            device = self._host.devices.get(other)
-            if of is None or device is None or device.backend == of.backend:
-                self._recordings.pop(other, None)
+    def take(self, run: Run) -> None:
+        """Add a run to the evidence in memory. Recordings of all devices of its backend are judged again."""
+        with self._host.mutex:
+            of = self._host.devices.get(run.device)
+            for other in list(self._recordings):
+                device = self._host.devices.get(other)
+                if of is None or device is None or device.backend == of.backend:
+                    self._recordings.pop(other, None)
+            self._evidence.add(run)
 
     def _look(self) -> dict[str, Verdict]:
         """Read again what other processes may have written, and return the stored verdicts."""
         self._learning.refresh()
+        with self._host.mutex:
+            for run in self._host.store.news():
+                if run.device in self._host.devices:
+                    self.take(run)
         verdicts = self._host.store.verdicts()
         self._doubted = frozenset(uuid for uuid, verdict in verdicts.items() if verdict.doubted)
         return verdicts

@@ -375,9 +375,7 @@ class Engine(Host):
 
     def take(self, run: Run) -> None:
         """Add a run to the evidence in memory."""
-        with self.mutex:
-            self._decisions.forget(run.device)
-            self._evidence.add(run)
+        self._decisions.take(run)
 
     def evidence(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""
