@@ -65,6 +65,10 @@ class Decisions:
         self._discovery = discovery
         self._doubted: frozenset[str] = frozenset()
         """Devices with something against them in their newest verdict; they are no evidence on others."""
+        self._verdicts: dict[str, Verdict] = {}
+        """The stored verdicts, as they were read last."""
+        self._lost: tuple[float, str] | None = None
+        """The store's loss, as it was read last."""
         self._recordings: dict[str, _Judged] = {}
         """Device → what its recordings show; removed when a recording is added."""
 
@@ -91,9 +95,13 @@ class Decisions:
 
     def keep(self, verdict: Verdict) -> None:
         """Store a verdict, unless it only shows that canaryd has just started, is about to stop, or could not read."""
-        passing = self._host.stopping or verdict.device in self._evidence.unread
+        passing = self._host.stopping or self._unread(verdict.device)
         if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
+
+    def _unread(self, uuid: str) -> str:
+        """Return why what may be on record of a device could not be read yet; "" where all was."""
+        return self._evidence.unread.get(uuid, "") or self._learning.unread or self._watch.history.unread
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
         """Return how far a device's newest recordings are from their baselines."""
@@ -118,7 +126,12 @@ class Decisions:
             for run in self._host.store.news():
                 if run.device in self._host.devices:
                     self.take(run)
-        verdicts = self._host.store.verdicts()
+        store = self._host.store
+        failed = store.failed_reads
+        verdicts, lost = store.verdicts(), store.lost
+        if store.failed_reads != failed:  # what was read before still holds
+            verdicts, lost = self._verdicts | verdicts, self._lost
+        self._verdicts, self._lost = verdicts, lost
         self._doubted = frozenset(uuid for uuid, verdict in verdicts.items() if verdict.doubted)
         return verdicts
 
@@ -146,8 +159,8 @@ class Decisions:
                 unlisted=host.failing if device.backend == "cpu" else {},
                 recordings=self._recording_findings(device, drill=drill),
                 acks=() if drill else self._acks.in_force(uuid),
-                history_lost=None if drill else host.store.lost,
-                unread="" if drill else self._evidence.unread.get(uuid, ""),
+                history_lost=None if drill else self._lost,
+                unread="" if drill else self._unread(uuid),
                 trends=() if drill else self._trends.findings(device),
                 behind=self._behind(device) if served else (),
                 serving={} if served else self._served_endpoints(device, drill=drill),
