@@ -75,3 +75,19 @@ def test_the_size_bound_costs_failures_only_when_nothing_else_is_left(tmp_path):
         assert ids(store.runs()) == [r.id for r in rows[-len(store.runs()) :]]
         assert len(store.runs()) >= 100
         assert "raise store.max_size" in store.problems[0]
+
+
+def test_the_size_bound_never_costs_the_newest_failures_of_a_device(tmp_path):
+    """One that fails all day does not make another healthy whose few failures are older."""
+    few = [failure(f"a{n}", device="GPU-2", confirms="" if n else "a") for n in range(4)]
+    rows = [failure(f"f{n:03}", detail=junk(2000 + n).hex()) for n in range(400)]
+    fill(tmp_path / "s", [*few, *rows], now=lambda: NOW)
+    with Store.open(tmp_path / "s", max_bytes=700_000) as store:
+        store.prune(NOW)
+        assert store.path.stat().st_size < 700_000
+        assert "were deleted" in store.problems[0]
+        assert ids(store.runs("GPU-2")) == [r.id for r in few]
+    with Store.open(tmp_path / "s", max_bytes=100_000) as store:
+        store.prune(NOW)
+        assert ids(store.runs()) == [r.id for r in (*few, *rows[-100:])]
+        assert "larger than 100000 bytes" in store.problems[0]
