@@ -64,8 +64,8 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
             continue
         if not _delete(database, spare):
             database.problems["size"] = (
-                f"{database.path}: larger than {max_bytes} bytes, though only the newest failures are left of its runs; "
-                "raise store.max_size"
+                f"{database.path}: larger than {max_bytes} bytes, though of its runs only the newest failures are left;"
+                " raise store.max_size"
             )
             break
         database.problems["size"] = (
