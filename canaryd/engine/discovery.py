@@ -101,7 +101,7 @@ class Discovery:
         devices = [d for d in found.devices if host.is_included(d)]
         devices += endpoints.listed(host.config, devices)
         host.present = {d.uuid for d in devices}
-        if devices:
+        if found.devices or devices:
             records = self._read()
             kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
             gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
