@@ -13,6 +13,14 @@ from canaryd.store.runs import KIND
 BATCH = 100
 """Rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
+RATED = (
+    "drill = '' AND EXISTS (SELECT 1 FROM runs AS other WHERE other.device = runs.device AND other.failed = 1"
+    " AND other.drill = '' AND other.probe = runs.probe AND other.wrong > 0)"
+)
+"""Runs of a probe that was wrong on the device: how often it fails, so when a suspect clears, rests on them."""
+LONGER = 90 * DAY
+"""Time in seconds for which such runs are kept, so that no restart clears a suspect: it clears after three times the
+tests of the 14 days before its mismatch (docs/judgement.md), in 42 days at an even rate; twice that (ours)."""
 KEPT = 100
 """Newest failures of each kind on each device that no bound of the size costs: all that the judge looks at. Without
 them one device that fails all day would make another healthy, whose few failures are older."""
@@ -42,7 +50,12 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
     Failures go before their time only when nothing else is left to go, with a problem, and never the newest of their
     kind. `now` is in seconds since the epoch. Raises `REFUSED`.
     """
-    for condition, age in {"drill != ''": keep.drills, SUCCESS: keep.successes, FAILURE: keep.failures}.items():
+    for condition, age in (
+        ("drill != ''", keep.drills),
+        (f"{SUCCESS} AND NOT ({RATED})", keep.successes),
+        (SUCCESS, max(keep.successes, LONGER)),
+        (FAILURE, keep.failures),
+    ):
         while _delete(database, f"{condition} AND stored < ?", now - age):
             pass
     oldest = now - keep.failures
