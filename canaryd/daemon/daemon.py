@@ -90,8 +90,6 @@ class Daemon:
             engine, self.store, changed=publisher.changed, look_around=self._inventories.look_around
         )
         self._daemon_lock = contextlib.ExitStack()
-        self._refreshed = time.time()
-        """When the store was last read, in seconds since the epoch."""
         self._problem = ""
         """The store's problem that was logged last."""
         self._lost: tuple[float, str] | None = None
@@ -248,12 +246,6 @@ class Daemon:
     def _look(self) -> None:
         if self.engine.unread:
             self.engine.recall()
-        mine = {r.id for uuid in self.engine.devices for r in self.engine.evidence(uuid)}
-        # A second look at the recent past: what is being written now may become visible after this.
-        since, self._refreshed = self._refreshed - REFRESH, time.time()
-        for run in self.store.runs(since=since, drill=None):
-            if run.id not in mine and run.device in self.engine.devices:
-                self.engine.take(run)
         if self.engine.devices and not self.store.problem and self.store.lost != self._lost:
             self._follow_new_database()
         elsewhere = self.store.changed_elsewhere()

@@ -30,6 +30,8 @@ class Releases:
         self._store = store
         self._changed = changed
         self._look_around = look_around
+        self._wanted = ""
+        """The request as it was read last."""
 
     def follow(self, stop: threading.Event) -> None:
         """Check each second until `stop`: as jobs of the scheduler the checks would cost more than they do."""
@@ -39,7 +41,11 @@ class Releases:
 
     def check(self) -> None:
         """Let go of every device or take them back, as `canaryd release` asks; answer when it is done."""
-        engine, wanted = self._engine, self._store.note(RELEASE_NOTE)
+        engine, failed = self._engine, self._store.failed_reads
+        wanted = self._store.note(RELEASE_NOTE)
+        if self._store.failed_reads != failed:
+            wanted = self._wanted  # what was asked for last still holds
+        self._wanted = wanted
         until = float(wanted or 0.0)
         if until > time.time():
             clock = f"{datetime.fromtimestamp(until, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"

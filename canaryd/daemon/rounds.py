@@ -134,9 +134,13 @@ class Rounds:
                 engine.carry_out(plan, purpose=chosen.purpose)
         except Busy as busy:
             log.info("%s: %s; trying again in %.0f s", device.name, busy, TICK)
+            self._put_back(uuid, chosen.trigger)
             return
         finally:
             self._changed()
+        if engine.halted:  # released meanwhile: what was cut short or did not begin is due as before
+            self._put_back(uuid, chosen.trigger)
+            return
         if any(plan.numeric for plan in plans) and chosen.complete:  # where a part was forced, the rest goes on waiting
             if chosen.purpose == budget.DOUBT:  # this spends no share, and does not show what a round costs
                 engine.account.release(uuid)
@@ -157,6 +161,12 @@ class Rounds:
         again = 2 * pause if now - last < 2 * pause else TRIGGER_PAUSE
         self._triggered[uuid] = (now, min(again, LONGEST_PAUSE))
         return triggers.pop(uuid)
+
+    def _put_back(self, uuid: str, trigger: str) -> None:
+        """Let an event call for its test again that could not be run to its end."""
+        if trigger:
+            self._engine.watch.history.triggers.setdefault(uuid, trigger)
+            self._triggered.pop(uuid)
 
     def run_aside(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
         """Run the retests that a device needs, unless it has to wait."""

@@ -65,6 +65,10 @@ class Decisions:
         self._discovery = discovery
         self._doubted: frozenset[str] = frozenset()
         """Devices with something against them in their newest verdict; they are no evidence on others."""
+        self._verdicts: dict[str, Verdict] = {}
+        """The stored verdicts, as they were read last."""
+        self._lost: tuple[float, str] | None = None
+        """The store's loss, as it was read last."""
         self._recordings: dict[str, _Judged] = {}
         """Device → what its recordings show; removed when a recording is added."""
 
@@ -91,9 +95,13 @@ class Decisions:
 
     def keep(self, verdict: Verdict) -> None:
         """Store a verdict, unless it only shows that canaryd has just started, is about to stop, or could not read."""
-        passing = self._host.stopping or verdict.device in self._evidence.unread
+        passing = self._host.stopping or self._unread(verdict.device)
         if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
+
+    def _unread(self, uuid: str) -> str:
+        """Return why what may be on record of a device could not be read yet; "" where all was."""
+        return self._evidence.unread.get(uuid, "") or self._learning.unread or self._watch.history.unread
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
         """Return how far a device's newest recordings are from their baselines."""
@@ -101,18 +109,29 @@ class Decisions:
             self._look()
             return self._judge_recordings(self._host.devices[uuid]).drifts
 
-    def forget(self, uuid: str) -> None:
-        """Judge recordings again of the devices that a new run of device `uuid` may bear on: all of its backend."""
-        of = self._host.devices.get(uuid)
-        for other in list(self._recordings):
-            device = self._host.devices.get(other)
-            if of is None or device is None or device.backend == of.backend:
-                self._recordings.pop(other, None)
+    def take(self, run: Run) -> None:
+        """Add a run to the evidence in memory. Recordings of all devices of its backend are judged again."""
+        with self._host.mutex:
+            of = self._host.devices.get(run.device)
+            for other in list(self._recordings):
+                device = self._host.devices.get(other)
+                if of is None or device is None or device.backend == of.backend:
+                    self._recordings.pop(other, None)
+            self._evidence.add(run)
 
     def _look(self) -> dict[str, Verdict]:
         """Read again what other processes may have written, and return the stored verdicts."""
         self._learning.refresh()
-        verdicts = self._host.store.verdicts()
+        with self._host.mutex:
+            for run in self._host.store.news():
+                if run.device in self._host.devices:
+                    self.take(run)
+        store = self._host.store
+        failed = store.failed_reads
+        verdicts, lost = store.verdicts(), store.lost
+        if store.failed_reads != failed:  # what was read before still holds
+            verdicts, lost = self._verdicts | verdicts, self._lost
+        self._verdicts, self._lost = verdicts, lost
         self._doubted = frozenset(uuid for uuid, verdict in verdicts.items() if verdict.doubted)
         return verdicts
 
@@ -140,8 +159,8 @@ class Decisions:
                 unlisted=host.failing if device.backend == "cpu" else {},
                 recordings=self._recording_findings(device, drill=drill),
                 acks=() if drill else self._acks.in_force(uuid),
-                history_lost=None if drill else host.store.lost,
-                unread="" if drill else self._evidence.unread.get(uuid, ""),
+                history_lost=None if drill else self._lost,
+                unread="" if drill else self._unread(uuid),
                 trends=() if drill else self._trends.findings(device),
                 behind=self._behind(device) if served else (),
                 serving={} if served else self._served_endpoints(device, drill=drill),

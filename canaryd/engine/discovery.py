@@ -14,6 +14,7 @@ from canaryd.engine.polling import Watch
 from canaryd.engine.workers import Workers
 from canaryd.judge import acks
 from canaryd.model import UNDRIVEN, Device
+from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description
 
 VENDORS = ("host", *inventory.BACKEND_OF_MODULE)
@@ -32,6 +33,8 @@ class Discovery:
         self._learning = learning
         self.last_seen: dict[str, float] = {}
         """Device → when it was last found, in seconds since the epoch; empty before the first discovery."""
+        self._records: dict[str, DeviceRecord] = {}
+        """Every device ever seen here, as it was read last."""
 
     def discover(self, on_wait: Callable[[str], None] = lambda _: None) -> None:
         """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
@@ -68,7 +71,7 @@ class Discovery:
                 *listing.problems,
             ]
             host.failing = {**listing.failing, **({"torch": described.lost} if described.lost else {})}
-            here = {r.device.uuid for r in host.store.devices() if r.present}
+            here = {uuid for uuid, r in self._read().items() if r.present}
             self._take_inventory(inventory.merge(described, listing, self._known(), here, runtimes), here)
 
     def ignored(self, on_wait: Callable[[str], None]) -> list[str]:
@@ -98,8 +101,8 @@ class Discovery:
         devices = [d for d in found.devices if host.is_included(d)]
         devices += endpoints.listed(host.config, devices)
         host.present = {d.uuid for d in devices}
-        if devices:
-            records = {r.device.uuid: r for r in store.devices()}
+        if found.devices or devices:
+            records = self._read()
             kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
             gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
             gone = [r for r in gone if host.is_included(r.device) and UNDRIVEN not in r.device.detail]
@@ -108,10 +111,18 @@ class Discovery:
             store.set_present(host.present | kept, now)
             self._watch.history.record_changes(inventory.changes(known, here, devices, gone, now))
         self.recall()
-        self.last_seen = {r.device.uuid: r.last_seen for r in store.devices()}
+        self.last_seen = {uuid: r.last_seen for uuid, r in self._read().items()}
 
     def _known(self) -> dict[str, Device]:
-        return {r.device.uuid: r.device for r in self._host.store.devices()}
+        return {uuid: r.device for uuid, r in self._read().items()}
+
+    def _read(self) -> Mapping[str, DeviceRecord]:
+        """Return every device ever seen here; where the store cannot be read, with those that it had before."""
+        store = self._host.store
+        failed = store.failed_reads
+        found = {r.device.uuid: r for r in store.devices()}
+        self._records = found if store.failed_reads == failed else self._records | found
+        return self._records
 
     def recall(self, *, runs: bool = True) -> None:
         """Load from the store what is known of devices and runs, so that a faulty device stays faulty after a start.
@@ -121,7 +132,7 @@ class Discovery:
         host = self._host
         with host.mutex:
             now = host.clock()
-            known = host.store.devices()
+            known = self._read().values()
             here = {r.device.uuid for r in known if r.present} | host.present
             acknowledged = acks.heeded(host.store.acks(), now)
             verdicts = host.store.verdicts()

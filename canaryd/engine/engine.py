@@ -153,8 +153,8 @@ class Engine(Host):
 
     @property
     def unread(self) -> bool:
-        """Whether runs that may be on record could not be read yet."""
-        return bool(self._evidence.unread)
+        """Whether something that may be on record could not be read yet."""
+        return bool(self._evidence.unread or self._learning.unread or self.watch.history.unread)
 
     def sweep(self, *, hold: bool = False, due: bool = False) -> None:
         """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
@@ -375,9 +375,7 @@ class Engine(Host):
 
     def take(self, run: Run) -> None:
         """Add a run to the evidence in memory."""
-        with self.mutex:
-            self._decisions.forget(run.device)
-            self._evidence.add(run)
+        self._decisions.take(run)
 
     def evidence(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""

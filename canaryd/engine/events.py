@@ -39,12 +39,20 @@ class EventHistory:
         """Device → why its exact goldens should run now; the one who runs them removes it."""
         self.instances: Mapping[str, Sequence[str]] = {}
         """Divided device → its instances: what happens to it happens to them."""
+        self.unread = ""
+        """Why no event on record could be read so far; "" once they were."""
+        self._read = False
 
     def recall(self, now: float) -> None:
         """Read the events of the last month from the store, because other processes may have added some."""
         with self._mutex:
-            self._events = {}
-            for event in self._store.events(since=now - MEMORY):
+            failed = self._store.failed_reads
+            found = self._store.events(since=now - MEMORY)
+            if self._store.failed_reads != failed:  # what was read before still holds
+                self.unread = "" if self._read else self._store.unreadable
+                return
+            self._events, self._read, self.unread = {}, True, ""
+            for event in found:
                 self._add(event)
 
     def of(self, device: Device) -> tuple[Event, ...]:
@@ -117,9 +125,9 @@ class EventHistory:
         The event has the time of the machine's start, because what the kernel has logged since then came after it.
         """
         with contextlib.suppress(OSError):
-            current = _boot(boot_id)
+            current, failed = _boot(boot_id), self._store.failed_reads
             before, running = self._store.note(BOOT_NOTE), self._store.note(RUNNING_NOTE)
-            if current and current != before:
+            if current and current != before and self._store.failed_reads == failed:
                 unclean = bool(running) and running == before
                 started = now - _uptime()
                 event = Event(

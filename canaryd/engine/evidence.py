@@ -48,10 +48,13 @@ class Acknowledgements:
     def read(self) -> None:
         """Read all acknowledgements from the store; those that are dated in the future are void from now on."""
         store = self._host.store
+        failed = store.failed_reads
         found = tuple(store.acks())
         if ahead := acks.ahead(found, self._host.clock(), store.reached):
             store.void_acks(ahead)
             found = tuple(store.acks())
+        if store.failed_reads != failed:
+            return  # what was read before still holds
         self._of = {uuid: tuple(a for a in found if a.device == uuid) for uuid in self._host.devices}
         if found != self._all:
             self._all = found
@@ -139,9 +142,14 @@ class Evidence:
             bisect.insort(self._onsets[run.probe], run.started)
             if not kin & self._mismatched:
                 # From now on the whole record of this device and of its siblings counts.
+                before, failed = self._mismatched, self._host.store.failed_reads
                 self._mismatched |= {run.device}
-                self._runs |= {uuid: self._load(uuid) for uuid in kin}
-                runs = [known for known in self._runs[run.device] if known.id != run.id]
+                record = {uuid: self._load(uuid) for uuid in kin}
+                if self._host.store.failed_reads == failed:
+                    self._runs |= record
+                    runs = [known for known in self._runs[run.device] if known.id != run.id]
+                else:
+                    self._mismatched = before  # the next mismatch tries again
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)], self._brief.get(run.device, frozenset()))
 
     def _limit(self, uuid: str) -> int:

@@ -143,6 +143,8 @@ def merge(
     silent = {BACKEND_OF_MODULE[name] for name in listing.unavailable if name in BACKEND_OF_MODULE}
     if described.torch is None:
         silent |= {*BACKEND_OF_MODULE.values()}
+    if not described.devices:  # no worker: it lists the processor in any case
+        silent.add("cpu")
     seen = [_filled(d, stack, listing, known) for d in found]
     seen += [on_its_card(d, found) for reach in (runtimes or {}).values() for d in reach.devices]
     lost = {name for name, reach in (runtimes or {}).items() if reach.problem}

@@ -57,7 +57,11 @@ class KernelLog:
         if not owned:
             self.problem = self._store.note(LOG_PROBLEM_NOTE)
             return
+        failed = self._store.failed_reads
         boot, _, sequence = self._store.note(LOG_NOTE).rpartition(":")
+        if self._store.failed_reads != failed:  # from the beginning every line would count twice
+            self._set_problem(f"how far it was read before is not known: {self._store.unreadable}")
+            return
         position = LogPosition(boot=boot, sequence=int(sequence) if sequence else -1)
         seen: Counter[str] = Counter()
 

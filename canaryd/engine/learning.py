@@ -31,6 +31,8 @@ class Learning:
         """Rises whenever baselines and acknowledgements are read again."""
         self._store_version: object = None
         """The store's mark of writes by others at the last read; None forces the next read."""
+        self.unread = ""
+        """Why nothing that is learnt could be read so far; "" once it was."""
 
     def of(self, uuid: str) -> Mapping[Key, Baseline]:
         """Return the baselines of a device."""
@@ -38,14 +40,20 @@ class Learning:
 
     def refresh(self, *, always: bool = False) -> None:
         """Read all that is learnt again where another process has written to the store, or `always`."""
+        store = self._host.store
         with self._host.mutex:
-            found = self._host.store.written_elsewhere()
+            found = store.written_elsewhere()
             if not always and found is not None and found == self._store_version:
                 return
-            self._store_version = found
+            failed = store.failed_reads
             self._acks.read()
             self.met.read()
-            baselines = self._host.store.baselines()
+            baselines = store.baselines()
+            if store.failed_reads != failed:  # what was read before still holds
+                self.unread = store.unreadable if self.unread or not self.version else ""
+                self._store_version = None
+                return
+            self._store_version, self.unread = found, ""
             self._baselines = {uuid: {} for uuid in self._host.devices}
             for baseline in (b for b in baselines if b.device in self._host.devices):
                 # What a device computed before its repair does not count, unless an operator pinned it as right.
@@ -81,8 +89,11 @@ class Learning:
 
         Returns the run with what was found, and the baselines that changed.
         """
+        failed = self._host.store.failed_reads
         trusted = self._is_trusted(run)
         self.refresh()
+        # A verdict that cannot be read may be against the device, and what is learnt anew would replace what is stored.
+        trusted = trusted and not self.unread and self._host.store.failed_reads == failed
         with self._host.mutex:
             mine = self._baselines.setdefault(run.device, {})
             try:
@@ -102,7 +113,9 @@ class Learning:
         if run.wrong or run.drill or run.cases or run.intensity or run.outcome is not Outcome.COMPLETED:
             return False
         device = self._host.devices.get(run.device)
-        if device is None or not device.is_endpoint:
+        if device is None:
+            return False  # left out by a reload meanwhile, and its baselines are not in memory
+        if not device.is_endpoint:
             before = self._host.store.verdict(run.device)
             return before is None or not before.doubted
         verdicts = self._host.store.verdicts()

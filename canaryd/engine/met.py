@@ -29,7 +29,11 @@ class MetClasses:
 
     def read(self) -> None:
         """Read all records from the store; what was learnt here and could not be stored yet is among them."""
-        found = {met.line: met for met in self._host.store.met()}
+        store = self._host.store
+        failed = store.failed_reads
+        found = {met.line: met for met in store.met()}
+        if store.failed_reads != failed:
+            return  # what was read before still holds
         with self._host.mutex:
             self._records, self._claims = found, None
 

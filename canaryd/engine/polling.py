@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd.config.settings import Config
@@ -67,8 +67,10 @@ class _Lane:
     """Monotonic time of the newest poll."""
     rest_until: float = 0.0
     """Monotonic time before which it is not polled again."""
+    recorded: Run | None = None
+    """The newest completed poll whose events this process or another recorded: the next is compared with it."""
     known: dict[str, Reading] = field(default_factory=dict)
-    """The newest value of every reading, also of those that the newest poll lacks."""
+    """The newest value by then of every reading, also of those that this poll lacks."""
     kept: Run | None = None
     """The newest completed poll that was stored."""
     mark: tuple[tuple[str, float | str], ...] | None = None
@@ -90,16 +92,25 @@ class _Lane:
             # An event, because the loss no longer shows once the driver answers again.
             at = run.started
             return [Event(device=run.device, kind=EventKind.OFF_BUS, name="driver", first=at, last=at, detail=reason)]
-        if run.outcome is Outcome.COMPLETED and self.completed is not None:
-            return changes(replace(self.completed, readings=tuple(self.known.values())), run)
+        if run.outcome is Outcome.COMPLETED and self.recorded is not None:
+            return changes(replace(self.recorded, readings=tuple(self.known.values())), run)
         return []
 
-    def take(self, run: Run) -> None:
-        """Make a poll the newest one."""
+    def recall(self, polls: Sequence[Run]) -> None:
+        """Go on from the completed `polls` on record, oldest first, where they are newer than what is known."""
+        if polls and (self.recorded is None or polls[-1].started > self.recorded.started):
+            self.kept = self.recorded = polls[-1]
+            self.known |= {r.key: r for run in polls for r in run.readings}
+            self.mark = None
+
+    def take(self, run: Run, *, recorded: bool) -> None:
+        """Make a poll the newest one; `recorded`: whether this process records what happened since the one before."""
         completed = run.outcome is Outcome.COMPLETED
         self.newest, self.failures = run, 0 if completed else self.failures + 1
         if completed:
             self.completed = run
+        if completed and recorded:
+            self.recorded = run
             self.known |= {r.key: r for r in run.readings}
         self.rest_until = 0.0
         if run.outcome in TAKEN_DOWN:
@@ -166,6 +177,8 @@ class Watch:
                 with contextlib.suppress(Busy):
                     owned.enter_context(self._store.lock(TELEMETRY_LOCK))
                     self._owned = owned
+                    for (device, probe), lane in self._lanes.items():  # another process may have recorded meanwhile
+                        lane.recall(self._store.polls(device, probe, completed=True, limit=RECALLED))
             return self._owned is not None
 
     def disown(self) -> None:
@@ -202,10 +215,9 @@ class Watch:
         device, probe = task.request.device.uuid, task.request.spec.name
         with self._mutex:
             if (device, probe) not in self._lanes:
-                done = self._store.polls(device, probe, completed=True, limit=RECALLED)
-                lane = _Lane(period=task.period, since=time.time(), kept=done[-1] if done else None)
-                lane.completed = lane.kept
-                lane.known = {r.key: r for run in done for r in run.readings}
+                lane = _Lane(period=task.period, since=time.time())
+                lane.recall(self._store.polls(device, probe, completed=True, limit=RECALLED))
+                lane.completed = lane.recorded
                 self._lanes[device, probe] = lane
             lane = self._lanes[device, probe]
             lane.period = task.period
@@ -215,9 +227,10 @@ class Watch:
         """Count a poll, find what happened since the one before, and store it where it shows something new."""
         with self._mutex:
             same = lane.newest is not None and lane.newest.outcome is run.outcome
+            owned = self.own()
             events = self._store.dated(lane.events(run))
-            lane.take(run)
-            if not self.own():
+            lane.take(run, recorded=owned)
+            if not owned:
                 return
             completed = run.outcome is Outcome.COMPLETED
             mark = judged_values(run) if completed else lane.mark

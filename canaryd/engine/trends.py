@@ -40,38 +40,47 @@ class Trends:
         it is not looked at again.
         """
         host = self._host
+        failed = host.store.failed_reads
         today = int(host.certain_time() // DAY)  # a clock that ran ahead must not close days that have not come
         first_seen = {r.device.uuid: r.first_seen for r in host.store.devices()}
         for uuid in list(host.devices):
             have = host.store.summed(uuid, (today - BACK) * DAY)
             for day in range(max(today - BACK, int(first_seen.get(uuid, 0.0) // DAY)), today):
                 if day not in have:
-                    self._sum_up(uuid, day)
-                    return True
+                    return self._sum_up(uuid, day, failed)
         return False
 
-    def _sum_up(self, uuid: str, day: int) -> None:
+    def _sum_up(self, uuid: str, day: int, failed: int) -> bool:
+        """Sum up one day, unless more than `failed` reads failed: the summary of a part would replace the whole one."""
         store, begin, end = self._host.store, day * DAY, (day + 1) * DAY
         runs = [
             replace(run, comparisons=(), recordings=())  # hour by hour: a whole day with these takes tens of MiB
             for hour in range(25)  # one hour more, because runs are stored after they started
             for run in store.runs(uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR, drill=None)
         ]
-        store.add_day(days.summary(uuid, day, runs, store.polls(uuid, since=begin, until=end)))
+        polls = store.polls(uuid, since=begin, until=end)
+        if store.failed_reads != failed:
+            return False
+        store.add_day(days.summary(uuid, day, runs, polls))
         with self._host.mutex:
             self._courses.pop(uuid, None)
             self._tested.pop(uuid, None)
             self._found.clear()
+        return True
 
     def tested(self, uuid: str) -> dict[str, frozenset[int]]:
         """Return, by probe, the past days (UTC, since the epoch) on which a device was tested since its last repair."""
         self._refresh()
         if uuid not in self._tested:
             days_of: dict[str, set[int]] = defaultdict(set)
+            failed = self._host.store.failed_reads
             for day in self._host.store.days(uuid, self._since(uuid)):
                 for probe in day.tested:
                     days_of[probe].add(day.day)
-            self._tested[uuid] = {probe: frozenset(found) for probe, found in days_of.items()}
+            found = {probe: frozenset(of_probe) for probe, of_probe in days_of.items()}
+            if self._host.store.failed_reads != failed:
+                return found  # read again at the next look
+            self._tested[uuid] = found
         return self._tested[uuid]
 
     def _refresh(self) -> None:
@@ -93,10 +102,14 @@ class Trends:
         host, now = self._host, self._host.clock()
         self._refresh()
         today = int(now // DAY)
-        if self._found.get(device.uuid, (None, ()))[0] != today:
-            kin = host.kin(device.uuid)
+        before: tuple[int, tuple[Finding, ...]] = self._found.get(device.uuid, (-1, ()))
+        if before[0] != today:
+            kin, failed = host.kin(device.uuid), host.store.failed_reads
             for uuid in kin - set(self._courses):
                 self._courses[uuid] = days.courses(host.store.days(uuid, self._since(uuid)))
+            if host.store.failed_reads != failed:
+                self._courses.clear()
+                return before[1]  # read again at the next look
             peers = {host.devices[u].name: self._courses[u] for u in kin - {device.uuid}}
             self._found[device.uuid] = today, tuple(findings(self._courses[device.uuid], peers, now))
         return self._found[device.uuid][1]

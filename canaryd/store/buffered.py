@@ -92,6 +92,9 @@ class BufferedDatabase:
         self._problems = self._database.problems
         self._memory = connect("file::memory:")
         self._waiting = False  # for the disk, in `_memory`
+        self._own: set[str] = set()  # runs that this process has stored and `RunTables.news` has not passed yet
+        self._passed: int | None = None  # the newest run on disk that it has passed
+        self._replaced = 0  # `Database.replaced` then
         for migrate in migrations.values():
             migrate(self._memory)
 
@@ -198,8 +201,12 @@ class BufferedDatabase:
             self._fail(PermissionError(READ_ONLY))
 
     def _note_newest(self, db: sqlite3.Connection) -> None:
-        (newest,) = db.execute("SELECT max(stored) FROM runs").fetchone()
+        newest, number = db.execute("SELECT (SELECT max(stored) FROM runs), (SELECT max(number) FROM runs)").fetchone()
         self._clock.saw(newest or 0.0)
+        if self._replaced != self._database.replaced:
+            self._replaced, self._passed = self._database.replaced, 0
+        elif self._passed is None:
+            self._passed = number or 0
 
     def _move_to_disk(self) -> None:
         memory = self._memory
@@ -221,6 +228,7 @@ class BufferedDatabase:
                 add_met(db, met)  # noqa: B023
 
             self._commit(write)
+            self._own.update(row[1] for row in runs)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
             for table in ("verdicts", "met", *(name for name, _, _ in _COPIED)):
                 memory.execute(f"DELETE FROM {table}")

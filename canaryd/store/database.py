@@ -78,6 +78,8 @@ class Database:
         self._resting = False  # opened while no other process had it open
         self._identity: tuple[int, int] | None = None
         self._replaced = False  # since it was opened last, by any process
+        self.replaced = 0
+        """How often another database took its place."""
         self._lost = ""  # what the new file's `LOST_NOTE` will say
 
     @property
@@ -213,6 +215,7 @@ class Database:
             self._note_loss("was replaced while it was in use", "continuing with the new file")
         if self._lost:
             self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
+        self.replaced += bool(self._lost or self._replaced)
         self._lost, self._replaced = "", False
         return db
 

@@ -8,10 +8,22 @@ from dataclasses import dataclass
 
 from canaryd.store.clock import DAY
 from canaryd.store.database import Database
+from canaryd.store.runs import KIND
 
 BATCH = 100
 """Rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
+RATED = (
+    "drill = '' AND EXISTS (SELECT 1 FROM runs AS other WHERE other.device = runs.device AND other.failed = 1"
+    " AND other.drill = '' AND other.probe = runs.probe AND other.wrong > 0)"
+)
+"""Runs of a probe that was wrong on the device: how often it fails, so when a suspect clears, rests on them."""
+LONGER = 90 * DAY
+"""Time in seconds for which such runs are kept, so that no restart clears a suspect: it clears after three times the
+tests of the 14 days before its mismatch (docs/judgement.md), in 42 days at an even rate; twice that (ours)."""
+KEPT = 100
+"""Newest failures of each kind on each device that no bound of the size costs: all that the judge looks at. Without
+them one device that fails all day would make another healthy, whose few failures are older."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +47,15 @@ DEFAULT = Retention()
 def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> None:
     """Delete what `keep` allows to, then polls and the oldest successes until the file is below `max_bytes`.
 
-    Failures go before their time only when nothing else is left to go, with a problem. `now` is in seconds since the
-    epoch. Raises `REFUSED`.
+    Failures go before their time only when nothing else is left to go, with a problem, and never the newest of their
+    kind. `now` is in seconds since the epoch. Raises `REFUSED`.
     """
-    for condition, age in {"drill != ''": keep.drills, SUCCESS: keep.successes, FAILURE: keep.failures}.items():
+    for condition, age in (
+        ("drill != ''", keep.drills),
+        (f"{SUCCESS} AND NOT ({RATED})", keep.successes),
+        (SUCCESS, max(keep.successes, LONGER)),
+        (FAILURE, keep.failures),
+    ):
         while _delete(database, f"{condition} AND stored < ?", now - age):
             pass
     oldest = now - keep.failures
@@ -53,10 +70,16 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once
     while _delete(database, "started < ?", now - keep.polls, table="polls"):
         pass
+    newest = f"SELECT number, row_number() OVER (PARTITION BY device, {KIND} ORDER BY number DESC) AS place FROM runs"
+    spare = f"number IN (SELECT number FROM ({newest} WHERE {FAILURE}) WHERE place > {KEPT})"
     while database.attempt(used) >= max_bytes:
         if _delete(database, "1", table="polls") or _delete(database, SUCCESS):
             continue
-        if not _delete(database, FAILURE):
+        if not _delete(database, spare):
+            database.problems["size"] = (
+                f"{database.path}: larger than {max_bytes} bytes, though of its runs only the newest failures are left;"
+                " raise store.max_size"
+            )
             break
         database.problems["size"] = (
             f"{database.path}: failures younger than {keep.failures / DAY:g} days were deleted to stay below "

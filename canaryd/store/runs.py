@@ -86,6 +86,7 @@ class RunTables(BufferedDatabase):
                     add_met(db, classes)
 
             if self._write(write):
+                self._own.add(run.id)
                 return True
             oldest = "SELECT number FROM runs ORDER BY failed, number"
             beyond = f"max(0, (SELECT count(*) FROM runs) - {BACKLOG})"
@@ -125,6 +126,19 @@ class RunTables(BufferedDatabase):
         """Return one run; None where it was never stored, or pruned."""
         stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
         return next(iter(self._decode(Run, [*stored, *waiting])), None)
+
+    def news(self) -> list[Run]:
+        """Return the runs that other processes have stored since the last call, or since this store was opened.
+
+        By the order on disk: one that waited in the memory of another process was stored later than its time says.
+        """
+        with self._lock:
+            stored, _ = self._read("SELECT number, id, body FROM runs WHERE number > ? ORDER BY number", self._passed)
+            others = [(name, body) for _, name, body in stored if name not in self._own]
+            if stored:
+                self._passed = stored[-1][0]
+                self._own.clear()
+            return self._decode(Run, others)
 
     def failures(self, device: str, limit: int) -> list[Run]:
         """Return a device's newest failures, briefly, at most `limit` of each kind; drills are left out.

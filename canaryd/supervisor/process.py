@@ -129,7 +129,8 @@ class Worker:
         self.chatter = bytearray()
         self._remote = bool(spec.command)
         self._nonce = secrets.token_hex(8)
-        self._messages: deque[dict[str, Any]] = deque()
+        self.unreceived: deque[dict[str, Any]] = deque()
+        """Messages that have arrived and were not received yet."""
         self._received = 0
         self._most = MAX_RUN
         self._line = bytearray()
@@ -211,7 +212,7 @@ class Worker:
 
         The deadline moves by the time for which this process itself did not run.
         """
-        while not self._messages:
+        while not self.unreceived:
             if reason := stopped():
                 raise LostError(Outcome.ERRORED, f"stopped: {reason}", Reason.STOPPED)
             now = time.monotonic()
@@ -223,14 +224,14 @@ class Worker:
                 raise LostError(Outcome.TIMED_OUT, "the worker did not answer before its deadline and was killed")
             if self.exited():
                 self._drain()
-                if not self._messages:
+                if not self.unreceived:
                     raise self._death()
             elif self._protocol_ended is not None and now > self._protocol_ended + AFTERLIFE:
                 raise LostError(Outcome.GARBLED, "the worker closed its protocol pipe without an answer")
             else:
                 pause, left = TICK if self._protocol_ended is None else 0.01, deadline + self._away - now
                 self._pump(min(pause, left) if left > 0 else pause)
-        return self._messages.popleft()
+        return self.unreceived.popleft()
 
     def be_lenient(self, seconds: float) -> None:
         """From now on move the deadline by the time for which the worker waited for a core, by at most `seconds`."""
@@ -390,7 +391,7 @@ class Worker:
             raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}: {error}") from error
         if not isinstance(message, dict):
             raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}, which is not an object")
-        self._messages.append(message)
+        self.unreceived.append(message)
 
     def _death(self) -> LostError:
         with self._lock:

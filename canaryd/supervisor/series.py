@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ class Series:
         Never raises for what a worker does. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
-        run, facts, ready_at = new_run_id(started), Facts(), None
+        run, facts, ready_at, worker = new_run_id(started), Facts(), None, None
         try:
             worker = self._slot.ready(deadline)
             ready_at = time.monotonic()
@@ -280,6 +281,10 @@ class Series:
         except LostError as lost:
             seconds = time.monotonic() - ready_at if ready_at is not None else 0.0
             outcome, detail = self._slot.discard(lost)
+            for message in worker.unreceived if worker else ():  # a wrong bit among them may not show again
+                with suppress(LostError), decoding(message):
+                    if message.pop("id") == run and message["kind"] in ("fact", "readings"):
+                        facts.add(message.pop("kind"), message)
             answer = Answer(outcome=outcome, seconds=seconds, detail=detail, reason=lost.reason)
         return Run(
             id=run,

@@ -22,6 +22,7 @@ from canaryd.engine.schedule import Plan, Step
 from canaryd.model import Outcome, Run, State
 from canaryd.probe import ProbeSpec
 from canaryd.report import status
+from canaryd.store.locks import Busy
 from canaryd.store.notes import BUDGET_NOTE
 from canaryd.store.store import Store
 from canaryd.worker.limits import SKIPPED
@@ -98,6 +99,32 @@ def test_a_probe_that_never_completes_is_no_way_around_the_budget(served, outcom
     served.know("b", OLD + 1, outcome, detail=detail)
     assert served.chosen() == ([], ROUND)
     assert served.waits() == "load"
+
+
+@pytest.mark.parametrize("hindered", ["busy", "released"])
+@pytest.mark.parametrize("trigger", ["", "Xid 31"])
+def test_what_could_not_be_run_is_due_as_before(served, hindered, trigger):
+    """Another process holds the device, or it is released in the middle of a round: no test waits for its next turn."""
+    served.said = dict.fromkeys(served.engine.devices, ())
+    carried_out = served.engine.carry_out
+
+    def hinder(plan, **_):
+        if hindered == "busy":
+            raise Busy("a check holds it")
+        served.engine.workers.released = "released until noon"
+        return []
+
+    served.engine.carry_out = hinder
+    if trigger:
+        served.engine.watch.history.triggers[CARD.uuid] = trigger
+        served._rounds._last = {(CARD.uuid, n): time.time() for n in PERIODS}
+    served._rounds.tick(CARD.uuid)
+    assert served.ran == []
+    served.engine.carry_out, served.engine.workers.released = carried_out, ""
+    served._rounds.tick(CARD.uuid)
+    assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT if trigger else ROUND)]
+    served._rounds.tick(CARD.uuid)
+    assert len(served.ran) == 1
 
 
 def test_a_failure_is_tried_again_when_evidence_is_wanted(served):

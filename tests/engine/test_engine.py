@@ -16,11 +16,20 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.judge_policy import JudgePolicy
-from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, WorkerConfig
+from canaryd.config.settings import (
+    Config,
+    DevicesConfig,
+    EndpointConfig,
+    EndpointsConfig,
+    ProbesConfig,
+    ProbeSettings,
+    WorkerConfig,
+)
 from canaryd.engine import budget, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.engine.evidence import NEWEST
+from canaryd.engine.inventory import Found
 from canaryd.facts import Comparison, Evidence, Exactness, Reading, Recording
 from canaryd.judge import node
 from canaryd.judge.brief import FEW, SHOWN, fold
@@ -612,6 +621,30 @@ def test_what_was_faulty_stays_so_when_the_inventory_fails(idle):
     again.recall()
     assert again.in_place == {CPU.uuid}
     assert again.verdict(CPU.uuid).state is State.FAULTY
+
+
+def test_the_processor_is_not_gone_where_no_worker_starts(tmp_path):
+    """What else is listed, a server here, does not make it so."""
+    config = settings(tmp_path, "passes")
+    served = EndpointsConfig(each={"main": EndpointConfig(url="http://127.0.0.1:1/v1")})
+    engine = start(dataclasses.replace(config, endpoints=served))
+    cpu = the_cpu(engine)
+    engine.config = dataclasses.replace(engine.config, worker=WorkerConfig(python=str(tmp_path / "nothing")))
+    engine.discover()
+    assert cpu.uuid in engine.in_place
+    assert "device-vanished" not in {f.rule for f in engine.verdict(cpu.uuid).findings}
+
+
+def test_the_last_included_device_can_be_gone(idle):
+    """Nothing that is included is there any more, and that was found out: it does not stay in place."""
+    gpu = Device(uuid="GPU-1", backend="cuda", index=0, model="H100")
+    idle.config = dataclasses.replace(idle.config, devices=DevicesConfig(include=("cuda",)))
+    for devices in ((CPU, gpu), (CPU,)):
+        idle._discovery._take_inventory(Found(devices=devices, uncertain=frozenset()), idle.in_place)
+    assert (idle.in_place, idle.present) == (set(), set())
+    assert "device-vanished" in {f.rule for f in idle.verdict(gpu.uuid).findings}
+    idle._discovery._take_inventory(Found(devices=(), uncertain=frozenset()), ())
+    assert gpu.uuid in idle.devices
 
 
 def test_a_drill_is_judged_by_its_own_runs(idle):

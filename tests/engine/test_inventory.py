@@ -177,6 +177,8 @@ def test_who_was_not_asked_is_not_gone():
     assert "cuda" in merge(described(CPU, TORCH), hung, {}).uncertain
     assert "cuda" in merge(described(CPU, torch=None), listing(), {}).uncertain
     assert "cuda" not in merge(described(CPU), listing(), {}).uncertain
+    assert "cpu" not in merge(described(CPU), listing(), {}).uncertain
+    assert "cpu" in merge(described(torch=None), listing(nvidia=[SEEN]), {}).uncertain
 
 
 def test_the_machine_s_facts_belong_to_the_host():

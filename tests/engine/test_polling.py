@@ -332,6 +332,22 @@ def test_two_that_watch_do_not_count_twice(host):
     other.close()
 
 
+def test_what_rose_under_one_that_was_killed_is_counted_by_the_other(host):
+    """It had seen the rise too, and left the record to the first: a check that ended before its second look."""
+    dimm = {"kind": "corrected", "controller": "mc0", "dimm": "A1"}
+    host.poll(("edac_errors_total", 1, dimm))
+    other = Host(host.directory)
+    other.poll(("edac_errors_total", 1, dimm))
+    host.poll(("edac_errors_total", 2, dimm))
+    for value in (2, 5):
+        other.poll(("edac_errors_total", value, dimm))
+    host.watch.disown()
+    for _ in range(2):
+        other.poll(("edac_errors_total", 5, dimm))
+    assert sum(e.count for e in other.store.events() if e.kind == "counter") == 4
+    other.close()
+
+
 def test_a_poll_that_is_not_due_waits(host):
     """A sweep comes as often as the most frequent probe asks; the others keep their own period."""
     host.engine.sweep(due=True)

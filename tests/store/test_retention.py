@@ -3,6 +3,7 @@
 from canaryd.model import Outcome, State
 from canaryd.store.clock import DAY
 from canaryd.store.store import Store
+from tests.store.hosts import Host
 from tests.store.made import NOW, failure, fill, ids, junk, passed, run, verdict
 
 
@@ -10,7 +11,7 @@ def test_failures_are_kept_longer_than_successes_and_drills_shortest(store):
     """A wrong comparison or a lost worker is a failure; a skipped run is not; a drill goes first."""
     store.add_run(run("ok"))
     store.add_run(run("skipped", outcome=Outcome.SKIPPED))
-    store.add_run(failure("wrong"))
+    store.add_run(failure("wrong", probe="exact_attention"))
     store.add_run(run("crashed", outcome=Outcome.CRASHED))
     store.add_run(failure("drill", drill="bit_flip"))
     store.prune(NOW + 0.9 * DAY)
@@ -75,3 +76,34 @@ def test_the_size_bound_costs_failures_only_when_nothing_else_is_left(tmp_path):
         assert ids(store.runs()) == [r.id for r in rows[-len(store.runs()) :]]
         assert len(store.runs()) >= 100
         assert "raise store.max_size" in store.problems[0]
+
+
+def test_the_size_bound_never_costs_the_newest_failures_of_a_device(tmp_path):
+    """One that fails all day does not make another healthy whose few failures are older."""
+    few = [failure(f"a{n}", device="GPU-2", confirms="" if n else "a") for n in range(4)]
+    rows = [failure(f"f{n:03}", detail=junk(2000 + n).hex()) for n in range(400)]
+    fill(tmp_path / "s", [*few, *rows], now=lambda: NOW)
+    with Store.open(tmp_path / "s", max_bytes=700_000) as store:
+        store.prune(NOW)
+        assert store.path.stat().st_size < 700_000
+        assert "were deleted" in store.problems[0]
+        assert ids(store.runs("GPU-2")) == [r.id for r in few]
+    with Store.open(tmp_path / "s", max_bytes=100_000) as store:
+        store.prune(NOW)
+        assert ids(store.runs()) == [r.id for r in (*few, *rows[-100:])]
+        assert "larger than 100000 bytes" in store.problems[0]
+
+
+def test_a_suspect_does_not_clear_because_of_a_restart(tmp_path):
+    """Tests of two weeks showed how seldom it fails; a month of fewer ones is no acquittal, whatever was pruned."""
+    host = Host(tmp_path, NOW)
+    for day in range(45):
+        host.now += DAY
+        host.add(wrong=day == 13, trials=1000 if day < 13 else 100)
+        host.engine.sum_up()
+        passed(host.store, host.now)
+        host.store.prune(host.now)
+    assert host.verdict.state is State.SUSPECT
+    host.restart()
+    assert host.verdict.state is State.SUSPECT
+    host.store.close()

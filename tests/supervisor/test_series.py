@@ -51,6 +51,37 @@ def test_a_mismatch_is_a_fact_of_a_completed_run(series):
     assert wrong.evidence.first == (((0, 1), "3f800000", "00000000"),)
 
 
+SLOW_TO_READ = """
+import time
+from canaryd.probe import Comparison, Evidence, Exactness, ProbeSpec
+SPEC = ProbeSpec(name="wrong_at_last", summary="Wrong, then hangs", numeric=False)
+def run(ctx):
+    ctx.progress(0.5, "soon")
+    time.sleep(0.2)
+    evidence = Evidence(wrong=1, total=1, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
+    yield Comparison(case="a", shape="N=1", seed=1, exactness=Exactness.UNIVERSAL, wrong_trials=1, evidence=evidence)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("stopped", "outcome"), [(True, Outcome.ERRORED), (False, Outcome.TIMED_OUT)])
+def test_what_arrived_before_the_end_is_kept_though_nobody_has_read_it(tmp_path, stopped, outcome):
+    """Somebody who shows progress took his time: the wrong bit is in the pipe when the worker is stopped, or late."""
+
+    def show(_, text):
+        if text == "soon":
+            time.sleep(1.5)
+            if stopped:
+                series.kill()
+
+    (tmp_path / "wrong_at_last.py").write_text(SLOW_TO_READ)
+    with Series(WorkerSpec(), grace=0.5, on_progress=show) as series:
+        series.run(request("passes"), PATIENCE)
+        timeout = PATIENCE if stopped else 1.0
+        run = series.run(request("wrong_at_last", probe_path=tmp_path / "wrong_at_last.py"), timeout)
+    assert (run.outcome, [c.case for c in run.wrong]) == (outcome, ["a"])
+
+
 def test_the_context_reaches_the_probe(series):
     """Level, seed, budget, cases, drill, settings and device are what the request said."""
     settings = {"names": ["HOME"], "deep": {"er": [1, 2.5, None]}}

@@ -1,0 +1,79 @@
+"""Two processes on one state directory: what one has found, the other knows when it judges."""
+
+from __future__ import annotations
+
+import shutil
+
+from canaryd.model import Outcome, State
+from canaryd.store.store import Store
+from tests.engine.test_engine import carry_out, made, settings, start, the_cpu, verdict
+
+PROBES = ("mismatches", "passes")
+
+
+def states(engine):
+    return [v.state for v in engine.store.verdict_history(the_cpu(engine).uuid)]
+
+
+def test_what_another_process_found_meanwhile_is_judged(tmp_path):
+    """A check that began before the daemon found the fault neither calls the device healthy nor stores that it is."""
+    config = settings(tmp_path, *PROBES)
+    daemon, check = start(config), start(config)
+    carry_out(daemon, "mismatches")
+    found = verdict(daemon)
+    assert found.state is State.FAULTY
+    carry_out(check, "passes")
+    check.settle()
+    assert (verdict(check).state, verdict(check).since) == (State.FAULTY, found.since)
+    assert states(daemon) == [State.SUSPECT, State.FAULTY]
+    carry_out(daemon, "passes")
+    assert verdict(check).state is State.FAULTY
+    assert len(daemon.evidence(found.device)) == len(check.evidence(found.device)) == 6
+
+
+def test_what_waited_in_the_memory_of_another_process_is_judged_when_it_is_stored(tmp_path):
+    """Minutes after it was found: the disk had no room for it."""
+    engine = start(settings(tmp_path, "passes"))
+    cpu = the_cpu(engine)
+    (mine,) = carry_out(engine)
+    assert verdict(engine).state is State.HEALTHY
+    state, aside = engine.config.state_dir, tmp_path / "aside"
+    with Store.open(state, now=lambda: mine.started - 600.0) as other:
+        state.rename(aside)
+        state.write_text("in the way")
+        theirs = made(1, "passes", wrong=True, at=mine.started - 600.0, device=cpu.uuid)
+        assert not other.add_run(theirs)
+        state.unlink()
+        aside.rename(state)
+    assert verdict(engine).state is State.SUSPECT
+    assert [r.id for r in engine.evidence(cpu.uuid)] == [mine.id, theirs.id]
+
+
+def test_what_waited_in_the_own_memory_is_no_news(tmp_path):
+    """Nor is what another process had stored before, also where the database was opened again in between."""
+    with Store.open(tmp_path / "state") as other:
+        other.add_run(made(1))
+    with Store.open(tmp_path / "state") as store, Store.open(tmp_path / "state") as other:
+        assert store.news() == []
+        shutil.move(tmp_path / "state", tmp_path / "aside")
+        (tmp_path / "state").write_text("in the way")
+        assert not store.add_run(made(2))
+        assert store.news() == []
+        (tmp_path / "state").unlink()
+        shutil.move(tmp_path / "aside", tmp_path / "state")
+        assert other.add_run(made(3, outcome=Outcome.CRASHED))
+        assert store.add_run(made(4))
+        assert [r.id for r in store.news()] == [made(3).id]
+        assert store.news() == []
+        assert [r.id for r in other.news()] == [made(2).id, made(4).id]
+
+
+def test_what_another_process_stores_in_the_place_of_a_lost_record_is_news(tmp_path):
+    """The runs of the new database are numbered anew."""
+    with Store.open(tmp_path) as store:
+        for number in range(5):
+            store.add_run(made(number))
+        store.path.unlink()
+        with Store.open(tmp_path) as other:
+            other.add_run(made(7))
+        assert [r.id for r in store.news()] + [r.id for r in store.news()] == [made(7).id]

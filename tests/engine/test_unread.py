@@ -1,0 +1,196 @@
+"""The record is out of reach for a while, under an engine that has read it or at its start: nothing is forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from canaryd.config.settings import Config, DevicesConfig
+from canaryd.daemon.release import Releases
+from canaryd.engine.engine import Engine
+from canaryd.model import AckKind, State
+from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
+from canaryd.store.store import Store
+from tests.command import eventually
+from tests.engine.test_engine import carry_out, settings, start, the_cpu, verdict
+from tests.engine.test_polling import Host as Polled
+from tests.store.hosts import DAY, GPU, HOUR, NOW, Host
+
+HOT = "CPU0: Core temperature above threshold, cpu clock throttled (total events = {})"
+
+
+@contextlib.contextmanager
+def out_of_reach(state):
+    """Nobody can say what lies in the state directory, as where it may not be entered."""
+    aside = state.with_name("aside")
+    state.rename(aside)
+    state.symlink_to(state)
+    yield
+    state.unlink()
+    aside.rename(state)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A host that was tested for six hours, with a learnt baseline."""
+    (tmp_path / "state").mkdir()
+    made = Host(tmp_path / "state", NOW - 3 * DAY)
+    made.engine.looked = True
+    made.live(DAY / 4)
+    yield made
+    made.store.close()
+
+
+def fail(host):
+    """Find a fault and confirm it."""
+    for _ in range(4):
+        host.now += 120
+        host.add(wrong=True)
+    return host.verdict
+
+
+def test_what_an_operator_said_holds(host):
+    """The old fault of a repaired device does not come back as an alarm."""
+    assert fail(host).state is State.FAULTY
+    host.now += HOUR
+    host.say(AckKind.REPAIRED, "a new board")
+    host.live(DAY / 4)
+    before = host.verdict
+    assert before.state is State.HEALTHY
+    with out_of_reach(host.place):
+        host.live(HOUR)
+        assert host.verdict.state is State.HEALTHY
+    host.add()
+    assert (host.verdict.state, host.verdict.since) == (State.HEALTHY, before.since)
+
+
+def test_what_was_known_of_a_fault_stays(host):
+    """Its time too, and with it whether an acknowledgement is older."""
+    since = fail(host).since
+    with out_of_reach(host.place):
+        host.now += HOUR
+        host.add(wrong=True)
+        host.engine.recall()
+        assert (host.verdict.state, host.verdict.since) == (State.FAULTY, since)
+    host.add()
+    assert (host.verdict.state, host.verdict.since) == (State.FAULTY, since)
+    assert host.store.verdict(GPU.uuid).since == since
+
+
+def test_a_first_mismatch_forgets_no_clean_run(host):
+    """The whole record counts from now on; where it cannot be read, what is in memory does."""
+    known = len(host.engine.evidence(GPU.uuid))
+    with out_of_reach(host.place):
+        host.add(wrong=True)
+        assert host.verdict.state is State.SUSPECT
+        assert len(host.engine.evidence(GPU.uuid)) == known + 1
+
+
+def test_a_loss_of_the_record_is_not_forgotten(host):
+    """A device that is unknown because of it does not become healthy."""
+    host.store.path.unlink()
+    host.add()
+    assert "history-lost" in host.rules
+    with out_of_reach(host.place):
+        assert "history-lost" in host.rules
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_baseline_is_not_replaced(host, restarted):
+    """Neither under a running engine nor by one that has started without it."""
+    (before,) = host.store.baselines()
+    with out_of_reach(host.place):
+        if restarted:
+            host.store = Store.open(host.place, now=host.clock)
+            host.store.see_device(GPU, host.now)
+            host.restart()
+        host.live(HOUR)
+    host.add()
+    (after,) = host.store.baselines()
+    assert (after.first, after.learnt) == (before.first, {"": before.learnt[""] + 1})
+
+
+def test_a_device_that_was_left_out_meanwhile_keeps_its_baseline(host):
+    """A reload of the configuration, during the run: its baselines are not in memory any more."""
+    (before,) = host.store.baselines()
+    host.engine.config = Config(state_dir=host.place, devices=DevicesConfig(include=("cpu",)))
+    host.engine.recall()
+    host.add()
+    assert host.store.baselines() == [before]
+
+
+def test_a_day_is_not_summed_up_from_nothing(host):
+    """An empty summary would take the place of the one on record, and its tests would not count any more."""
+    host.now += DAY
+    while host.engine.sum_up():
+        pass
+    before = host.store.days(GPU.uuid)
+    assert before[-1].tested
+    with out_of_reach(host.place):
+        for _ in range(20):
+            assert not host.engine.sum_up()
+    host.add()
+    assert host.store.days(GPU.uuid) == before
+
+
+def test_events_are_kept_and_counted_once(tmp_path):
+    """By an engine that knows them, and by one that starts and does not know how far the kernel log was read."""
+    host = Polled(tmp_path)
+
+    def heard(engine):
+        return [(e.kind, e.count) for e in engine.watch.history.of(host.device)]
+
+    host.hear(*map(HOT.format, range(3)))
+    host.engine.read_log(until_end=True)
+    assert heard(host.engine) == [("thermal", 3.0)]
+    host.watch.disown()
+    with out_of_reach(host.engine.config.state_dir):
+        host.watch.history.recall(time.time())
+        assert heard(host.engine) == [("thermal", 3.0)]
+        again = Engine(host.engine.config, Store.open(host.engine.config.state_dir))
+        again.recall()
+        again.read_log(until_end=True)
+        assert "how far it was read before is not known" in again.watch.kernel_log.problem
+        assert again.unread
+    again.recall()
+    again.read_log(until_end=True)
+    assert (again.unread, heard(again), again.watch.kernel_log.problem) == (False, [("thermal", 3.0)], "")
+    again.store.close()
+    host.close()
+
+
+def test_an_inventory_meanwhile_forgets_no_device(tmp_path):
+    """Nor its runs, although the store cannot give them."""
+    engine = start(settings(tmp_path, "mismatches"))
+    carry_out(engine)
+    before = verdict(engine)
+    known = len(engine.evidence(before.device))
+    with out_of_reach(engine.config.state_dir):
+        engine.recall()
+        assert before.device in engine.devices
+        engine.discover()
+        assert len(engine.evidence(before.device)) == known
+        after = engine.decide()[the_cpu(engine).uuid]
+        assert (after.state, after.since) == (State.FAULTY, before.since)
+
+
+def test_a_release_is_not_over(tmp_path):
+    """Somebody may be changing the driver; it ends when it was to end."""
+    (tmp_path / "state").mkdir()
+    store = Store.open(tmp_path / "state")
+    engine = Engine(Config(state_dir=tmp_path / "state"), store)
+    releases = Releases(engine, store, changed=lambda: None, look_around=lambda: None)
+    store.set_note(RELEASE_NOTE, str(time.time() + 3.0))
+    releases.check()
+    eventually(lambda: engine.released)
+    with out_of_reach(tmp_path / "state"):
+        releases.check()
+        assert engine.released
+        eventually(lambda: releases.check() or not engine.released)
+    assert store.note(RELEASED_NOTE) == ""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
