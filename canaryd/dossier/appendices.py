@@ -9,14 +9,13 @@ from typing import Any
 from canaryd.dossier import pictures
 from canaryd.dossier.places import shared_lines, told_places
 from canaryd.dossier.summary import FIRMWARE, PART, PLACES, core_option, cut, scripts
-from canaryd.dossier.tables import bullets, facts, soft, table
 from canaryd.dossier.text import counted, flipped, flipped_bits, ranges, rated, ruled_out
 from canaryd.formatting import format_time, quantity
 from canaryd.judge.characterised import By
 from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
 from canaryd.report import svg
-from canaryd.report.html import escape
+from canaryd.report.html import bullets, escape, facts, soft, table
 from canaryd.report.svg import Line, Mark
 from canaryd.report.terminal import rival_words, state_note
 
