@@ -191,14 +191,6 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
     return None
 
 
-def processor(command: str, engine: Engine, what_for: str) -> Device | None:
-    """Return this host's processor, whose worker has torch; None, with a complaint, where it cannot be started."""
-    found = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
-    if found is None:
-        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
-    return found
-
-
 def stop_on_signals(engine: Engine) -> None:
     """Stop the engine on SIGINT and SIGTERM."""
 
@@ -238,3 +230,14 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
         return answer
     complain(f"{module} {OUTCOMES[outcome][1]}: {detail or 'no reason given'}")
     return None
+
+
+def ask_processor(
+    command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
+) -> dict[str, Any] | None:
+    """Return what `ask` does of this host's processor, whose worker has torch; also None where it cannot be started."""
+    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    if cpu is None:
+        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
+        return None
+    return ask(engine, cpu, module, arguments, wait)

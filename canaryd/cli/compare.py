@@ -9,13 +9,13 @@ from pathlib import Path
 from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait, seed
 from canaryd.cli.common import (
     ask,
+    ask_processor,
     complain,
     device_names,
     make_engine,
     may_write,
     nearest_device,
     open_store,
-    processor,
     refuse_beside_daemon,
     say,
     write_file,
@@ -178,11 +178,8 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     if not captures[0]:
         return _compare_scores(options)
     engine = make_engine(settings, open_store(settings, for_reading=True))
-    cpu = processor("compare", engine, "does the arithmetic")
-    if cpu is None:
-        return exit_code(State.UNKNOWN)
     arguments = {"a": str(options.a.absolute()), "b": str(options.b.absolute())}
-    answer = ask(engine, cpu, "compare", arguments, wait=600.0)
+    answer = ask_processor("compare", engine, "does the arithmetic", "compare", arguments, wait=600.0)
     if answer is None:
         return exit_code(State.UNKNOWN)
     if options.report:
