@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,13 @@ def missing_files(config: Config) -> list[str]:
         for name, endpoint in config.endpoints.each.items()
         if endpoint.exact and endpoint.exact.exists() and not (endpoint.exact / ANSWERS).exists()
     ]
-    program = next(iter(config.worker.command), None)
-    if program and shutil.which(program) is None:
-        missing.append(f"worker.command: {program} cannot be run here; name a program that can")
-    for name, endpoint in config.endpoints.each.items():
-        program = next(iter(shlex.split(endpoint.command or "")), None)
-        if program and shutil.which(program) is None:
-            missing.append(f"endpoints.{name}.command: {program} cannot be run here; name a program that can")
+    commands: dict[str, Sequence[str]] = {"worker": config.worker.command}
+    commands |= {f"endpoints.{name}": shlex.split(e.command or "") for name, e in config.endpoints.each.items()}
+    missing += [
+        f"{where}.command: {words[0]} cannot be run here; name a program that can"
+        for where, words in commands.items()
+        if words and shutil.which(words[0]) is None
+    ]
     return missing
 
 

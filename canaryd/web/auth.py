@@ -89,8 +89,11 @@ def _read(file: Path, looked: dict[Path, object]) -> _Rules:
     if found.rate_limit.interval and found.rate_limit.burst is None and "rate_limit.burst" not in wrong:
         tls.complain("rate_limit.interval", "without a burst every request is refused; write e.g. burst: 20")
     if found.basic_auth_users:
-        with _explained(tls, "basic_auth_users"):
+        try:
             import bcrypt  # noqa: F401, PLC0415  only where there are passwords
+        except ImportError:
+            why = "passwords need the package bcrypt, which is missing; install python3-bcrypt or bcrypt"
+            tls.complain("basic_auth_users", why)
     raise_problems(file, notes)
     sans = settings.client_allowed_sans
     return _Rules(
@@ -129,14 +132,6 @@ def _look(path: Path) -> object:
     except OSError as error:
         return error.errno
     return s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino, s.st_dev, s.st_mode
-
-
-@contextlib.contextmanager
-def _explained(tls: Tls, where: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError:
-        tls.complain(where, "passwords need the package bcrypt, which is missing; install python3-bcrypt or bcrypt")
 
 
 def _canonical(name: str) -> str:
