@@ -16,7 +16,7 @@ from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
 from canaryd.report import svg
 from canaryd.report.html import bullets, escape, facts, soft, table
-from canaryd.report.svg import Line, Mark
+from canaryd.report.svg import Mark
 from canaryd.report.terminal import rival_words, state_note
 
 CASES = 24
@@ -149,12 +149,8 @@ def _timeline(document: Document) -> str:
     entries = document["timeline"]
     newest = entries[-LATEST:]
     marks = [Mark(at=e["at"], label=e["kind"], role=KINDS.get(e["kind"], "calm")) for e in newest]
-    parts = []
-    for series in document["series"]:
-        if len(series["points"]) > 1:
-            line = Line(name=series["reading"], points=[(at, value) for at, value in series["points"]])
-            start, end = svg.span([line], marks)
-            parts.append(svg.plot(series["reading"], series["unit"], [line], marks, start=start, end=end))
+    plotted = (series for series in document["series"] if len(series["points"]) > 1)
+    parts = [svg.plot(series["reading"], series["unit"], series["points"], marks) for series in plotted]
     if not entries:
         return "".join(parts) + "<p>Nothing is on record.</p>"
     rows = "".join(
