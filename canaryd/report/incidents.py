@@ -28,7 +28,6 @@ TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONL
 """Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
 COMMANDS = ("canaryd ", "journalctl ")
 """Beginnings of the commands that actions end with."""
-SUSPECTS: Mapping[Suspect, str] = {Suspect.HOST: "host", Suspect.SOFTWARE: "software", Suspect.REFERENCE: "reference"}
 SHOWN: Mapping[Shown, tuple[str, str]] = {
     Shown.RIGHT: ("computes it correctly", "compute it correctly"),
     Shown.RARER: ("fails far less often", "fail far less often"),
@@ -236,8 +235,7 @@ def _or(what: Sequence[Suspect]) -> str:
     """Return "the software, reference or host"; the device itself is never rejected together with another."""
     if Suspect.DEVICE in what:
         return "this device alone"
-    names = [SUSPECTS[each] for each in what]
-    return "the " + " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+    return f"the {listed([each.value for each in what], 'or')}"
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
