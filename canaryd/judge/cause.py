@@ -120,8 +120,6 @@ class Scene:
     or is on trial itself."""
     goldens_right: bool = False
     """The same goldens have been matched by a result, here or on a sibling."""
-    command: str = ""
-    """What repeats the newest mismatch."""
     served: Served | None = None
     """What is known of an endpoint, whose answers devices and software give together; None for a device."""
 

@@ -74,10 +74,11 @@ class Node:
         cores: dict[object, set[int | None]] = defaultdict(set)
         for mismatch in mismatches:
             cores[mismatch.same_story].add(mismatch.core)
-        shared = [len(cores[m.same_story] - {None}) > 1 for m in mismatches]
-        return [h for h, s in zip(mismatches, shared, strict=True) if not s], list(
-            itertools.compress(mismatches, shared)
-        )
+        accusing: list[Mismatch] = []
+        shared: list[Mismatch] = []
+        for mismatch in mismatches:
+            (shared if len(cores[mismatch.same_story] - {None}) > 1 else accusing).append(mismatch)
+        return accusing, shared
 
     @cached_property
     def goldens(self) -> set[object]:
@@ -124,9 +125,9 @@ class Node:
             return None
         if self.devices[run.device].is_endpoint:
             # Another server, or this one later, may have other settings: only what it gave before counts.
-            if self.claims.met_since(run.device, kind, run, comparison.case) < run.started:
+            if self.claims.met_since(kind, run, comparison.case) < run.started:
                 return Proof(By.ITSELF, (run.device,))
-        elif proof := self.claims.proof(run.device, kind, run, comparison.case):
+        elif proof := self.claims.proof(kind, run, comparison.case):
             return proof
         if _claim(run, comparison) in self._contradicted[run.device]:
             return Proof(By.CONTRADICTION, (run.device,))
