@@ -63,9 +63,9 @@ class Result:
     name: str
     title: str
     rank: int
-    started: float
+    started: float = 0.0
     """Seconds since the epoch."""
-    seconds: float
+    seconds: float = 0.0
     outcome: Outcome
     """What became of the worker."""
     detail: Sentence = ""
