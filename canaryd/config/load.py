@@ -125,15 +125,13 @@ def _check_rules(config: Config, notes: Notes) -> None:
         where = f"endpoints.{name}"
         has_settings = any(line.startswith(f"{where}.") for line in notes.lines)
         if not endpoint.url and has_settings and f"{where}.url" not in wrong:
-            notes.problems.append(
-                (notes.lines[where], where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
-            )
+            notes.add_at(where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
         for unused in (name for name in ("directory", "prompts") if f"{where}.{name}" in notes.lines):
             if endpoint.exact is not None:
                 text = "has no use beside exact, which names the checkpoint and its prompts; remove one of them"
-                notes.problems.append((notes.lines[f"{where}.{unused}"], f"{where}.{unused}", text))
+                notes.add_at(f"{where}.{unused}", text)
         if endpoint.command is not None and (text := _bad_command(endpoint.command)):
-            notes.problems.append((notes.lines[f"{where}.command"], f"{where}.command", text))
+            notes.add_at(f"{where}.command", text)
     for names, broken, message in _RULES:
         given = [(notes.lines[name], name) for name in names if name in notes.lines]
         if given and not wrong.intersection(names) and broken(config):
