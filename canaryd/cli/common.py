@@ -63,12 +63,12 @@ def may_write(option: str, path: Path) -> bool:
     return True
 
 
-def write_file(option: str, path: Path, text: str) -> None:
-    """Write the text of a file option; complain where the disk refuses."""
+def write_report(path: Path, text: str) -> None:
+    """Write the text of --report; complain where the disk refuses."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        complain(f"{option} {path}: not written: {error.strerror}")
+        complain(f"--report {path}: not written: {error.strerror}")
 
 
 def open_store(settings: Config, *, for_reading: bool = False) -> Store:

@@ -18,7 +18,7 @@ from canaryd.cli.common import (
     open_store,
     refuse_beside_daemon,
     say,
-    write_file,
+    write_report,
 )
 from canaryd.codec import to_json
 from canaryd.compare import exact, score_files, scores
@@ -183,7 +183,7 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     if answer is None:
         return exit_code(State.UNKNOWN)
     if options.report:
-        write_file("--report", options.report, page(answer))
+        write_report(options.report, page(answer))
     print(json.dumps(answer, indent=2) if options.json else table(answer))
     return {"equal": 0, "rounding": 0, "fault": exit_code(State.SUSPECT)}.get(
         answer["verdict"]["kind"], exit_code(State.UNKNOWN)
