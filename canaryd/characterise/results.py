@@ -111,9 +111,6 @@ class Directory:
         self.path = path
         self._parts = path / "parts"
 
-    def __repr__(self) -> str:
-        return f"Directory({self.path})"
-
     def open(self, identity: Mapping[str, str]) -> None:
         """Create the directory, or go on in it; raise `NotOurs` where it belongs to another device or stack.
 

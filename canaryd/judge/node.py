@@ -15,7 +15,7 @@ from canaryd.judge import cause as judge_cause
 from canaryd.judge.cause import Mismatch, Record, operands_of
 from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
 from canaryd.judge.clock import EPOCH
-from canaryd.judge.links import Ends, is_the_other_ends, wrong_ends
+from canaryd.judge.links import Ends, errs_with_a_third, wrong_ends
 from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
@@ -92,9 +92,12 @@ class Node:
 
     @cached_property
     def accusing(self) -> Mapping[str, Sequence[Mismatch]]:
-        """Device → the mismatches that accuse it, oldest first: only characterised goldens do."""
+        """Device → the mismatches that accuse it, oldest first: only characterised goldens do.
+
+        A wrong link accuses the other end alone, where that end's link to a third is wrong too.
+        """
         return {
-            uuid: [m for m in found if m.proof is not None and not is_the_other_ends(self.ends, m)]
+            uuid: [m for m in found if m.proof is not None and not errs_with_a_third(self.ends, m.comparison.peer)]
             for uuid, found in self.missed.items()
         }
 
