@@ -450,8 +450,9 @@ def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause
         if mismatch.makers:
             return judge_cause.Scene(golden=True, makers=mismatch.makers)
         made = mismatch.run.probe, mismatch.run.probe_version, mismatch.operands
-        if mismatch.core is not None and made in case.node.goldens:
-            return judge_cause.Scene(golden=True, lone_core=mismatch.core)
+        core = mismatch.comparison.place.core
+        if core is not None and made in case.node.goldens:
+            return judge_cause.Scene(golden=True, lone_core=core)
     return judge_cause.Scene(golden=True)
 
 

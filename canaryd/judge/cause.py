@@ -55,11 +55,6 @@ class Mismatch(NamedTuple):
         return operands_of(self.comparison)
 
     @property
-    def core(self) -> int | None:
-        """The single core that computed it; None where it is not known."""
-        return self.comparison.place.core
-
-    @property
     def makers(self) -> Place | None:
         """The two cores (or the one core) on which one program gave two results; None for any other mismatch."""
         place = self.comparison.place

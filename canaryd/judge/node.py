@@ -73,7 +73,7 @@ class Node:
         mismatches = find_mismatches(self.all, Subject.HOST)
         cores: dict[object, set[int | None]] = defaultdict(set)
         for mismatch in mismatches:
-            cores[mismatch.same_story].add(mismatch.core)
+            cores[mismatch.same_story].add(mismatch.comparison.place.core)
         accusing: list[Mismatch] = []
         shared: list[Mismatch] = []
         for mismatch in mismatches:
