@@ -500,7 +500,7 @@ def picture(soak: Soak, judged_from: float) -> str:
     parts, top = [], 0.0
     for quantity in QUANTITIES:
         points = [(s["at"], s[quantity.name]) for s in soak.samples]
-        figure = svg.plot(quantity.name, quantity.unit, [svg.Line(name=quantity.name, points=points)], named)
+        figure = svg.plot(quantity.name, quantity.unit, points, named)
         inside = re.search(r"<svg[^>]*>(.*)</svg>", figure, re.DOTALL)
         if inside is not None:
             unit = "" if quantity.unit == "1" else f", {quantity.unit}"

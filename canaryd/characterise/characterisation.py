@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from canaryd.characterise import document, host_parts, outside
@@ -71,7 +72,7 @@ class Characterisation:
         deadline = begun + 60.0 * self.options.minutes - RESERVE
         try:
             self.conversation.deadline = max(deadline, begun + FIRST)
-            parts = self._parts()
+            parts = {p.name: p for p in [*self.conversation.listed(), *(part for part, _ in self._ours.values())]}
             self._refuse_unknown(parts)
             first = self._environment(parts)
             self.conversation.deadline = deadline
@@ -111,17 +112,14 @@ class Characterisation:
                     f"{name}: no such part; choose from {', '.join(groups)}{did_you_mean(name, [*groups, *parts])}"
                 )
 
-    def _parts(self) -> dict[str, Part]:
-        ours = [part for part, _ in self._ours().values()]
-        return {p.name: p for p in [*self.conversation.listed(), *ours]}
-
+    @functools.cached_property
     def _ours(self) -> dict[str, tuple[Part, host_parts.CarryOut]]:
         return host_parts.parts(self.conversation) | outside.parts(self.conversation)
 
     def _environment(self, parts: dict[str, Part]) -> Result:
         """Look at device and stack, and open the directory that is theirs."""
         device = self.conversation.device
-        result = self.conversation.carry_out(parts["environment"])
+        result = self._carry_out(parts["environment"])
         if result.outcome is not Outcome.COMPLETED:
             raise RuntimeError(f"{result.outcome.value}: {result.detail}")
         stack = {str(k): str(v) for k, v in result.facts.get("stack", {}).items()}
@@ -139,8 +137,10 @@ class Characterisation:
         return result
 
     def _carry_out(self, part: Part) -> Result:
-        ours = self._ours().get(part.name)
-        return ours[1](part, self.conversation) if ours else self.conversation.carry_out(part)
+        started, begun = time.time(), time.monotonic()
+        ours = self._ours.get(part.name)
+        made = ours[1](part, self.conversation) if ours else self.conversation.carry_out(part)
+        return replace(made, started=started, seconds=round(time.monotonic() - begun, 3))
 
     def _write(self) -> document.Document:
         results = self.directory.results()

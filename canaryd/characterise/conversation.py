@@ -99,7 +99,6 @@ class Conversation:
 
     def carry_out(self, part: Part, **more: Any) -> Result:
         """Let the worker carry out one of its parts; whatever becomes of it is a result."""
-        started, begun = time.time(), time.monotonic()
         self.last = ""
         limit = self.seconds(part)
         arguments = {"part": part.name, "device": to_json(self.device), "seconds": limit, "drill": self.drill, **more}
@@ -109,7 +108,7 @@ class Conversation:
             detail = f"about {self.last}: {detail}"
         if any(o.error == "device" for o in seen):
             self.close()  # its context is lost
-        return result(part, started, begun, outcome, detail, seen, value.get("facts", {}))
+        return result(part, outcome, detail, seen, value.get("facts", {}))
 
     def run_probe(
         self,
@@ -143,20 +142,16 @@ class Conversation:
 
 def result(
     part: Part,
-    started: float,
-    begun: float,
     outcome: Outcome,
-    detail: str = "",
+    detail: str,
     seen: tuple[Observation, ...] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Return the result of a part that has just ended."""
+    """Return what a part came to; who carries it out adds when, and how long it took."""
     return Result(
         name=part.name,
         title=part.title,
         rank=part.rank,
-        started=started,
-        seconds=round(time.monotonic() - begun, 3),
         outcome=outcome,
         detail=detail,
         observations=seen,

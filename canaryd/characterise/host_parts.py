@@ -70,26 +70,24 @@ def canary(part: Part, conversation: Conversation) -> Result:
     """Run the canary's cases of one way of decoding, in every format."""
     if part.name == "canary/graph" and conversation.device.backend not in GRAPHS:
         text = f"not offered here: only {', '.join(GRAPHS)} record graphs"
-        return result(part, time.time(), time.monotonic(), Outcome.SKIPPED, text)
+        return result(part, Outcome.SKIPPED, text)
     paths = CANARY.get(part.name.partition("/")[2], ())
     cases = tuple(f"{dtype}/{path}" for dtype in DTYPES for path in paths)
     return _probe(part, conversation, "canary_prompts", cases, "quick" if cases else "standard")
 
 
 def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, ...], level: str = "quick") -> Result:
-    started, begun = time.time(), time.monotonic()
     drill = conversation.drill if conversation.drill != "blind" else ""
     run = conversation.run_probe(
         conversation.engine.entries[name], conversation.seconds(part), cases=cases, drill=drill, level=level
     )
     version = conversation.engine.entries[name].spec.version
     facts = {"stack": dict(run.stack), "probe_version": version, "readings": {r.key: r.value for r in run.readings}}
-    return result(part, started, begun, run.outcome, run.detail, observed(run), facts)
+    return result(part, run.outcome, run.detail, observed(run), facts)
 
 
 def recorded(part: Part, conversation: Conversation) -> Result:
     """Record every serving kernel repeatedly in two workers, and count the different results of each."""
-    started, begun = time.time(), time.monotonic()
     entry, share = conversation.engine.entries["recorded_kernels"], conversation.seconds(part) / 2
     runs = [conversation.run_probe(entry, share, baselining=True) for _ in range(2)]
     worst = next((r for r in runs if r.outcome is not Outcome.COMPLETED), runs[0])
@@ -97,7 +95,7 @@ def recorded(part: Part, conversation: Conversation) -> Result:
     cases = dict.fromkeys(r.case for run in runs for r in run.recordings)
     seen += [_recorded(case, [{r.digest for r in run.recordings if r.case == case} for run in runs]) for case in cases]
     unlike = sum(1 for o in seen if o.values.get("vectors", 1) != 1)
-    return result(part, started, begun, worst.outcome, worst.detail, tuple(seen), {"kernels_with_other_bits": unlike})
+    return result(part, worst.outcome, worst.detail, tuple(seen), {"kernels_with_other_bits": unlike})
 
 
 def _recorded(case: str, digests: list[set[str]]) -> Observation:
@@ -109,15 +107,14 @@ def _recorded(case: str, digests: list[set[str]]) -> Observation:
 
 def kill(part: Part, conversation: Conversation) -> Result:
     """Kill a worker at work, let one overrun its deadline, and compute right answers in a new one afterwards."""
-    started, begun = time.time(), time.monotonic()
     seen = [_killed(conversation), _overrun(conversation)]
     again = conversation.carry_out(replace(part, name="controls", seconds=10.0))
     right = again.outcome is Outcome.COMPLETED and again.count(Claim.CONTROL, Seen.WRONG) > 0
     if conversation.is_late:
-        return result(part, started, begun, Outcome.TIMED_OUT, "the minutes were spent")
+        return result(part, Outcome.TIMED_OUT, "the minutes were spent")
     kind = Seen.RIGHT if right else Seen.WRONG
     seen.append(Observation(name="computes afterwards", claim=Claim.STRICT, seen=kind, detail=again.detail[:300]))
-    return result(part, started, begun, Outcome.COMPLETED, "", tuple(seen))
+    return result(part, Outcome.COMPLETED, "", tuple(seen))
 
 
 def _spin(conversation: Conversation, seconds: float) -> dict[str, object]:
@@ -143,13 +140,7 @@ def _killed(conversation: Conversation) -> Observation:
         conversation.engine.workers.end(series)
     took = time.monotonic() - at[0] if at else 0.0
     good = bool(at) and outcome is not Outcome.UNKILLABLE and took < KILLED_WITHIN
-    return Observation(
-        name="SIGKILL while the device computes",
-        claim=Claim.STRICT,
-        seen=Seen.RIGHT if good else Seen.WRONG,
-        detail="" if good else f"{outcome.value}: {detail[:300]}",
-        values={"gone_after_seconds": round(took, 3)},
-    )
+    return _gone("SIGKILL while the device computes", took, "" if good else f"{outcome.value}: {detail[:300]}")
 
 
 def _overrun(conversation: Conversation) -> Observation:
@@ -160,19 +151,18 @@ def _overrun(conversation: Conversation) -> Observation:
         outcome, _, detail = series.answer(MODULE, _spin(conversation, 120.0), conversation.within(6.0))
     finally:
         conversation.engine.workers.end(series)
-    good = outcome is Outcome.TIMED_OUT
-    return Observation(
-        name="a deadline of 6 s that passes",
-        claim=Claim.STRICT,
-        seen=Seen.RIGHT if good else Seen.WRONG,
-        detail="" if good else f"{outcome.value}: {detail[:300]}",
-        values={"gone_after_seconds": round(time.monotonic() - begun, 3)},
-    )
+    wrong = "" if outcome is Outcome.TIMED_OUT else f"{outcome.value}: {detail[:300]}"
+    return _gone("a deadline of 6 s that passes", time.monotonic() - begun, wrong)
+
+
+def _gone(name: str, seconds: float, wrong: str) -> Observation:
+    """Return how long it took until a worker was gone, and what was `wrong` with its end."""
+    seen, values = Seen.WRONG if wrong else Seen.RIGHT, {"gone_after_seconds": round(seconds, 3)}
+    return Observation(name=name, claim=Claim.STRICT, seen=seen, detail=wrong, values=values)
 
 
 def beside(part: Part, conversation: Conversation) -> Result:
     """Decode in one worker, alone and then while another runs exact products within the budget beside a server."""
-    started, begun = time.time(), time.monotonic()
     share = conversation.seconds(part) / 3
     alone = conversation.carry_out(replace(part, name="decode loop", seconds=share / conversation.scale))
     runs: list[Run] = []
@@ -189,7 +179,7 @@ def beside(part: Part, conversation: Conversation) -> Result:
     facts = {"throughput_kept": round(speeds[1] / speeds[0], 4)} if len(speeds) == 2 and speeds[0] else {}
     bad = next((r for r in (alone, together) if r.outcome is not Outcome.COMPLETED), None)
     outcome, detail = (bad.outcome, bad.detail) if bad else (run.outcome, run.detail)
-    return result(part, started, begun, outcome, detail, tuple(seen), facts)
+    return result(part, outcome, detail, tuple(seen), facts)
 
 
 def _round(conversation: Conversation, seconds: float) -> Run:

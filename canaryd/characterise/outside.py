@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -42,22 +41,19 @@ def capture(part: Part, conversation: Conversation) -> Result:
 
     A CPU is compared with its own plainest instruction set.
     """
-    started, begun = time.time(), time.monotonic()
     conversation.close()  # the device may admit one process alone
     seen: list[Observation] = []
     worst, detail = Outcome.COMPLETED, ""
     cpu = next((d for d in conversation.engine.devices.values() if d.backend == "cpu"), None)
+    if cpu is None:
+        return result(part, Outcome.SKIPPED, "not offered here: canaryd finds no CPU to compare with")
     with tempfile.TemporaryDirectory(prefix="canaryd-") as directory:
         for dtype in CAPTURES:
-            if cpu is None:
-                break
             outcome, why, found = _captured(conversation, cpu, dtype, Path(directory))
             seen += found
             if outcome is not Outcome.COMPLETED:
                 worst, detail = outcome, why
-    if cpu is None:
-        worst, detail = Outcome.SKIPPED, "not offered here: canaryd finds no CPU to compare with"
-    return result(part, started, begun, worst, detail, tuple(seen))
+    return result(part, worst, detail, tuple(seen))
 
 
 def _captured(
@@ -94,12 +90,11 @@ def _captured(
 
 def telemetry(part: Part, conversation: Conversation) -> Result:
     """Read the device's telemetry, ask the vendor's tool at once, and compare field by field."""
-    started, begun = time.time(), time.monotonic()
     device, engine = conversation.device, conversation.engine
     name = TELEMETRY.get(device.backend, "")
     if name not in engine.entries:
         text = f"not offered here: no telemetry probe for {device.backend} is enabled"
-        return result(part, started, begun, Outcome.SKIPPED, text)
+        return result(part, Outcome.SKIPPED, text)
     series = conversation.start(numeric=False)
     try:
         run = conversation.run_probe(engine.entries[name], 1.0, series=series)
@@ -119,7 +114,7 @@ def telemetry(part: Part, conversation: Conversation) -> Result:
         text = f"not offered here: {tool}: {detail}"[:400]
         seen.append(Observation(name=tool, claim=Claim.STRICT, seen=Seen.NOT_OFFERED, detail=text))
     facts = {"readings": readings, "absent": dict(run.absent)}
-    return result(part, started, begun, run.outcome, run.detail, tuple(seen), facts)
+    return result(part, run.outcome, run.detail, tuple(seen), facts)
 
 
 def _availability(run: Run) -> Observation:

@@ -14,28 +14,13 @@ from canaryd.report.html import escape
 ROWS = 64
 """Observations that a table shows; the JSON document has all."""
 STYLE = """
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .6rem; } h3 { margin: 1.2rem 0 .3rem; font-size: 1rem; }
+h3 { margin: 1.2rem 0 .3rem; font-size: 1rem; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; padding-top: .6rem; border-top: 1px solid var(--line); }
-.verdict { border-left: .4rem solid var(--calm); background: var(--card); padding: .8rem 1rem; margin: 0 0 1rem; }
-.verdict strong { display: block; font-size: 1.15rem; }
 .verdict.right { border-color: var(--good); } .verdict.bad { border-color: var(--bad); }
 .good { color: var(--good); } .bad { color: var(--bad); } .calm { color: var(--calm); }
 b.good, b.bad, b.calm, td span { white-space: nowrap; }
-.banner { border: 2px solid var(--calm); padding: .6rem .9rem; margin: 0 0 1rem; font-weight: 600; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); }
-thead th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; white-space: nowrap; }
-tbody th { font-weight: 600; } .wide table { overflow-wrap: break-word; }
-.facts th { width: 11rem; color: var(--soft); }
+.wide table { overflow-wrap: break-word; }
 details { margin: .4rem 0; } summary { cursor: pointer; } h2 .soft { font-weight: 400; font-size: .95rem; }
-@media (max-width: 40rem) {
-  body { padding: 1rem .7rem 2rem; } .facts th { width: 7rem; }
-  .cards, .cards tbody, .cards tr, .cards th { display: block; border: 0; padding: 0; }
-  .cards thead { display: none; } .cards tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
-  .cards td, .cards td.n { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: 0;
-    text-align: right; white-space: normal; }
-  .cards td:empty { display: none; }
-  .cards td::before { content: attr(data-c); color: var(--soft); text-align: left; flex: none; max-width: 50%; }
-}
 """
 VERDICTS = {
     "right": ("right", "RIGHT", "Every strict result was right, and every injected fault was caught."),
@@ -52,9 +37,7 @@ VERDICTS = {
 """Verdict → class, word, sentence."""
 ROLES = {"right": "good", "measured": "good", "not_tried": "calm"}
 """Status → class; any other is bad."""
-UNITS = {
-    "flops_per_second": "flops per second", "bytes": "bytes", "seconds": "seconds",
-}  # fmt: skip
+UNITS = {"flops_per_second": "flops per second", "bytes": "bytes", "seconds": "seconds"}
 """End of a value's name → its unit."""
 IMPORTANT = {("strict", "wrong"): 0, ("control", "right"): 0, ("strict", "raised"): 1, ("open", "raised"): 1}
 """What a table shows first."""
@@ -77,7 +60,7 @@ def page(document: Document) -> str:
         f'<p class="soft">Made by canaryd {escape(document["canaryd"])}, {format_time(document["generated"])}.</p>',
         "</main>",
     ]
-    return html.document(title, html.STYLE + STYLE, body)
+    return html.document(title, html.STYLE + html.TABLES + STYLE, body)
 
 
 def _counted(document: Document) -> str:
@@ -100,7 +83,7 @@ def _overview(document: Document) -> str:
         )
         for p in document["parts"]
     ]
-    return "<h2>Parts</h2>" + _table(("part", "came to", "what was seen", "took"), rows, (3,))
+    return "<h2>Parts</h2>" + html.table(("part", "came to", "what was seen", "took"), rows, (3,), str)
 
 
 def _in_part(part: Mapping[str, Any]) -> bool:
@@ -160,19 +143,14 @@ def _part(part: Mapping[str, Any]) -> str:
 
 def _environment(facts: Mapping[str, Any]) -> Iterator[str]:
     pairs = [*facts.get("stack", {}).items(), *facts.get("host", {}).items()]
-    yield _facts(pairs)
+    yield html.facts(pairs)
     assumed = [
-        (
-            escape(source),
-            escape(room["bits"]),
-            escape("yes" if room["characterised"] else "not yet"),
-            escape(room["why"]),
-        )
+        (source, room["bits"], "yes" if room["characterised"] else "not yet", room["why"])
         for source, room in facts.get("assumed", {}).items()
     ]
     if assumed:
         yield "<h3>What the goldens assume of accumulators</h3>"
-        yield _table(("operands", "bits", "characterised", "why"), assumed, (1,))
+        yield html.table(("operands", "bits", "characterised", "why"), assumed, (1,))
 
 
 def _matrix(observations: Sequence[Mapping[str, Any]]) -> str:
@@ -200,7 +178,7 @@ def _matrix(observations: Sequence[Mapping[str, Any]]) -> str:
             text = f"{right}/{len(tried)} right{more}" if here else ""
             row.append(f'<span class="{role}">{text}</span>' if here else text)
         rows.append(tuple(row))
-    return _table(("", *columns), rows)
+    return html.table(("", *columns), rows, cell=str)
 
 
 def _observations(observations: Sequence[Mapping[str, Any]], *, is_open: bool) -> str:
@@ -220,7 +198,7 @@ def _observations(observations: Sequence[Mapping[str, Any]], *, is_open: bool) -
     ]
     headings = ("what", "seen", *(_heading(n) for n in names), *(("detail",) if has_detail else ()))
     texts = {name for o in ordered[:ROWS] for name, value in o["values"].items() if isinstance(value, str)}
-    table = _table(headings, rows, [i for i, name in enumerate(names, 2) if name not in texts])
+    table = html.table(headings, rows, [i for i, name in enumerate(names, 2) if name not in texts], str)
     more = len(ordered) - ROWS
     if more > 0:
         table += f'<p class="soft">The JSON document has {more:,} more.</p>'
@@ -271,20 +249,3 @@ def _word(status: str) -> str:
 
 def _anchor(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name)
-
-
-def _facts(pairs: Sequence[tuple[str, Any]]) -> str:
-    rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in pairs)
-    return f'<table class="facts"><tbody>{rows}</tbody></table>'
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> str:
-    """Return a table of HTML cells; on a narrow screen each row becomes a card whose cells repeat their heading."""
-    align = [' class="n"' if i in numeric else "" for i in range(len(columns))]
-    head = "".join(f'<th scope="col"{a}>{escape(c)}</th>' for a, c in zip(align, columns, strict=True))
-    lines = []
-    for first, *rest in rows:
-        cells = [f'<td data-c="{escape(columns[i])}"{align[i]}>{v}</td>' for i, v in enumerate(rest, 1)]
-        lines.append(f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>')
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f'<div class="wide"><table class="cards">{body}</table></div>'

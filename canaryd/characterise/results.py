@@ -63,9 +63,9 @@ class Result:
     name: str
     title: str
     rank: int
-    started: float
+    started: float = 0.0
     """Seconds since the epoch."""
-    seconds: float
+    seconds: float = 0.0
     outcome: Outcome
     """What became of the worker."""
     detail: Sentence = ""
@@ -110,9 +110,6 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._parts = path / "parts"
-
-    def __repr__(self) -> str:
-        return f"Directory({self.path})"
 
     def open(self, identity: Mapping[str, str]) -> None:
         """Create the directory, or go on in it; raise `NotOurs` where it belongs to another device or stack.

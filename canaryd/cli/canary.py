@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.cli.arguments import USAGE, Commands, add_wait, seed
-from canaryd.cli.common import ask, complain, make_engine, open_store, processor, say
+from canaryd.cli.common import ask_processor, complain, make_engine, open_store, say
 from canaryd.config.settings import Config
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
@@ -95,9 +95,6 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     begun = time.monotonic()
     engine = make_engine(settings, open_store(settings))
-    cpu = processor("canary", engine, "makes the model")
-    if cpu is None:
-        return exit_code(State.UNKNOWN)
     arguments = {
         "directory": str(directory),
         "like": like,
@@ -106,7 +103,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
         "no_anchor": options.no_anchor,
         "form": options.gguf or options.quantization,
     }
-    answer = ask(engine, cpu, "export", arguments, options.wait)
+    answer = ask_processor("canary", engine, "makes the model", "export", arguments, options.wait)
     if answer is None:
         return exit_code(State.UNKNOWN)
     if mistake := answer.get("mistake", ""):

@@ -102,6 +102,9 @@ def slice_(text: str) -> tuple[int, int]:
 class Printer(ProgressPrinter):
     """Progress of parts, in the manner of a check."""
 
+    part, done = "environment", 0.0
+    """The part at work, and the share of all parts that came before it."""
+
     def begin(self, part: Part, number: int, of: int) -> None:
         """Show which part begins."""
         self.part, self.done = part.name, number / max(1, of)
@@ -110,7 +113,7 @@ class Printer(ProgressPrinter):
     def progress(self, fraction: float, text: str) -> None:
         """Show what the worker does."""
         del fraction
-        self.moving(getattr(self, "done", 0.0), f"{getattr(self, 'part', 'environment')} {text}")
+        self.moving(self.done, f"{self.part} {text}")
 
     def ended(self, result: Result) -> None:
         """Show what became of a part."""

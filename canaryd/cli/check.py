@@ -22,7 +22,7 @@ from canaryd.cli.common import (
     refuse_beside_daemon,
     stop_on_signals,
     use_color,
-    write_file,
+    write_report,
 )
 from canaryd.config.settings import Config
 from canaryd.engine import check
@@ -102,7 +102,7 @@ def _add_check(commands: Commands) -> None:
     command.add_argument(
         "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter to this file too"
     )
-    command.set_defaults(parser=command)
+    command.set_defaults(parser=command, fault="")
 
 
 def _add_drill(commands: Commands) -> None:
@@ -124,6 +124,8 @@ def _add_drill(commands: Commands) -> None:
     _add_selection(command)
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)
+    command.set_defaults(level="quick", case=[], seed=None, instruction_set="", intensity="", seconds=0.0)
+    command.set_defaults(repeat="", report=None, textfile=None)
 
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
@@ -140,21 +142,18 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
 
 def check_command(options: argparse.Namespace, settings: Config) -> int:
     """Test devices now and print one verdict each; return the exit code."""
-    report: Path | None = getattr(options, "report", None)
-    textfile: Path | None = getattr(options, "textfile", None)
-    for option, path in (("--report", report), ("--textfile", textfile)):
+    for option, path in (("--report", options.report), ("--textfile", options.textfile)):
         if path and not may_write(option, path):
             return USAGE
-    if options.command == "drill" and (unable := _unable(options.fault, options.probe)):
+    if options.fault and (unable := _unable(options.fault, options.probe)):
         complain(*unable)
         return USAGE
     store = open_store(settings)
     complain(*store.problems)
     if is_released(options.command, store):
         return exit_code(State.UNKNOWN)
-    asked = getattr(options, "repeat", "")
-    again = repeat.recorded(options, store, options.parser.parse_args([])) if asked else None
-    if asked and again is None:
+    again = repeat.recorded(options, store, options.parser.parse_args([])) if options.repeat else None
+    if options.repeat and again is None:
         return USAGE
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
@@ -168,7 +167,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         complain(*mistakes, *engine.problems)
         unsure = engine.failing or engine.unloaded & {*options.probe}
         return exit_code(State.UNKNOWN) if unsure else USAGE
-    if options.command == "drill" and not options.device:
+    if options.fault and not options.device:
         devices = [d for d in devices if not d.is_endpoint]
     refuse_beside_daemon(store, devices)
     wanted = _engine_options(options, devices)
@@ -179,12 +178,12 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         printer.clear()
         complain(_no_case(wanted.cases, result.without_case))
         return USAGE
-    _write_files(result, report, textfile)
+    _write_files(result, options.report, options.textfile)
     if options.json:
         print(json.dumps(as_json(result), indent=2))
     else:
         print(as_text(result, verbose=options.verbose, color=use_color()))
-    if options.command == "drill" and not check.alarmed(result):
+    if options.fault and not check.alarmed(result):
         if check.ended(result) and not engine.stopping:
             complain(
                 f"drill: the fault {options.fault!r} raised no alarm: it hit no result, or the probe tolerates it;"
@@ -231,16 +230,15 @@ def _no_case(cases: Sequence[str], runs: Sequence[Run]) -> str:
 
 
 def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> check.Options:
-    drill = options.command == "drill"
     return check.Options(
-        level="quick" if drill else options.level,
-        probes=tuple(options.probe) or (_drill_probes(devices, options.fault) if drill else ()),
-        cases=tuple(getattr(options, "case", ())),
-        seed=getattr(options, "seed", None),
-        instruction_set=getattr(options, "instruction_set", ""),
-        intensity=getattr(options, "intensity", ""),
-        seconds=getattr(options, "seconds", 0.0),
-        drill=options.fault if drill else "",
+        level=options.level,
+        probes=tuple(options.probe) or (_drill_probes(devices, options.fault) if options.fault else ()),
+        cases=tuple(options.case),
+        seed=options.seed,
+        instruction_set=options.instruction_set,
+        intensity=options.intensity,
+        seconds=options.seconds,
+        drill=options.fault,
         wait=options.wait,
     )
 
@@ -255,7 +253,7 @@ def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
 
 def _write_files(result: Result, report: Path | None, textfile: Path | None) -> None:
     if report:
-        write_file("--report", report, json.dumps(as_json(result), indent=2) + "\n")
+        write_report(report, json.dumps(as_json(result), indent=2) + "\n")
     if textfile:
         from canaryd.report import textfile as metrics  # noqa: PLC0415  a check need not pay for the exposition
 

@@ -63,12 +63,12 @@ def may_write(option: str, path: Path) -> bool:
     return True
 
 
-def write_file(option: str, path: Path, text: str) -> None:
-    """Write the text of a file option; complain where the disk refuses."""
+def write_report(path: Path, text: str) -> None:
+    """Write the text of --report; complain where the disk refuses."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        complain(f"{option} {path}: not written: {error.strerror}")
+        complain(f"--report {path}: not written: {error.strerror}")
 
 
 def open_store(settings: Config, *, for_reading: bool = False) -> Store:
@@ -191,14 +191,6 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
     return None
 
 
-def processor(command: str, engine: Engine, what_for: str) -> Device | None:
-    """Return this host's processor, whose worker has torch; None, with a complaint, where it cannot be started."""
-    found = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
-    if found is None:
-        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
-    return found
-
-
 def stop_on_signals(engine: Engine) -> None:
     """Stop the engine on SIGINT and SIGTERM."""
 
@@ -238,3 +230,14 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
         return answer
     complain(f"{module} {OUTCOMES[outcome][1]}: {detail or 'no reason given'}")
     return None
+
+
+def ask_processor(
+    command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
+) -> dict[str, Any] | None:
+    """Return what `ask` does of this host's processor, whose worker has torch; also None where it cannot be started."""
+    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    if cpu is None:
+        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
+        return None
+    return ask(engine, cpu, module, arguments, wait)

@@ -9,16 +9,16 @@ from pathlib import Path
 from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait, seed
 from canaryd.cli.common import (
     ask,
+    ask_processor,
     complain,
     device_names,
     make_engine,
     may_write,
     nearest_device,
     open_store,
-    processor,
     refuse_beside_daemon,
     say,
-    write_file,
+    write_report,
 )
 from canaryd.codec import to_json
 from canaryd.compare import exact, score_files, scores
@@ -178,15 +178,12 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     if not captures[0]:
         return _compare_scores(options)
     engine = make_engine(settings, open_store(settings, for_reading=True))
-    cpu = processor("compare", engine, "does the arithmetic")
-    if cpu is None:
-        return exit_code(State.UNKNOWN)
     arguments = {"a": str(options.a.absolute()), "b": str(options.b.absolute())}
-    answer = ask(engine, cpu, "compare", arguments, wait=600.0)
+    answer = ask_processor("compare", engine, "does the arithmetic", "compare", arguments, wait=600.0)
     if answer is None:
         return exit_code(State.UNKNOWN)
     if options.report:
-        write_file("--report", options.report, page(answer))
+        write_report(options.report, page(answer))
     print(json.dumps(answer, indent=2) if options.json else table(answer))
     return {"equal": 0, "rounding": 0, "fault": exit_code(State.SUSPECT)}.get(
         answer["verdict"]["kind"], exit_code(State.UNKNOWN)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from canaryd.cli.arguments import USAGE, Commands, add_wait
 from canaryd.cli.canary import unusable
-from canaryd.cli.common import ask, complain, make_engine, open_store, processor, say
+from canaryd.cli.common import ask_processor, complain, make_engine, open_store, say
 from canaryd.compare import pack
 from canaryd.config.settings import Config
 from canaryd.engine.catalogue import builtin_directory
@@ -57,12 +57,9 @@ def _export(options: argparse.Namespace, settings: Config) -> int:
         complain(mistake)
         return USAGE
     engine = make_engine(settings, open_store(settings))
-    cpu = processor("pack", engine, "makes the operands")
-    if cpu is None:
-        return exit_code(State.UNKNOWN)
     goldens = json.loads((builtin_directory() / "golden/exact_matmul.json").read_text(encoding="utf-8"))
     arguments = {"directory": str(directory), "goldens": goldens}
-    answer = ask(engine, cpu, "pack", arguments, options.wait)
+    answer = ask_processor("pack", engine, "makes the operands", "pack", arguments, options.wait)
     if answer is None:
         return exit_code(State.UNKNOWN)
     say(

@@ -138,30 +138,30 @@ def _wrong_elements(entry: Mapping[str, Any], expected: Mapping[str, Any], direc
     return ""
 
 
-def text(judged: Judged, width: int | None = None) -> str:
-    """Return the verdict and its reason for a terminal of `width` columns; without a width that of the terminal."""
+def text(judged: Judged) -> str:
+    """Return the verdict and its reason for this terminal."""
     runs = sum(int(entry["runs"]) for entry in (*judged.right, *judged.wrong))
     wrong = sum(int(entry["wrong_runs"]) for entry in judged.wrong)
     word = f"{judged.state.value.upper()}  "
-    lines = wrapped(word, f"{judged.device} through {judged.runtime}", width)
+    lines = wrapped(word, f"{judged.device} through {judged.runtime}")
     counts = f"{runs:,} results of {len(judged.right) + len(judged.wrong)} cases, {wrong:,} wrong."
-    lines += wrapped("  ", counts if runs else "Nothing was computed.", width)
+    lines += wrapped("  ", counts if runs else "Nothing was computed.")
     if judged.unproven:
         why = "Nothing shows that this device computed them: the runtime may have used the processor."
-        lines += wrapped("  ", why, width)
+        lines += wrapped("  ", why)
     for entry in judged.wrong[:SHOWN]:
         index, want, got = entry["elements"][0]
         flipped = int(want, 16) ^ int(got, 16)
         bits = ", ".join(str(bit) for bit in range(64) if flipped >> bit & 1)
         what = f"{entry['name']}: {entry['wrong_elements']:,} wrong elements, the first {index}: expected {want},"
-        lines += wrapped("  ", f"{what} got {got} (bits {bits}).", width)
+        lines += wrapped("  ", f"{what} got {got} (bits {bits}).")
     if judged.state is State.FAULTY:
-        lines += wrapped("Do now: ", "do not use its results; run the pack on an identical device.", width)
+        lines += wrapped("Do now: ", "do not use its results; run the pack on an identical device.")
     if judged.skipped:
-        lines += wrapped("  ", f"Not checked: {len(judged.skipped)} cases:", width)
+        lines += wrapped("  ", f"Not checked: {len(judged.skipped)} cases:")
         reasons: dict[str, list[str]] = {}
         for entry in judged.skipped:
             reasons.setdefault(str(entry["reason"]), []).append(entry["name"].partition("/")[0])
         for reason, formats in reasons.items():
-            lines += wrapped("    ", f"{', '.join(dict.fromkeys(formats))}: {reason}", width)
+            lines += wrapped("    ", f"{', '.join(dict.fromkeys(formats))}: {reason}")
     return "\n".join(map(printable, lines))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -72,14 +72,10 @@ class Scores:
     scores: tuple[Score, ...]
 
 
-def load(path: Path, samples: Sequence[Path] = ()) -> Scores:
-    """Read a result file, or the directory that one run of the tool has written.
-
-    `samples`: per-question files of lm-eval that are not in the directory of the results. Raises `ScoreError` with one
-    line.
-    """
+def load(path: Path) -> Scores:
+    """Read a result file, or the directory that one run of the tool has written. Raises `ScoreError` with one line."""
     try:
-        return _loaded(path, samples)
+        return _loaded(path)
     except ScoreError:
         raise
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
@@ -87,16 +83,16 @@ def load(path: Path, samples: Sequence[Path] = ()) -> Scores:
         raise ScoreError(f"{path}: damaged, or not as its tool writes it ({reason:.200}); copy it again") from error
 
 
-def _loaded(path: Path, samples: Sequence[Path]) -> Scores:
+def _loaded(path: Path) -> Scores:
     if path.is_dir():
         files = _files_in(path)
-        parts = [_loaded(file, samples) for file in files]
+        parts = [_loaded(file) for file in files]
         return replace(parts[0], path=str(path), scores=tuple(s for part in parts for s in part.scores))
     if path.suffix == ".csv":
         return _opencompass_summary(path)
     data = _json(path)
     if isinstance(data, dict) and isinstance(data.get("results"), dict):
-        return _lm_eval(path, data, samples)
+        return _lm_eval(path, data)
     if isinstance(data, dict) and isinstance(data.get("metrics"), list) and "dataset_name" in data:
         return _evalscope(path, data)
     if isinstance(data, dict) and ("details" in data or path.parent.parent.name == "results"):
@@ -202,7 +198,7 @@ def _scores(path: Path, tool: str, scores: Iterable[Score]) -> Scores:
     return Scores(path=str(path), scores=found)
 
 
-def _lm_eval(path: Path, data: Mapping[str, Any], extra: Sequence[Path]) -> Scores:
+def _lm_eval(path: Path, data: Mapping[str, Any]) -> Scores:
     """Read lm-eval 0.4: results → task → "metric,filter" and "metric_stderr,filter"."""
     config = data.get("config") or {}
     configs = data.get("configs") or {}
@@ -213,7 +209,7 @@ def _lm_eval(path: Path, data: Mapping[str, Any], extra: Sequence[Path]) -> Scor
     }
     common |= {k.replace("_sha", "").replace("_", " "): data[k] for k in ("chat_template_sha", "system_instruction_sha")
                if k in data}  # fmt: skip
-    given = [*extra] or sorted(path.parent.glob(f"samples_*_{path.stem.rpartition('_')[2]}.jsonl"))
+    given = sorted(path.parent.glob(f"samples_*_{path.stem.rpartition('_')[2]}.jsonl"))
     embedded = data.get("samples") or {}
 
     @functools.cache

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +125,13 @@ def _check_rules(config: Config, notes: Notes) -> None:
         where = f"endpoints.{name}"
         has_settings = any(line.startswith(f"{where}.") for line in notes.lines)
         if not endpoint.url and has_settings and f"{where}.url" not in wrong:
-            notes.problems.append(
-                (notes.lines[where], where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
-            )
+            notes.add_at(where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
         for unused in (name for name in ("directory", "prompts") if f"{where}.{name}" in notes.lines):
             if endpoint.exact is not None:
                 text = "has no use beside exact, which names the checkpoint and its prompts; remove one of them"
-                notes.problems.append((notes.lines[f"{where}.{unused}"], f"{where}.{unused}", text))
+                notes.add_at(f"{where}.{unused}", text)
         if endpoint.command is not None and (text := _bad_command(endpoint.command)):
-            notes.problems.append((notes.lines[f"{where}.command"], f"{where}.command", text))
+            notes.add_at(f"{where}.command", text)
     for names, broken, message in _RULES:
         given = [(notes.lines[name], name) for name in names if name in notes.lines]
         if given and not wrong.intersection(names) and broken(config):
@@ -173,13 +171,13 @@ def missing_files(config: Config) -> list[str]:
         for name, endpoint in config.endpoints.each.items()
         if endpoint.exact and endpoint.exact.exists() and not (endpoint.exact / ANSWERS).exists()
     ]
-    program = next(iter(config.worker.command), None)
-    if program and shutil.which(program) is None:
-        missing.append(f"worker.command: {program} cannot be run here; name a program that can")
-    for name, endpoint in config.endpoints.each.items():
-        program = next(iter(shlex.split(endpoint.command or "")), None)
-        if program and shutil.which(program) is None:
-            missing.append(f"endpoints.{name}.command: {program} cannot be run here; name a program that can")
+    commands: dict[str, Sequence[str]] = {"worker": config.worker.command}
+    commands |= {f"endpoints.{name}": shlex.split(e.command or "") for name, e in config.endpoints.each.items()}
+    missing += [
+        f"{where}.command: {words[0]} cannot be run here; name a program that can"
+        for where, words in commands.items()
+        if words and shutil.which(words[0]) is None
+    ]
     return missing
 
 

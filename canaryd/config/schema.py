@@ -109,6 +109,12 @@ class Notes:
         """Note a mistake at the node's line."""
         self.problems.append((node.start_mark.line + 1, where, message))
 
+    def add_at(self, where: str, message: str) -> None:
+        """Note a mistake at the line of a setting, or of its section."""
+        places = (where, where.rpartition(".")[0], where.partition(".")[0])
+        line = next((self.lines[place] for place in places if place in self.lines), 1)
+        self.problems.append((line, where, message))
+
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
         """Yield (key as typed, key node, value node); note keys that are given twice or are not names.
 

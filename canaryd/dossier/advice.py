@@ -8,7 +8,7 @@ from typing import Any
 
 from canaryd.dossier.facts import Facts
 from canaryd.engine.check import NEVER_CHECKED, untested
-from canaryd.judge.phrases import PROVIDER
+from canaryd.judge.phrases import PROVIDER, first_of
 from canaryd.judge.telemetry import xids
 from canaryd.model import Cause, Outcome, State
 
@@ -114,9 +114,7 @@ def not_checked(facts: Facts) -> list[str]:
         for part in run.skipped:
             reasons[part.reason].append(f"{run.probe} {part.case}")
     for reason, parts in sorted(reasons.items()):
-        names = sorted(set(parts))
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        gaps.append(f"{', '.join(names[:5])}{more}: {reason}")
+        gaps.append(f"{first_of(sorted(set(parts)), 5)}: {reason}")
     if not facts.polls:
         gaps.append("temperature, power and error counters: no telemetry of this device is on record")
     if not facts.runs:

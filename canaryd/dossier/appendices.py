@@ -9,15 +9,14 @@ from typing import Any
 from canaryd.dossier import pictures
 from canaryd.dossier.places import shared_lines, told_places
 from canaryd.dossier.summary import FIRMWARE, PART, PLACES, core_option, cut, scripts
-from canaryd.dossier.tables import bullets, facts, soft, table
 from canaryd.dossier.text import counted, flipped, flipped_bits, ranges, rated, ruled_out
 from canaryd.formatting import format_time, quantity
 from canaryd.judge.characterised import By
 from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
 from canaryd.report import svg
-from canaryd.report.html import escape
-from canaryd.report.svg import Line, Mark
+from canaryd.report.html import bullets, escape, facts, soft, table
+from canaryd.report.svg import Mark
 from canaryd.report.terminal import rival_words, state_note
 
 CASES = 24
@@ -150,12 +149,8 @@ def _timeline(document: Document) -> str:
     entries = document["timeline"]
     newest = entries[-LATEST:]
     marks = [Mark(at=e["at"], label=e["kind"], role=KINDS.get(e["kind"], "calm")) for e in newest]
-    parts = []
-    for series in document["series"]:
-        if len(series["points"]) > 1:
-            line = Line(name=series["reading"], points=[(at, value) for at, value in series["points"]])
-            start, end = svg.span([line], marks)
-            parts.append(svg.plot(series["reading"], series["unit"], [line], marks, start=start, end=end))
+    plotted = (series for series in document["series"] if len(series["points"]) > 1)
+    parts = [svg.plot(series["reading"], series["unit"], series["points"], marks) for series in plotted]
     if not entries:
         return "".join(parts) + "<p>Nothing is on record.</p>"
     rows = "".join(

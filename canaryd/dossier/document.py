@@ -30,7 +30,7 @@ from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
 from canaryd.report.incidents import incidents_json
 from canaryd.report.status import UNTENDED
-from canaryd.report.terminal import state_note
+from canaryd.report.terminal import state_note, verdict_note
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 
@@ -120,7 +120,6 @@ def _gather_facts(
         verdict=verdict,
         note=note,
         drill=drill,
-        now=now,
     )
 
 
@@ -137,11 +136,8 @@ def _judged(
         current = engine.verdict(device.uuid)
         if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
             return current, ""
-        before = _state_and_cause(stored)
-        return (
-            current,
-            f"Judged again for this dossier. The stored verdict of {format_time(stored.decided)} was {before}.",
-        )
+        before = f"The stored verdict of {format_time(stored.decided)} was {verdict_note(stored)}."
+        return current, f"Judged again for this dossier. {before}"
     command = f"Start the daemon, or run canaryd check --device {device.name}."
     unjudged = Verdict(
         device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
@@ -154,10 +150,6 @@ def _judged(
         return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
     age = now - stored.decided
     return stored, f"This verdict is {format_duration(age)} old; nothing newer is judged." if age > UNTENDED else ""
-
-
-def _state_and_cause(verdict: Verdict) -> str:
-    return state_note(verdict.state.value, verdict.cause)
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
@@ -183,7 +175,7 @@ def _kind(facts: Facts) -> tuple[str, str]:
             "virtual machine), so nobody can prove that the returned part is the failed part"
         )
     if verdict.cause is not Cause.HARDWARE or verdict.state is not State.FAULTY:
-        return "evidence", f"the verdict is {_state_and_cause(verdict)}; an RMA needs faulty (hardware)"
+        return "evidence", f"the verdict is {verdict_note(verdict)}; an RMA needs faulty (hardware)"
     return "rma", ""
 
 

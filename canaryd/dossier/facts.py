@@ -33,7 +33,6 @@ class Facts:
     note: str
     """A sentence on how current the verdict is; "" where it is."""
     drill: bool
-    now: float
 
     @cached_property
     def plotted_polls(self) -> list[Run]:

@@ -18,7 +18,6 @@ from canaryd.judge.phrases import describe_repeats
 from canaryd.judge.statistics import interval
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Device, Outcome, Run
-from canaryd.store.store import Store
 
 FAILURES = 50
 """Failing cases described at most: a broken part fails in every case."""
@@ -89,7 +88,8 @@ def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[list[dict[str,
         )
 
     ordered = sorted(failing, key=worst_first)
-    peer_runs = _peer_runs(facts.store, peers, {k[0] for k in ordered}, drill=facts.drill)
+    probes = {k[0] for k in ordered}
+    peer_runs = [(peer, _peer_runs(facts, peer, probes)) for peer in peers]
     proofs = _proofs(facts)
     found = [_failure(k, failing[k], peer_runs, proofs) for k in ordered[:FAILURES]]
     return found, max(0, len(ordered) - FAILURES)
@@ -114,17 +114,16 @@ def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
     return found
 
 
-def _peer_runs(store: Store, peers: Sequence[Device], probes: Iterable[str], *, drill: bool) -> dict[str, Any]:
-    wanted = sorted(probes)
-    found = {}
-    for device in peers:
-        runs = [r for p in wanted for r in store.runs(device.uuid, p, drill=drill, limit=PEER_RUNS)]
-        found[device.uuid] = {"name": device.name, "runs": runs}
-    return found
+def _peer_runs(facts: Facts, peer: Device, probes: Iterable[str]) -> list[Run]:
+    """Return the newest runs of a peer with these probes."""
+    return [r for p in sorted(probes) for r in facts.store.runs(peer.uuid, p, drill=facts.drill, limit=PEER_RUNS)]
 
 
 def _failure(
-    key: Key, found: Sequence[tuple[Run, Comparison]], peer_runs: Mapping[str, Any], proofs: Mapping[int, Proof]
+    key: Key,
+    found: Sequence[tuple[Run, Comparison]],
+    peer_runs: Sequence[tuple[Device, Sequence[Run]]],
+    proofs: Mapping[int, Proof],
 ) -> dict[str, Any]:
     probe, version, instruction_set, case, shape, seed, subject = key
     wrong = [(r, c) for r, c in found if c.wrong]
@@ -229,14 +228,14 @@ def _map(indices: Sequence[tuple[int, ...]], shape: str, total: int) -> dict[str
     }
 
 
-def _same_bytes(key: Key, peer_runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _same_bytes(key: Key, peer_runs: Sequence[tuple[Device, Sequence[Run]]]) -> list[dict[str, Any]]:
     """Return the peers that computed the same bytes, with their results."""
     found = []
-    for uuid, record in peer_runs.items():
-        pairs = [c for r in record["runs"] for c in r.comparisons if _key(r, c) == key]
-        if pairs:
-            counts = {"results": sum(c.trials for c in pairs), "wrong": sum(c.wrong_trials for c in pairs)}
-            found.append({"uuid": uuid, "name": record["name"], **counts})
+    for peer, runs in peer_runs:
+        same = [c for r in runs for c in r.comparisons if _key(r, c) == key]
+        if same:
+            counts = {"results": sum(c.trials for c in same), "wrong": sum(c.wrong_trials for c in same)}
+            found.append({"uuid": peer.uuid, "name": peer.name, **counts})
     return found
 
 
@@ -283,11 +282,11 @@ def probe_totals(facts: Facts) -> list[dict[str, Any]]:
 def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of the peers in the same probes."""
     verdicts = {} if facts.drill else facts.store.verdicts()
-    probes = sorted({f["probe"] for f in failures} or {r.probe for r in facts.runs})
+    probes = {f["probe"] for f in failures} or {r.probe for r in facts.runs}
+    own_stack = facts.runs[-1].stack_id if facts.runs else ""
     found = []
     for peer in sorted(peers, key=lambda d: d.name):
-        runs = [r for p in probes for r in facts.store.runs(peer.uuid, p, drill=facts.drill, limit=PEER_RUNS)]
-        own_stack = facts.runs[-1].stack_id if facts.runs else ""
+        runs = _peer_runs(facts, peer, probes)
         results = [c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
         found.append(
             {

@@ -17,30 +17,17 @@ from canaryd.report import html, svg
 from canaryd.report.html import escape
 
 STYLE = """
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .6rem; }
 h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; padding-top: .6rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-.verdict { border-left: .4rem solid var(--calm); background: var(--card); padding: .8rem 1rem; margin: 0 0 1rem; }
-.verdict strong { display: block; font-size: 1.15rem; }
 .faulty, .suspect { border-color: var(--bad); } .healthy { border-color: var(--good); }
 .faulty strong, .suspect strong, .bad { color: var(--bad); } .healthy strong, .good { color: var(--good); }
-.banner { border: 2px solid var(--calm); padding: .6rem .9rem; margin: 0 0 1rem; font-weight: 600; }
 .tight { margin: .2rem 0; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); }
-thead th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; white-space: nowrap; }
-tbody th { font-weight: 600; } .facts th { width: 11rem; color: var(--soft); }
 pre { background: var(--card); padding: .7rem .9rem; white-space: pre-wrap; margin: .4rem 0; }
 .plot figcaption { color: var(--ink); }
 .evidence tbody th { width: 8.5rem; }
 .events th, .events td:nth-child(2) { white-space: nowrap; }
 li { margin: .25rem 0; } ul, ol { padding-left: 1.3rem; }
 @media (max-width: 30rem) {
-  body { padding: 1rem .7rem 2rem; } .facts th { width: 7rem; }
-  .cards, .cards tbody, .cards tr, .cards th { display: block; border: 0; padding: 0; }
-  .cards thead { display: none; } .cards tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
-  .cards td, .cards td.n { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: 0;
-    text-align: right; white-space: normal; }
-  .cards td::before { content: attr(data-c); color: var(--soft); text-align: left; flex: none; max-width: 50%; }
   .events, .events tbody, .events tr, .events td, .events th { display: block; border: 0; padding: 0;
     white-space: normal; }
   .events thead { display: none; } .events tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
@@ -73,4 +60,4 @@ def page(document: Mapping[str, Any]) -> str:
         f'<h2 class="part">Appendices</h2>{appendices(document)}',
         f'<p class="soft">{escape(footer)}</p></main>',
     ]
-    return html.document(document["title"], html.STYLE + STYLE + pictures.STYLE + svg.STYLE, body)
+    return html.document(document["title"], html.STYLE + html.TABLES + STYLE + pictures.STYLE + svg.STYLE, body)

@@ -11,11 +11,10 @@ from typing import Any
 
 from canaryd.dossier import pictures
 from canaryd.dossier.places import failing_core, shared_lines, told_places
-from canaryd.dossier.tables import bullets, facts, soft, table
 from canaryd.dossier.text import clipped, counted, flipped_bits, rated, ruled_out, share
 from canaryd.formatting import format_time
 from canaryd.judge.phrases import count
-from canaryd.report.html import escape
+from canaryd.report.html import bullets, escape, facts, soft, table
 from canaryd.report.terminal import state_note
 
 VERDICT, NOTE, BANNER, STEP, FACT, CELL, COMMAND = 700, 200, 250, 170, 80, 60, 240

@@ -15,7 +15,7 @@ from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
 from canaryd.model import Event, EventKind, Outcome
 from canaryd.report.incidents import headline
-from canaryd.report.terminal import state_note
+from canaryd.report.terminal import verdict_note
 
 TIMELINE = 200
 """Newest entries that the timeline keeps."""
@@ -119,7 +119,7 @@ def _verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
         yield {
             "at": verdict.since,
             "kind": "verdict",
-            "text": f"{state_note(verdict.state.value, verdict.cause)}{why}",
+            "text": f"{verdict_note(verdict)}{why}",
             "conditions": {},
         }
 

@@ -74,7 +74,7 @@ class Prometheus:
         if parts.scheme == "https":
             try:
                 context = ssl.create_default_context(cafile=str(ca_file) if ca_file else None)
-            except (OSError, ssl.SSLError) as error:
+            except OSError as error:
                 raise ValueError(f"--ca-file {ca_file}: {error}; wanted certificates in PEM") from error
             handlers.append(urllib.request.HTTPSHandler(context=context))
         self._opener = urllib.request.build_opener(*handlers)

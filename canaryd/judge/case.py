@@ -228,13 +228,9 @@ def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
 
 def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
     """Return the trials up to the newest mismatch of a probe, and the clean ones since, under the same conditions."""
-    subject, newest, runs = (
-        mismatches[-1].comparison.subject,
-        mismatches[-1].run,
-        _under_same_conditions(case, mismatches),
-    )
-    before, _ = _tally((r for r in runs if r.started <= newest.started), subject)
-    _, since = _tally((r for r in runs if r.started > newest.started), subject)
+    newest, runs = mismatches[-1], _under_same_conditions(case, mismatches)
+    before, _ = _tally((r for r in runs if r.started <= newest.run.started), newest.comparison.subject)
+    _, since = _tally((r for r in runs if r.started > newest.run.started), newest.comparison.subject)
     return before, since
 
 
@@ -283,14 +279,14 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known around the mismatches of one subject, probe and stack."""
     newest, run = mismatches[-1], mismatches[-1].run
     if case.device.is_endpoint:
-        return served.scene(case.behind, case.runs, mismatches, run.repeat)
+        return served.scene(case.behind, case.runs, mismatches)
     if newest.comparison.subject is Subject.HOST:
         return _scene_of_goldens(case, mismatches)
     if newest.comparison.peer:
         links = links_of(case.node.ends, case.device.uuid, case.node.devices, mismatches)
-        return judge_cause.Scene(links=links, host_clean=case.host_clean(run), command=run.repeat)
+        return judge_cause.Scene(links=links, host_clean=case.host_clean(run))
     shared = any(id(m.comparison) in case.node.shared for m in mismatches)
-    own = case.node.record(case.device.uuid, run, shared=shared)
+    own = case.node.record(case.device.uuid, run, shared=shared) or judge_cause.Record({}, 0, Count())
     siblings = {
         device.name: theirs
         for uuid, device in sorted(case.devices.items())
@@ -300,11 +296,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     sound = siblings.keys() - company
     data = {h.operands for h in mismatches}
     enough = 1 + case.policy.confirm_runs
-    same = (
-        judge_cause.same_operands(own, siblings, data, enough)
-        if own
-        else judge_cause.Same({}, frozenset(), frozenset())
-    )
+    same = judge_cause.same_operands(own, siblings, data, enough)
     # Beside others that fail one wrong upload says nothing, since those were right elsewhere too.
     right = {name: n for name, n in same.right.items() if name in sound and (n >= enough or not company)}
     lone = lone_unit(case.runs, mismatches, enough)
@@ -318,7 +310,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         insistent=max(right.values(), default=0) >= enough and not same.alike,
         alike=same.alike,
         unlike=same.unlike,
-        outlasting=judge_cause.fails_more(own, siblings, company) if own else frozenset(),
+        outlasting=judge_cause.fails_more(own, siblings, company),
         company=company,
         changed=_changed(case, mismatches),
         right_since=not sound - _wrong_too(case, run) and _right_since(case, mismatches),
@@ -326,8 +318,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         siblings=frozenset(siblings),
         views=_views(case, run),
         host_clean=case.host_clean(run),
-        goldens_right=any(c.trials > c.wrong_trials for key in data for c in (own.results.get(key, ()) if own else ())),
-        command=run.repeat,
+        goldens_right=any(c.trials > c.wrong_trials for key in data for c in own.results.get(key, ())),
     )
 
 
@@ -457,16 +448,14 @@ def supports(case: Case, other: OtherSoftware) -> bool:
 
 def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
-    command = mismatches[-1].run.repeat
     for mismatch in reversed(mismatches):
         if mismatch.makers:
-            return judge_cause.Scene(golden=True, makers=mismatch.makers, command=command)
-        if (
-            mismatch.core is not None
-            and (mismatch.run.probe, mismatch.run.probe_version, mismatch.operands) in case.node.goldens
-        ):
-            return judge_cause.Scene(golden=True, lone_core=mismatch.core, command=command)
-    return judge_cause.Scene(golden=True, command=command)
+            return judge_cause.Scene(golden=True, makers=mismatch.makers)
+        made = mismatch.run.probe, mismatch.run.probe_version, mismatch.operands
+        core = mismatch.comparison.place.core
+        if core is not None and made in case.node.goldens:
+            return judge_cause.Scene(golden=True, lone_core=core)
+    return judge_cause.Scene(golden=True)
 
 
 def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:

@@ -55,11 +55,6 @@ class Mismatch(NamedTuple):
         return operands_of(self.comparison)
 
     @property
-    def core(self) -> int | None:
-        """The single core that computed it; None where it is not known."""
-        return self.comparison.place.core
-
-    @property
     def makers(self) -> Place | None:
         """The two cores (or the one core) on which one program gave two results; None for any other mismatch."""
         place = self.comparison.place
@@ -120,8 +115,6 @@ class Scene:
     or is on trial itself."""
     goldens_right: bool = False
     """The same goldens have been matched by a result, here or on a sibling."""
-    command: str = ""
-    """What repeats the newest mismatch."""
     served: Served | None = None
     """What is known of an endpoint, whose answers devices and software give together; None for a device."""
 

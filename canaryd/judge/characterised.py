@@ -140,32 +140,32 @@ class Claims:
             self._records[met.kind, met.probe, met.probe_version].append(met)
         self._asked: dict[tuple[Line, str], Proof | None] = {}
 
-    def proof(self, device: str, kind: Kind, run: Run, case: str) -> Proof | None:
+    def proof(self, kind: Kind, run: Run, case: str) -> Proof | None:
         """Return by what the class of a run's case is characterised; None where nobody has met it on its stack."""
         if not run.stack:
             return None
         name = class_of(case)
-        asked = Line(device, run.probe, run.probe_version, run.stack_id), name
+        asked = Line(run.device, run.probe, run.probe_version, run.stack_id), name
         if asked not in self._asked:
-            self._asked[asked] = self._proof(device, kind, run, name)
+            self._asked[asked] = self._proof(kind, run, name)
         return self._asked[asked]
 
-    def _proof(self, device: str, kind: Kind, run: Run, name: str) -> Proof | None:
+    def _proof(self, kind: Kind, run: Run, name: str) -> Proof | None:
         same = [m for m in self._of(kind, run) if m.line.stack_id == run.stack_id]
         if accepted := tuple(sorted(m.device for m in same if name in m.accepted)):
             return Proof(By.ACCEPTED, accepted)
         met = [m for m in same if name in m.classes]
-        if any(m.device == device for m in met):
-            return Proof(By.ITSELF, (device,))
+        if any(m.device == run.device for m in met):
+            return Proof(By.ITSELF, (run.device,))
         for by, elsewhere in ((By.SIBLING, False), (By.WITNESS, True)):
             if found := tuple(sorted(m.device for m in met if m.imported is elsewhere)):
                 return Proof(by, found)
         return None
 
-    def met_since(self, device: str, kind: Kind, run: Run, case: str) -> float:
-        """Return when a device first met the class of a run's case on its stack (since the epoch); inf for never."""
-        name = class_of(case)
-        mine = (m for m in self._of(kind, run) if run.stack and m.line.stack_id == run.stack_id and m.device == device)
+    def met_since(self, kind: Kind, run: Run, case: str) -> float:
+        """Return when a run's device first met the class of its case on its stack (since the epoch); inf for never."""
+        name, of_run = class_of(case), (run.device, run.stack_id)
+        mine = (m for m in self._of(kind, run) if run.stack and (m.device, m.line.stack_id) == of_run)
         return min((m.classes[name] for m in mine if name in m.classes), default=math.inf)
 
     def before(self, kind: Kind, run: Run, case: str) -> Met | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
@@ -22,7 +22,7 @@ def device_error(case: Case) -> Iterator[Finding]:
     Where siblings fail too and none completes it, the software that they share is the cause. Only what this device has
     completed on this software, at that level, can repeat: a kernel that reads beyond its operands fails every time.
     """
-    errors = _errors(case, case.runs)
+    errors = _errors(case)
     errors += [r for r in case.current if r.outcome is Outcome.DEVICE_ERROR and r not in errors]
     if not errors:
         yield from _seldom(case)
@@ -97,7 +97,8 @@ def _is_same(error: Run, work: tuple[str, str], stack_id: str) -> bool:
     return work == _work(error) and (not error.stack or stack_id == error.stack_id)
 
 
-def _errors(case: Case, runs: Sequence[Run]) -> list[Run]:
+def _errors(case: Case) -> list[Run]:
     """Return the runs within `judge.repeat_window` that an error of the device ended, oldest first."""
-    found = [r for r in runs if r.outcome is Outcome.DEVICE_ERROR and age(r, case.now) <= case.policy.repeat_window]
+    failed = (r for r in case.runs if r.outcome is Outcome.DEVICE_ERROR)
+    found = [r for r in failed if age(r, case.now) <= case.policy.repeat_window]
     return sorted(found, key=lambda r: -age(r, case.now))

@@ -16,7 +16,7 @@ from canaryd.judge.characterised import By, learns
 from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import UNCHARACTERISED, make_finding, proofs, strongest
 from canaryd.judge.node import find_mismatches, is_inconstant
-from canaryd.judge.phrases import count, describe, find_cause, identical, whom_to_tell
+from canaryd.judge.phrases import count, describe, find_cause, first_of, identical, whom_to_tell
 from canaryd.judge.statistics import RULE_OF_THREE
 from canaryd.judge.wrong import retests, wrong_results
 from canaryd.model import Cause, Elsewhere, Finding, Outcome, Run, State, Tally, WrongResults
@@ -300,11 +300,10 @@ def _proven(case: Case, mismatches: Sequence[Mismatch]) -> Iterator[str]:
     found = proofs([m for m in mismatches if m.comparison.subject is Subject.DEVICE])
     for by, group in itertools.groupby(found.items(), key=lambda item: item[1].by):
         listed = list(group)
-        classes = listed[0][0] + (f" and {len(listed) - 1} more" if len(listed) > 1 else "")
         known = case.node.devices
         who = sorted({known[u].name if u in known else u for _, proof in listed for u in proof.devices})
-        by_whom = ", ".join(who[:NAMED]) + (f" and {len(who) - NAMED} more" if len(who) > NAMED else "")
-        yield f"Proven exact ({classes}): {PROVEN[by].format(by_whom)}."
+        classes = first_of([name for name, _ in listed], 1)
+        yield f"Proven exact ({classes}): {PROVEN[by].format(first_of(who, NAMED))}."
 
 
 def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch], facts: WrongResults) -> Finding:

@@ -81,6 +81,13 @@ def _characterised(mismatches: Sequence[Mismatch]) -> tuple[Characterised, ...]:
     return tuple(found[:RUNS_NAMED])
 
 
+def conclusion(findings: Sequence[Finding]) -> tuple[State, Cause]:
+    """Return the state and the cause that findings amount to: the worst state, and the first of its causes."""
+    state = max((f.state for f in findings), key=lambda s: s.severity, default=State.HEALTHY)
+    causes = (f.cause for f in findings if f.state is state is not State.HEALTHY)
+    return state, min(causes, key=CAUSES.index, default=Cause.NONE)
+
+
 def strongest(mismatches: Sequence[Mismatch]) -> Mismatch:
     """Return the newest of the mismatches whose cause ranks first."""
     return next(m for cause in CAUSES for m in reversed(mismatches) if m.cause is cause)

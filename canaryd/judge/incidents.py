@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canaryd.formatting import DAY
-from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, RUNS_NAMED, UNCHARACTERISED
+from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, RUNS_NAMED, UNCHARACTERISED, conclusion
 from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
 
 BESIDE = DAY
@@ -61,8 +61,6 @@ FAMILIES = (
 class Incident:
     """One fault of one device."""
 
-    device: str
-    """`Device.uuid`."""
     findings: tuple[Finding, ...]
     """What says so, the one that tells most of it first."""
     since: float
@@ -76,12 +74,12 @@ class Incident:
     @property
     def state(self) -> State:
         """The worst state that its findings call for."""
-        return max((f.state for f in self.findings), key=lambda s: s.severity)
+        return conclusion(self.findings)[0]
 
     @property
     def cause(self) -> Cause:
         """The cause of the findings that call for its state."""
-        return min((f.cause for f in self.findings if f.state is self.state), key=CAUSES.index)
+        return conclusion(self.findings)[1]
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -130,7 +128,7 @@ def incidents(verdict: Verdict) -> tuple[Incident, ...]:
         return finding.rule, finding.cause.value
 
     found += [tuple(group) for _, group in itertools.groupby(sorted(left, key=alike), key=alike)]
-    made = [Incident(device=verdict.device, findings=each, since=_since(each, verdict)) for each in found]
+    made = [Incident(findings=each, since=_since(each, verdict)) for each in found]
     return tuple(sorted(made, key=lambda i: (-i.state.severity, CAUSES.index(i.cause), i.since, i.lead.rule)))
 
 

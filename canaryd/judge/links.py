@@ -33,11 +33,6 @@ def errs_with_a_third(ends: Ends, uuid: str) -> bool:
     return len(peers) > 1 and all(ends[peer] == {uuid} for peer in peers)
 
 
-def is_the_other_ends(ends: Ends, mismatch: Mismatch) -> bool:
-    """Return whether the device at the other end of a wrong link is at fault: its link to a third is wrong too."""
-    return errs_with_a_third(ends, mismatch.comparison.peer)
-
-
 def is_link(place: Place) -> bool:
     """Return whether a place is one link, with both its ends."""
     return place.unit == "link" and len(place.numbers) == 2

@@ -15,7 +15,7 @@ from canaryd.judge import cause as judge_cause
 from canaryd.judge.cause import Mismatch, Record, operands_of
 from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
 from canaryd.judge.clock import EPOCH
-from canaryd.judge.links import Ends, is_the_other_ends, wrong_ends
+from canaryd.judge.links import Ends, errs_with_a_third, wrong_ends
 from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
@@ -73,11 +73,12 @@ class Node:
         mismatches = find_mismatches(self.all, Subject.HOST)
         cores: dict[object, set[int | None]] = defaultdict(set)
         for mismatch in mismatches:
-            cores[mismatch.same_story].add(mismatch.core)
-        shared = [len(cores[m.same_story] - {None}) > 1 for m in mismatches]
-        return [h for h, s in zip(mismatches, shared, strict=True) if not s], list(
-            itertools.compress(mismatches, shared)
-        )
+            cores[mismatch.same_story].add(mismatch.comparison.place.core)
+        accusing: list[Mismatch] = []
+        shared: list[Mismatch] = []
+        for mismatch in mismatches:
+            (shared if len(cores[mismatch.same_story] - {None}) > 1 else accusing).append(mismatch)
+        return accusing, shared
 
     @cached_property
     def goldens(self) -> set[object]:
@@ -91,9 +92,12 @@ class Node:
 
     @cached_property
     def accusing(self) -> Mapping[str, Sequence[Mismatch]]:
-        """Device → the mismatches that accuse it, oldest first: only characterised goldens do."""
+        """Device → the mismatches that accuse it, oldest first: only characterised goldens do.
+
+        A wrong link accuses the other end alone, where that end's link to a third is wrong too.
+        """
         return {
-            uuid: [m for m in found if m.proof is not None and not is_the_other_ends(self.ends, m)]
+            uuid: [m for m in found if m.proof is not None and not errs_with_a_third(self.ends, m.comparison.peer)]
             for uuid, found in self.missed.items()
         }
 
@@ -124,9 +128,9 @@ class Node:
             return None
         if self.devices[run.device].is_endpoint:
             # Another server, or this one later, may have other settings: only what it gave before counts.
-            if self.claims.met_since(run.device, kind, run, comparison.case) < run.started:
+            if self.claims.met_since(kind, run, comparison.case) < run.started:
                 return Proof(By.ITSELF, (run.device,))
-        elif proof := self.claims.proof(run.device, kind, run, comparison.case):
+        elif proof := self.claims.proof(kind, run, comparison.case):
             return proof
         if _claim(run, comparison) in self._contradicted[run.device]:
             return Proof(By.CONTRADICTION, (run.device,))

@@ -78,9 +78,15 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names as a list in a sentence: "a", "a and b", "a, b and c"."""
-    return " and ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
+def listed(names: Sequence[str], word: str = "and") -> str:
+    """Return names as a list in a sentence: "a", "a and b", "a, b and c"; with another `word`, "a, b or c"."""
+    return f" {word} ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return the first of names and how many more there are: "a, b and 3 more"."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def and_more(number: int) -> str:

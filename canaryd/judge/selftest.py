@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.phrases import count
+from canaryd.judge.phrases import count, first_of
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 PROBE, STATUS, MESSAGE = "vendor_selftest", "vendor_selftest", "vendor_selftest_message"
@@ -30,7 +30,7 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
     newest, first = runs[0], _first(runs)
     results = [r for r in newest.readings if r.name == STATUS]
     told = {r.labels.get("test"): str(r.value) for r in newest.readings if r.name == MESSAGE}
-    listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    listed = first_of(names, SHOWN)
     tool = results[0].labels.get("tool", "its tool")
     company = _company(case, first, names)
     action = "Take it out of service; send the vendor the tool's output and what canaryd report writes"

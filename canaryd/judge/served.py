@@ -19,7 +19,7 @@ class Behind(NamedTuple):
     """Whether its own verdict has findings against it."""
 
 
-def scene(behind: Iterable[Behind], runs: Iterable[Run], mismatches: Sequence[Mismatch], command: str) -> Scene:
+def scene(behind: Iterable[Behind], runs: Iterable[Run], mismatches: Sequence[Mismatch]) -> Scene:
     """Return what is known around the wrong answers of an endpoint, whose own runs are `runs`.
 
     A device counts as right when the deep test for which a wrong answer calls has passed on it since.
@@ -44,5 +44,4 @@ def scene(behind: Iterable[Behind], runs: Iterable[Run], mismatches: Sequence[Mi
             inconstant=is_inconstant(mismatches),
         ),
         goldens_right=any(c.trials > c.wrong_trials for c in answers),
-        command=command,
     )

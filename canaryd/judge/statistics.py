@@ -8,7 +8,6 @@ from typing import NamedTuple
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures. It is wrong
 with a probability of e^-3, 5 %, for a device that fails at exactly the rate in question."""
-TINY = 1e-12
 CONFIDENCE = 0.95
 """Of the intervals that are printed (the field's custom)."""
 
@@ -48,20 +47,8 @@ class Count(NamedTuple):
 
 
 def tail(times: int, trials: int, rate: float) -> float:
-    """Return the chance of at least `times` events in `trials` at `rate` each (the binomial's upper tail).
-
-    Summed from the top, in logarithms: below 1e-12 the rest of the sum is nothing.
-    """
-    if times == 0 or rate >= 1:
-        return 1.0
-    total = 0.0
-    for k in range(times, trials + 1):
-        ways = math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
-        part = math.exp(ways + k * math.log(rate) + (trials - k) * math.log1p(-rate))
-        total += part
-        if k > trials * rate and part < TINY * max(total, TINY):
-            break
-    return min(1.0, total)
+    """Return the chance of at least `times` events in `trials` at `rate` each (the binomial's upper tail)."""
+    return _at_most(trials - times, trials, 1 - rate)
 
 
 def interval(wrong: int, trials: int) -> tuple[float, float]:

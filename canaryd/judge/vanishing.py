@@ -14,8 +14,8 @@ from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.model import UNDRIVEN, Cause, Event, EventKind, Finding, State
 
-DEVICE, FOUND, GONE = "device", "found", "gone"
-"""`Event.name` of a change of the inventory itself, and its values."""
+DEVICE, FOUND = "device", "found"
+"""`Event.name` of a change of the inventory itself, and its value where the device was found; else it is "gone"."""
 
 
 class Absence(NamedTuple):

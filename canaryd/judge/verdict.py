@@ -37,7 +37,7 @@ from canaryd.judge.exact import (
     host_in_doubt,
     uncharacterised_mismatch,
 )
-from canaryd.judge.findings import CAUSES, DEPARTED, REPLACED_IS_HERE
+from canaryd.judge.findings import DEPARTED, REPLACED_IS_HERE, conclusion
 from canaryd.judge.hangs import keeps_failing
 from canaryd.judge.selftest import vendor_selftest
 from canaryd.judge.statistics import rate_bound
@@ -144,9 +144,7 @@ def decide(case: Case) -> Verdict:
     """Judge one device. Deterministic."""
     found = (_acknowledged(case, finding) for rule in RULES for finding in rule(case))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule)))
-    state = findings[0].state if findings else State.HEALTHY
-    causes = (f.cause for f in findings if f.state is state is not State.HEALTHY)
-    cause = min(causes, key=CAUSES.index, default=Cause.NONE)
+    state, cause = conclusion(findings)
     before = case.previous
     unchanged = before is not None and (before.state, before.cause) == (state, cause)
     return Verdict(

@@ -182,6 +182,11 @@ XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", 
 COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
 """Components whose changes every device counts from 0 on."""
 
+Counters = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+"""The store's persistent counters: (name, label items) → count."""
+Labels = tuple[str, str, str]
+"""The values of `OF_DEVICE`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PollView:
@@ -263,8 +268,7 @@ class Snapshot:
 
     version: str
     devices: Sequence[DeviceView]
-    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    """The store's persistent counters: (name, label items) → count."""
+    counters: Counters
     store_problem: str
     """One sentence; "" when all is well."""
     abandoned_workers: int
@@ -337,7 +341,7 @@ def render(snapshot: Snapshot) -> Exposition:
     return Exposition(page)
 
 
-def _add_verdict(page: Page, view: DeviceView, labels: tuple[str, str, str]) -> None:
+def _add_verdict(page: Page, view: DeviceView, labels: Labels) -> None:
     verdict = view.verdict
     page.add_set("canaryd_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
     page.add_set("canaryd_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
@@ -352,7 +356,7 @@ def _add_verdict(page: Page, view: DeviceView, labels: tuple[str, str, str]) -> 
 
 
 def _add_tallies(
-    page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: tuple[str, str, str]
+    page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: Labels
 ) -> None:
     """Add the counters of events; those that are known beforehand start at 0."""
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
@@ -372,12 +376,7 @@ def _add_tallies(
         page.add("canaryd_stack_changes_total", count, *labels, component)
 
 
-def _add_telemetry(
-    page: Page,
-    view: DeviceView,
-    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
-    labels: tuple[str, str, str],
-) -> None:
+def _add_telemetry(page: Page, view: DeviceView, counters: Counters, labels: Labels) -> None:
     for probe, poll in sorted(view.polls.items()):
         _add_outcomes(page, view.device, probe, counters, labels)
         page.add("canaryd_readings_absent", poll.absent, *labels, probe)
@@ -395,7 +394,7 @@ def _add_telemetry(
             )
 
 
-def _add_budget(page: Page, budget: BudgetView, labels: tuple[str, str, str]) -> None:
+def _add_budget(page: Page, budget: BudgetView, labels: Labels) -> None:
     for purpose, seconds in budget.spent.items():
         page.add("canaryd_budget_spent_seconds_total", seconds, *labels, purpose)
     for reason, count in budget.skipped.items():
@@ -405,12 +404,7 @@ def _add_budget(page: Page, budget: BudgetView, labels: tuple[str, str, str]) ->
 
 
 def _add_outcomes(
-    page: Page,
-    device: Device,
-    probe: str,
-    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
-    labels: tuple[str, str, str],
-    newest: Run | None = None,
+    page: Page, device: Device, probe: str, counters: Counters, labels: Labels, newest: Run | None = None
 ) -> None:
     for outcome in Outcome:
         of = {"device": device.uuid, "probe": probe, "outcome": outcome.value}
@@ -423,13 +417,7 @@ def _exemplar(run: Run | None) -> Exemplar | None:
     return Exemplar(run.id, run.started) if run is not None else None
 
 
-def _add_evidence(
-    page: Page,
-    view: DeviceView,
-    probes: Sequence[str],
-    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
-    labels: tuple[str, str, str],
-) -> None:
+def _add_evidence(page: Page, view: DeviceView, probes: Sequence[str], counters: Counters, labels: Labels) -> None:
     if view.drill_verdict:
         page.add_set("canaryd_drill_device_state", view.drill_verdict.state, *labels)
     for stack_id, stack in sorted(view.stacks.items()):

@@ -10,13 +10,8 @@ from canaryd.model import Ack, AckKind, Event, EventKind
 
 SEPARATE = frozenset(
     {
-        EventKind.COUNTER,
-        EventKind.FLAG,
-        EventKind.CONDITION,
-        EventKind.RESET,
-        EventKind.BOOT,
-        EventKind.CHANGE,
-        EventKind.RELEASE,
+        *(EventKind.COUNTER, EventKind.FLAG, EventKind.CONDITION),
+        *(EventKind.RESET, EventKind.BOOT, EventKind.CHANGE, EventKind.RELEASE),
     }
 )
 """Kinds of events that are shown one by one: each has its own values or time. Equal lines of a log are one."""

@@ -30,7 +30,7 @@ from canaryd.model import TORCH, Cause, Device, Outcome, State
 from canaryd.report import status
 from canaryd.report.incidents import brief
 from canaryd.report.status import DeviceStatus, Status
-from canaryd.report.terminal import cause_note, cause_words, typed
+from canaryd.report.terminal import cause_words, state_note, typed
 from canaryd.store.database import DATABASE, StoreTooNew
 from canaryd.store.store import Store
 
@@ -87,8 +87,7 @@ class Item:
     """Why the decision does not follow from the state alone; "" where it does."""
 
     def __str__(self) -> str:
-        cause = "" if self.cause is Cause.NONE else f" ({cause_note(self.cause)})"
-        text = f"{self.name} {self.state.value}{cause}"
+        text = f"{self.name} {state_note(self.state.value, self.cause)}"
         return ": ".join(part for part in (text, self.why, self.finding) if part)
 
 

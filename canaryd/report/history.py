@@ -27,7 +27,7 @@ from canaryd.model import AckKind, Device, Event, EventKind, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
 from canaryd.report.incidents import headline, incidents_json
-from canaryd.report.terminal import cause_note
+from canaryd.report.terminal import verdict_note
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/1"
@@ -173,17 +173,13 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
         held = incidents(verdict)
         came = [i for i in held if not {(f.rule, f.probe) for f in i.findings} <= before]
         before = {(f.rule, f.probe) for i in held for f in i.findings}
-        label = f"became {_state(verdict)}"
+        label = f"became {verdict_note(verdict)}"
         why = "; ".join(map(headline, came))
         text = f"{label}: {why}" if why else label
         role = "bad" if verdict.state.severity >= State.SUSPECT.severity else "calm"
         role = "good" if verdict.state is State.HEALTHY else role
         runs = tuple(r for i in came for r in i.runs)
         yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=label, text=text, runs=runs)
-
-
-def _state(verdict: Verdict) -> str:
-    return verdict.state.value + ("" if verdict.state is State.HEALTHY else f" ({cause_note(verdict.cause)})")
 
 
 def _failures(runs: Iterable[Run]) -> Iterator[Item]:

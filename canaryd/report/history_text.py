@@ -12,11 +12,10 @@ from canaryd.judge.phrases import count
 from canaryd.judge.trends.change import Change
 from canaryd.report.history import MOST_ITEMS, MOST_READINGS, DeviceHistory, History, Trend, counter, is_telling
 from canaryd.report.incidents import state_lines
+from canaryd.report.svg import value_range
 from canaryd.report.terminal import Line, paint, paragraph, typed
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-FLAT = 0.05
-"""Least height of a sparkline as a share of the largest value (ours): noise must not look like a change."""
 UP, DOWN = "↗", "↘"
 NARROW = 80
 """Columns of text at least: a narrower table would lose a column."""
@@ -32,9 +31,7 @@ def sparkline(one: Trend, since: float, now: float, room: int) -> str:
     cells: list[list[float]] = [[] for _ in range(width)]
     for at, value in one.points:
         cells[min(width - 1, max(0, int((at / one.step - first) / per)))].append(value)
-    low, high = min(one.values), max(one.values)
-    spare = max(0.0, (FLAT * max(abs(low), abs(high)) or 1.0) - (high - low)) / 2
-    low, high = low - spare, high + spare
+    low, high = value_range(one.values)
     drawn = []
     for values in cells:
         share = (statistics.median(values) - low) / (high - low) if values else -1.0

@@ -1,9 +1,9 @@
-"""What all HTML pages share: head and foot, escaping, colours. A page is one file: no script, nothing fetched."""
+"""What HTML pages share: head and foot, escaping, colours, tables. A page is one file: no script, nothing fetched."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from canaryd.facts import printable
 
@@ -19,7 +19,25 @@ table { border-collapse: collapse; width: 100%; font-size: .94rem; font-variant-
 code, pre { font-family: ui-monospace, monospace; font-size: .9em; }
 .soft { color: var(--soft); } .wide { overflow-x: auto; }
 """
-"""The base style sheet of the dossier and of the comparison, which add their own rules."""
+"""The base style sheet of the dossier, the comparison and the characterisation, which add their own rules."""
+TABLES = """
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .6rem; }
+.verdict { border-left: .4rem solid var(--calm); background: var(--card); padding: .8rem 1rem; margin: 0 0 1rem; }
+.verdict strong { display: block; font-size: 1.15rem; }
+.banner { border: 2px solid var(--calm); padding: .6rem .9rem; margin: 0 0 1rem; font-weight: 600; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); }
+thead th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; white-space: nowrap; }
+tbody th { font-weight: 600; } .facts th { width: 11rem; color: var(--soft); }
+@media (max-width: 30rem) {
+  body { padding: 1rem .7rem 2rem; } .facts th { width: 7rem; }
+  .cards, .cards tbody, .cards tr, .cards th { display: block; border: 0; padding: 0; }
+  .cards thead, .cards td:empty { display: none; } .cards tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  .cards td, .cards td.n { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: 0;
+    text-align: right; white-space: normal; }
+  .cards td::before { content: attr(data-c); color: var(--soft); text-align: left; flex: none; max-width: 50%; }
+}
+"""
+"""The same of pages with a verdict and with `facts` and `table`."""
 
 
 def escape(text: object) -> str:
@@ -39,3 +57,40 @@ def document(title: str, style: str, body: Iterable[str], *, head: str = "") -> 
             "</body></html>\n",
         ]
     )
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> str:
+    """Return a table of names and values; those without a value are left out."""
+    rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in pairs if v != "")
+    return f'<table class="facts"><tbody>{rows}</tbody></table>'
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numeric: Sequence[int] = (),
+    cell: Callable[[object], str] = escape,
+) -> str:
+    """Return a table; the first column heads its row, columns in `numeric` are aligned to the right.
+
+    On a narrow screen a table of more than two columns becomes a list of cards, whose cells repeat their heading.
+    `cell` makes HTML of what is in a row.
+    """
+    align = [' class="n"' if i in numeric else "" for i in range(len(columns))]
+    head = "".join(f'<th scope="col"{a}>{escape(c)}</th>' for a, c in zip(align, columns, strict=True))
+    lines = []
+    for first, *rest in rows:
+        cells = [f'<td data-c="{escape(columns[i])}"{align[i]}>{cell(v)}</td>' for i, v in enumerate(rest, 1)]
+        lines.append(f'<tr><th scope="row">{cell(first)}</th>{"".join(cells)}</tr>')
+    kind = ' class="cards"' if len(columns) > 2 else ""
+    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def bullets(items: Sequence[str]) -> str:
+    """Return a list, or "Nothing."."""
+    return f"<ul>{''.join(f'<li>{escape(i)}</li>' for i in items)}</ul>" if items else "<p>Nothing.</p>"
+
+
+def soft(text: str) -> str:
+    """Return a note."""
+    return f'<p class="soft">{escape(text)}</p>'

@@ -28,7 +28,6 @@ TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONL
 """Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
 COMMANDS = ("canaryd ", "journalctl ")
 """Beginnings of the commands that actions end with."""
-SUSPECTS: Mapping[Suspect, str] = {Suspect.HOST: "host", Suspect.SOFTWARE: "software", Suspect.REFERENCE: "reference"}
 SHOWN: Mapping[Shown, tuple[str, str]] = {
     Shown.RIGHT: ("computes it correctly", "compute it correctly"),
     Shown.RARER: ("fails far less often", "fail far less often"),
@@ -236,8 +235,7 @@ def _or(what: Sequence[Suspect]) -> str:
     """Return "the software, reference or host"; the device itself is never rejected together with another."""
     if Suspect.DEVICE in what:
         return "this device alone"
-    names = [SUSPECTS[each] for each in what]
-    return "the " + " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+    return f"the {listed([each.value for each in what], 'or')}"
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -249,7 +247,8 @@ def incidents_json(verdict: Verdict, device: Device) -> list[dict[str, Any]]:
 
 
 def _json(incident: Incident, todo: Step) -> dict[str, Any]:
-    wrong = incident.wrong
+    wrong = incident.wrong or WrongResults(probes={})
+    retests = {"failed": wrong.retests.wrong, "completed": wrong.retests.of}
     return {
         "state": incident.state.value,
         "cause": incident.cause.value,
@@ -259,16 +258,16 @@ def _json(incident: Incident, todo: Step) -> dict[str, Any]:
         "command": todo.command,
         "repeat": incident.repeat,
         "acknowledged": any(f.acknowledged for f in incident.findings),
-        "wrong": wrong.all.wrong if wrong else 0,
-        "results": wrong.all.of if wrong else 0,
-        "probes": {name: {"wrong": t.wrong, "results": t.of} for name, t in wrong.probes.items()} if wrong else {},
+        "wrong": wrong.all.wrong,
+        "results": wrong.all.of,
+        "probes": {name: {"wrong": t.wrong, "results": t.of} for name, t in wrong.probes.items()},
         "places": [
             {"unit": p.place.unit, "numbers": list(p.place.numbers), "wrong": p.wrong, "results": p.of}
-            for p in (wrong.places if wrong else ())
+            for p in wrong.places
         ],
-        "bits": list(wrong.bits) if wrong else [],
-        "confirmed": [c.ground.value for c in wrong.confirmed] if wrong else [],
-        "retests": {"failed": wrong.retests.wrong, "completed": wrong.retests.of} if wrong else None,
+        "bits": list(wrong.bits),
+        "confirmed": [c.ground.value for c in wrong.confirmed],
+        "retests": retests if incident.wrong else None,
         "rivals": [to_json(rival) for rival in _rivals(incident)],
         "rules": list(incident.rules),
         "runs": list(incident.runs),

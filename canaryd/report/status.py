@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from canaryd.config.settings import Config
 from canaryd.engine.check import NO_ENDPOINT, Gap, all_gaps, lacking
@@ -16,10 +17,10 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge import acks as judge_acks
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
-from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE
+from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE, conclusion
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
-from canaryd.report.terminal import state_note
+from canaryd.report.terminal import verdict_note
 from canaryd.store.locks import Flag
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.store import Store
@@ -75,15 +76,19 @@ class DeviceStatus:
     @property
     def awaits_first_tests(self) -> bool:
         """Whether all that is doubtful about it is that its first tests have not ended."""
-        doubts = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
+        doubts = self._doubts
         # Without a probe and not of this module: no probe is enabled for it, and none will run.
         return bool(doubts) and all(f.rule == NO_EVIDENCE and (f.probe or f.cause is Cause.HARNESS) for f in doubts)
 
     @property
     def acknowledged(self) -> bool:
         """Whether an operator has acknowledged everything that makes its numbers doubtful."""
-        doubts = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
+        doubts = self._doubts
         return bool(doubts) and all(f.acknowledged for f in doubts) and self.acknowledged_until > 0
+
+    @property
+    def _doubts(self) -> list[Finding]:
+        return [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
 
     @property
     def acknowledged_until(self) -> float:
@@ -164,14 +169,8 @@ def gather(
         and remembered(r, store, here, config, now, verdict=verdicts.get(r.device.uuid))
         and (r.present or not judge_acks.retired(r.device, acks, r.last_seen))
     ]
-    events_of, acks_of = defaultdict(list), defaultdict(list)
-    for event in store.events(since=now - RECENT):
-        events_of[event.device].append(event)
-    for ack in acks:
-        acks_of[ack.device].append(ack)
-    drills_of = defaultdict(list)
-    for run in store.runs(since=now - DRILL_EXPIRY, drill=True):
-        drills_of[run.device].append(run)
+    events_of, acks_of = _by_device(store.events(since=now - RECENT)), _by_device(acks)
+    drills_of = _by_device(store.runs(since=now - DRILL_EXPIRY, drill=True))
     if daemon is None:
         daemon = not store.unreadable and daemon_runs(store)
     postponed = _postponed(store) if daemon else {}
@@ -183,7 +182,8 @@ def gather(
         device, own = record.device, acks_of[record.device.uuid]
         verdict = _up_to_date(store, verdicts.get(device.uuid), device, own, now, daemon=daemon)
         if unstored:
-            verdict = _unless_alarm(verdict, _note(UNSTORED_RULE, UNSTORED, READ_LOG, f"It was {_was(verdict)}."))
+            was = f"It was {verdict_note(verdict)}."
+            verdict = _unless_alarm(verdict, _note(UNSTORED_RULE, UNSTORED, READ_LOG, was))
         if note := postponed.get(device.uuid):
             verdict = replace(verdict, findings=(*verdict.findings, note))
         found.append(
@@ -208,6 +208,14 @@ def gather(
         absent="" if os.path.exists(store.state_dir) else str(store.state_dir),  # noqa: PTH110  never raises
         not_tested=_not_tested(store, config, found),
     )
+
+
+def _by_device(items: Iterable[Any]) -> Mapping[str, list[Any]]:
+    """Return device → its items, in their order."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        found[item.device].append(item)
+    return found
 
 
 def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -> tuple[Gap, ...]:
@@ -273,10 +281,10 @@ def as_of(status: Status, now: float) -> Status:
     old = now - status.now
     stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
     certain = status.certain + max(0.0, old)
-    return Status(
+    return replace(
+        status,
         now=now,
         certain=certain,
-        daemon=status.daemon,
         released_until=status.released_until if status.released_until > now else 0.0,
         devices=_worst_first(
             replace(
@@ -289,7 +297,8 @@ def as_of(status: Status, now: float) -> Status:
             for d in status.devices
         ),
         problems=(*([stalled] if old > STALLED else []), *status.problems),
-        not_tested=status.not_tested,
+        unreadable="",  # the daemon, which shows it, has all of it in memory
+        absent="",
     )
 
 
@@ -366,7 +375,8 @@ def _up_to_date(
             UNJUDGED_RULE,
             f"It was repaired or replaced on {format_time(cut, seconds=False)} and has no new verdict yet.",
             JUDGE_NOW,
-            f"Before, it was {_was(verdict)}. Earlier failures no longer count. Wait until every probe has run.",
+            f"Before, it was {verdict_note(verdict)}. Earlier failures no longer count."
+            " Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
     shown = _with_acks(shown, judge_acks.standing(acks, store.certain(now)), now)
@@ -387,7 +397,7 @@ def _up_to_date(
         UNJUDGED_RULE,
         f"A newer {newest.probe} run {what}; not judged yet.",
         JUDGE_NOW,
-        f"The run started on {format_time(newest.started)}. Before it, the device was {_was(verdict)}.",
+        f"The run started on {format_time(newest.started)}. Before it, the device was {verdict_note(verdict)}.",
     )
     note = replace(
         note, cause=Cause.UNDETERMINED, probe=newest.probe, repro=newest.repeat, runs=tuple(r.id for r in wrong)
@@ -425,15 +435,9 @@ def _without_ack_note(verdict: Verdict) -> tuple[Finding, ...]:
 def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
     """Return a verdict with one more finding, and the state and cause that follow; `at`: when it entered that state."""
     findings = tuple(sorted((finding, *verdict.findings), key=lambda f: -f.state.severity))
-    state = findings[0].state
-    causes = (f.cause for f in findings if f.state is state is not State.HEALTHY)
-    cause = min(causes, key=CAUSES.index, default=Cause.NONE)
+    state, cause = conclusion(findings)
     since = verdict.since if (state, cause) == (verdict.state, verdict.cause) else at
     return replace(verdict, state=state, cause=cause, findings=findings, since=since)
-
-
-def _was(verdict: Verdict) -> str:
-    return state_note(verdict.state.value, verdict.cause)
 
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
@@ -445,9 +449,10 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
     if _is_renewed(verdict, now) or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
     old = f"{format_duration(age)} old" if age > 0 else "dated ahead of the clock"
+    said = f"The last verdict is {old}; it was {verdict_note(verdict)}."
     if verdict.state.severity > State.UNKNOWN.severity:
-        return _unless_alarm(verdict, _note(UNTENDED_RULE, f"This verdict is {old}; no newer one was stored.", action))
-    return _unless_alarm(verdict, _note(UNTENDED_RULE, f"The last verdict is {old}; it was {_was(verdict)}.", action))
+        said = f"This verdict is {old}; no newer one was stored."
+    return _unless_alarm(verdict, _note(UNTENDED_RULE, said, action))
 
 
 def _is_renewed(verdict: Verdict, now: float) -> bool:

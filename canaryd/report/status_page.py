@@ -12,14 +12,14 @@ from urllib.parse import quote
 
 from canaryd.formatting import format_time, time_zone
 from canaryd.judge.incidents import Incident, incidents
-from canaryd.model import Cause, Device, Finding, State
+from canaryd.model import Device, Finding, State
 from canaryd.report import html
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
 from canaryd.report.incidents import Step, sentence, shown_notes, step, told
 from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
-from canaryd.report.terminal import cause_note, rival_words, rule_words
+from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 """Media type of what `render` returns."""
@@ -162,7 +162,7 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
     acks = "".join(f"<li>{_text(describe_ack(a))}</li>" for a in d.acks_to_show)
     notes = [_text(sentence(f.message)) for f in shown_notes(verdict)]
     loud = "" if verdict.state is State.HEALTHY else " loud"
-    state = verdict.state.value + ("" if verdict.cause is Cause.NONE else f" ({_text(cause_note(verdict.cause))})")
+    state = _text(verdict_note(verdict))
     since = f"{state} since {_time(verdict.since)} ({ago(verdict.since, now)}), judged {ago(verdict.decided, now)}"
     return "\n".join(
         [
@@ -192,10 +192,9 @@ def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
 
 def _summary(d: DeviceStatus, now: float) -> str:
     """Return what stands behind the click, and which probe had no result for longest."""
-    known = newest_of([d])
-    if not known:
+    if d.stalest is None:
         return "Details; no probe has run yet"
-    probe, at = next(iter(known.items()))
+    probe, at = d.stalest
     return f"Details; oldest result: {_text(probe)} ({age(at, now)})"
 
 

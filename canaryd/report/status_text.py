@@ -54,8 +54,7 @@ def as_json(status: Status) -> dict[str, Any]:
                     for a in d.acks
                 ],
                 "evidence": dict(d.evidence),
-                "drill": d.drill
-                and {"fault": d.drill.fault, "at": d.drill.at, "caught": d.drill.caught, "until": d.drill.until},
+                "drill": to_json(d.drill),
                 "events": [to_json(event) for event in d.events],
             }
             for d in status.devices

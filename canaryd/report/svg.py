@@ -24,9 +24,8 @@ STYLE = """
 .plot figcaption { position: sticky; left: 0; }
 .plot text { fill: currentColor; font: 12px system-ui, sans-serif; }
 .plot .grid, .plot .axis { stroke: currentColor; opacity: .2; } .plot .axis { opacity: .6; }
-.plot polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-.plot .own { stroke: var(--plot-own); } .plot circle.own { fill: var(--plot-own); stroke: none; }
-.plot .peer { stroke: currentColor; opacity: .35; } .plot circle.peer { fill: currentColor; stroke: none; }
+.plot polyline { fill: none; stroke: var(--plot-own); stroke-width: 1.6; stroke-linejoin: round; }
+.plot circle { fill: var(--plot-own); }
 .plot .mark { stroke: currentColor; stroke-dasharray: 3 3; }
 .plot .bad { stroke: var(--plot-bad); } .plot text.bad { fill: var(--plot-bad); stroke: none; }
 .plot .calm { stroke: var(--plot-calm); } .plot text.calm { fill: var(--plot-calm); stroke: none; }
@@ -54,17 +53,6 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """Values over time."""
-
-    name: str
-    points: Sequence[Point]
-    """Oldest first."""
-    role: str = "own"
-    """"own" for the device of the plot, "peer" for those that it is compared with."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Mark:
     """An event at a time."""
 
@@ -74,26 +62,18 @@ class Mark:
     """"bad" for evidence against the device, "calm" for a change of its surroundings, "mark" for the rest."""
 
 
-def plot(
-    title: str,
-    unit: str,
-    lines: Sequence[Line],
-    marks: Sequence[Mark] = (),
-    *,
-    start: float | None = None,
-    end: float | None = None,
-) -> str:
-    """Return a `<figure>` with the values over time. The time axis spans the points unless `start` and `end` are given.
+def plot(title: str, unit: str, points: Sequence[Point], marks: Sequence[Mark] = ()) -> str:
+    """Return a `<figure>` with values over time, oldest first, and marks near to them (`_span`).
 
     `unit` is a reading's base unit. Without any point the figure is a sentence.
     """
-    inside = [Line(name=line.name, points=_between(line.points, start, end), role=line.role) for line in lines]
-    caption = f"<figcaption>{html.escape(_summary(title, unit, inside))}</figcaption>"
-    times = [at for line in inside for at, _ in line.points]
-    if not times:
+    points = [(at, value) for at, value in points if math.isfinite(value)]
+    summary = html.escape(_summary(title, unit, points))
+    caption = f"<figcaption>{summary}</figcaption>"
+    if not points:
         return f'<figure class="plot">{caption}</figure>'
-    first, last = min(times) if start is None else start, max(times) if end is None else end
-    low, high = _range([value for line in inside for _, value in line.points])
+    first, last = _span(points, marks)
+    low, high = value_range([value for _, value in points])
     across, bottom = (W - LEFT - RIGHT) / max(last - first, 1e-9), H - BOTTOM
 
     def x(at: float) -> float:
@@ -102,7 +82,7 @@ def plot(
     def y(value: float) -> float:
         return bottom - (value - low) / (high - low) * (bottom - TOP)
 
-    parts = [f'<svg viewBox="0 0 {W} {H}" role="img" aria-label="{html.escape(_summary(title, unit, inside))}">']
+    parts = [f'<svg viewBox="0 0 {W} {H}" role="img" aria-label="{summary}">']
     size, symbol = scale(unit, max(abs(low), abs(high)))
     for value in _levels(low, high):
         at_y = f"{y(value):.1f}"
@@ -116,41 +96,32 @@ def plot(
         inside_x = min(x(at), W - LETTER * len(label) / 2)
         parts.append(f'<text x="{inside_x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
     parts += _marks([m for m in marks if first <= m.at <= last], x, bottom)
-    for line in sorted(inside, key=lambda one: one.role == "own"):  # the device itself is drawn over its peers
-        parts += _drawn(line, first, last, x, y)
+    parts += _drawn(points, first, last, x, y)
     return f'<figure class="plot">{caption}{"".join(parts)}</svg></figure>'
 
 
-def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
+def _span(points: Sequence[Point], marks: Sequence[Mark]) -> tuple[float, float]:
     """Return start and end of a plot: the times of the points, and of marks at most one such duration away.
 
     So the values take at least a third of the width, however long ago another event was (ours).
     """
-    times = [at for line in lines for at, _ in line.points]
-    first, last = min(times), max(times)
+    first, last = points[0][0], points[-1][0]
     near = [m.at for m in marks if abs(m.at - (first + last) / 2) <= 1.5 * (last - first)]
     return min([first, *near]), max([last, *near])
 
 
-def _between(points: Sequence[Point], start: float | None, end: float | None) -> list[Point]:
-    early, late = -math.inf if start is None else start, math.inf if end is None else end
-    return [(at, v) for at, v in points if early <= at <= late and math.isfinite(v)]
-
-
-def _summary(title: str, unit: str, lines: Sequence[Line]) -> str:
-    """Return in words what the plot shows of its device, for readers who cannot see it."""
-    points = [p for line in lines if line.role == "own" for p in line.points]
+def _summary(title: str, unit: str, points: Sequence[Point]) -> str:
+    """Return in words what the plot shows, for readers who cannot see it."""
     if not points:
         return f"{title}: no values in this time"
     values = [v for _, v in points]
     values_text = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
-    peers = sum(line.role == "peer" and bool(line.points) for line in lines)
-    grey = f"; grey: {peers} of its peers" if peers else ""
     start, end = (format_time(at, seconds=False) for at, _ in (points[0], points[-1]))
-    return f"{title}: {values_text} ({start} to {end}){grey}"
+    return f"{title}: {values_text} ({start} to {end})"
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def value_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis for values, no nearer to each other than `FLAT` allows."""
     low, high = min(values), max(values)
     least = FLAT * max(abs(low), abs(high)) or 1.0
     spare = max(0.0, least - (high - low)) / 2
@@ -203,22 +174,20 @@ def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) ->
 
 
 def _drawn(
-    line: Line, first: float, last: float, x: Callable[[float], float], y: Callable[[float], float]
+    points: Sequence[Point], first: float, last: float, x: Callable[[float], float], y: Callable[[float], float]
 ) -> Iterator[str]:
     """Yield the values as strokes between gaps; a lone value is a dot."""
-    if not line.points:
-        return
-    usual = statistics.median([b - a for (a, _), (b, _) in itertools.pairwise(line.points)] or [0.0])
+    usual = statistics.median([b - a for (a, _), (b, _) in itertools.pairwise(points)] or [0.0])
     most = max(GAP * usual, 2 * (last - first) / MOST)
-    points = _thinned(line.points, first, last)
+    points = _thinned(points, first, last)
     stretch: list[Point] = []
     for (at, value), after in itertools.zip_longest(points, points[1:]):
         stretch.append((x(at), y(value)))
         if after is None or after[0] - at > most:
             if len(stretch) > 1:
-                yield _polyline(stretch, line.role)
+                yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in stretch)}"/>'
             else:
-                yield f'<circle class="{line.role}" cx="{stretch[0][0]:.1f}" cy="{stretch[0][1]:.1f}" r="2.5"/>'
+                yield f'<circle cx="{stretch[0][0]:.1f}" cy="{stretch[0][1]:.1f}" r="2.5"/>'
             stretch = []
 
 
@@ -231,8 +200,3 @@ def _thinned(points: Sequence[Point], first: float, last: float) -> list[Point]:
         buckets.setdefault(int((point[0] - first) / max(last - first, 1e-9) * MOST), []).append(point)
     kept = [{min(b, key=lambda p: p[1]), max(b, key=lambda p: p[1])} for b in buckets.values()]
     return sorted(p for both in kept for p in both)
-
-
-def _polyline(places: Sequence[tuple[float, float]], role: str) -> str:
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    return f'<polyline class="{role}" points="{path}"/>'

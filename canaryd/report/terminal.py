@@ -9,7 +9,7 @@ from pathlib import Path
 
 from canaryd.facts import printable
 from canaryd.formatting import wrapped
-from canaryd.model import Cause, Finding, Rival, State
+from canaryd.model import Cause, Finding, Rival, State, Verdict
 
 Line = tuple[str, str]
 """(role, text): the role chooses the colour, and "" has none."""
@@ -80,6 +80,11 @@ def cause_note(cause: Cause) -> str:
 def state_note(state: str, cause: Cause | str) -> str:
     """Return a state with its cause as every report writes them: "faulty (hardware)"; without a cause the state."""
     return state if cause == Cause.NONE else f"{state} ({cause_note(Cause(cause))})"
+
+
+def verdict_note(verdict: Verdict) -> str:
+    """Return a verdict in two words, as `state_note` writes them."""
+    return state_note(verdict.state.value, verdict.cause)
 
 
 def cause_words(cause: Cause) -> str:

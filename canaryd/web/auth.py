@@ -9,7 +9,6 @@ rules stay in force.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import hashlib
 import hmac
@@ -81,16 +80,18 @@ def _read(file: Path, looked: dict[Path, object]) -> _Rules:
         f"{path}: {text}" for path in (file, names.get("key_file")) if path and (text := permissions.exposure(path))
     ]
     wrong = {where for _, where, _ in notes.problems}
-    tls = Tls(settings, names, notes)
-    context = tls.context(wrong)
+    context = Tls(settings, names, notes).context(wrong)
     for name, value in found.http_server_config.headers.items():
         if (taken := HEADERS.get(name)) and value is not None and value not in taken:
-            tls.complain(f"http_server_config.headers.{name}", f"{quoted(value)}; write {' or '.join(taken)}")
+            notes.add_at(f"http_server_config.headers.{name}", f"{quoted(value)}; write {' or '.join(taken)}")
     if found.rate_limit.interval and found.rate_limit.burst is None and "rate_limit.burst" not in wrong:
-        tls.complain("rate_limit.interval", "without a burst every request is refused; write e.g. burst: 20")
+        notes.add_at("rate_limit.interval", "without a burst every request is refused; write e.g. burst: 20")
     if found.basic_auth_users:
-        with _explained(tls, "basic_auth_users"):
+        try:
             import bcrypt  # noqa: F401, PLC0415  only where there are passwords
+        except ImportError:
+            why = "passwords need the package bcrypt, which is missing; install python3-bcrypt or bcrypt"
+            notes.add_at("basic_auth_users", why)
     raise_problems(file, notes)
     sans = settings.client_allowed_sans
     return _Rules(
@@ -129,14 +130,6 @@ def _look(path: Path) -> object:
     except OSError as error:
         return error.errno
     return s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino, s.st_dev, s.st_mode
-
-
-@contextlib.contextmanager
-def _explained(tls: Tls, where: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError:
-        tls.complain(where, "passwords need the package bcrypt, which is missing; install python3-bcrypt or bcrypt")
 
 
 def _canonical(name: str) -> str:
@@ -356,8 +349,10 @@ class WebConfig:
         """Return a hash that no password has, for an unknown user; the same name always costs the same."""
         costs = sorted(hashed.split(b"$")[2] for hashed in rules.users.values())
         digest = hmac.digest(self._secret, user, hashlib.sha256)
-        text = base64.b64encode(digest + digest).replace(b"+", b".")[:53]
-        return b"$2b$%s$%s" % (costs[int.from_bytes(digest[:8], "big") % len(costs)], _bounded(text))
+        text = base64.b64encode(digest + digest).replace(b"+", b".")
+        # The salt's last character carries only two bits: bcrypt refuses most others there.
+        salt_and_digest = text[:21] + b"." + text[22:53]
+        return b"$2b$%s$%s" % (costs[int.from_bytes(digest[:8], "big") % len(costs)], salt_and_digest)
 
     def _log_refusal(self, kind: str, text: str) -> None:
         """Log a refused client, at most once a minute for each kind of refusal, and how many more there were."""
@@ -368,11 +363,6 @@ class WebConfig:
             self._logged[kind] = (now, 0) if due else (last, more + 1)
         if due:
             log.warning("%s%s", text, f" ({more} more since the last such line)" if more else "")
-
-
-def _bounded(text: bytes) -> bytes:
-    """Return 53 characters that bcrypt takes as salt and digest: the salt's last character carries only two bits."""
-    return text[:21] + b"." + text[22:]
 
 
 _UNAUTHORIZED = Answer(401, PLAIN_TEXT, b"unauthorized: give a user and a password (Basic)\n", (REALM,))
@@ -400,7 +390,7 @@ def _credentials(header: str) -> tuple[bytes, bytes] | None:
         return None
     try:
         user, colon, password = base64.b64decode(value.strip(), validate=True).partition(b":")
-    except (binascii.Error, ValueError):
+    except ValueError:
         return None
     return (user, password) if colon else None
 

@@ -24,12 +24,6 @@ class Tls:
         self._names = names
         self._notes = notes
 
-    def complain(self, where: str, message: str) -> None:
-        """Note a mistake at the line of the setting, or of its section."""
-        lines = self._notes.lines
-        line = next((lines[w] for w in (where, where.rpartition(".")[0], where.partition(".")[0]) if w in lines), 1)
-        self._notes.problems.append((line, where, message))
-
     def context(self, wrong: set[str]) -> ssl.SSLContext | None:
         """Return the context of new connections, None where the section is empty or holds a mistake."""
         s = self._settings
@@ -39,13 +33,15 @@ class Tls:
             return None
         known = len(self._notes.problems)
         if not hasattr(os, "memfd_create"):
-            self.complain("tls_server_config", "TLS needs Linux here (memfd_create)")
+            self._notes.add_at("tls_server_config", "TLS needs Linux here (memfd_create)")
         for what in ("cert", "key", "client_ca"):
             if what in given and f"{what}_file" in given:
                 self._complain(f"{what}_file", f"given beside {what}; keep one of them")
         for what in ("cert", "key"):
             if not given & {what, f"{what}_file"}:
-                self.complain("tls_server_config", f"without {what}_file (or {what}) there is no TLS; name the file")
+                self._notes.add_at(
+                    "tls_server_config", f"without {what}_file (or {what}) there is no TLS; name the file"
+                )
         verifies = s.client_auth_type in (IF_GIVEN, REQUIRED)
         authority = given & {"client_ca", "client_ca_file"}
         if verifies and not authority:
@@ -65,7 +61,7 @@ class Tls:
         return self._build(verifies=verifies)
 
     def _complain(self, name: str, message: str) -> None:
-        self.complain(_HERE + name, message)
+        self._notes.add_at(_HERE + name, message)
 
     def _build(self, *, verifies: bool) -> ssl.SSLContext | None:
         s = self._settings

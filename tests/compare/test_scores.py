@@ -66,18 +66,18 @@ def test_lm_eval_is_read_with_its_samples():
     assert found["wikitext", "word_perplexity,none"].stderr is None  # "N/A" in the file is absence, not 0
 
 
-def test_lm_eval_samples_may_lie_elsewhere_or_be_embedded(tmp_path):
-    """Given files are taken as those beside the results; the dictionary that the library returns holds them itself."""
+def test_lm_eval_samples_may_be_embedded(tmp_path):
+    """They lie beside the results; the dictionary that the library returns holds them itself."""
     results = next((FILES / "lm-eval-a").glob("results_*.json"))
     lonely = shutil.copy(results, tmp_path / results.name)
     assert not load(lonely).scores[0].samples
-    given = load(lonely, sorted((FILES / "lm-eval-a").glob("samples_*.jsonl")))
-    assert len(given.scores[0].samples) == 24
+    beside = load(results)
+    assert len(beside.scores[0].samples) == 24
     rows = next((FILES / "lm-eval-a").glob("samples_gsm8k_*.jsonl")).read_text().splitlines()
     data = json.loads(results.read_text()) | {"samples": {"gsm8k": [json.loads(row) for row in rows]}}
     embedded = tmp_path / "whole.json"
     embedded.write_text(json.dumps(data))
-    assert load(embedded).scores[0].samples == given.scores[0].samples
+    assert load(embedded).scores[0].samples == beside.scores[0].samples
 
 
 @pytest.mark.parametrize("name", ["evalscope-a", "evalscope-v2"])

@@ -59,8 +59,8 @@ def test_what_another_process_stored_is_read(host):
     """And what this one learnt is kept beside it."""
     met, other = MetClasses(host), MetClasses(host)
     host.store.set_met(other.learn([run("a")]))
-    assert met.claims.proof("GPU-a", GPU.kind, run(), "a") is None
+    assert met.claims.proof(GPU.kind, run(), "a") is None
     met.read()
-    proof = met.claims.proof("GPU-a", GPU.kind, run(), "a")
+    proof = met.claims.proof(GPU.kind, run(), "a")
     assert proof is not None
     assert proof.by is By.ITSELF

@@ -65,8 +65,8 @@ def test_a_kernel_for_other_sizes_vouches_for_nothing():
     """A healthy lone device that is exact at small sizes, and whose library splits large sums, is not accused."""
     small = met("GPU-a", "bfloat16/dense/square/nt@512x512x512")
     case = "bfloat16/dense/square/nt"
-    assert Claims([small]).proof("GPU-a", KIND, run(), f"{case}@497x497x497") == Proof(By.ITSELF, ("GPU-a",))
-    assert Claims([small]).proof("GPU-a", KIND, run(), f"{case}@2048x2048x2048") is None
+    assert Claims([small]).proof(KIND, run(), f"{case}@497x497x497") == Proof(By.ITSELF, ("GPU-a",))
+    assert Claims([small]).proof(KIND, run(), f"{case}@2048x2048x2048") is None
 
 
 def test_processors_are_not_characterised_by_evidence():
@@ -79,9 +79,9 @@ def test_no_server_vouches_for_another():
     """Two of one model and one version may have other settings; what a server gave itself before counts."""
     kind, asked = ("endpoint", "exact"), "completions/alone"
     right = replace(met("endpoint:a", asked), kind=kind)
-    assert Claims([right]).met_since("endpoint:a", kind, run(), asked) == right.classes[asked]
-    assert Claims([right]).met_since("endpoint:a", kind, run(), "completions/again") == math.inf
-    assert Claims([right]).met_since("endpoint:b", kind, run(), asked) == math.inf
+    assert Claims([right]).met_since(kind, run(device="endpoint:a"), asked) == right.classes[asked]
+    assert Claims([right]).met_since(kind, run(device="endpoint:a"), "completions/again") == math.inf
+    assert Claims([right]).met_since(kind, run(device="endpoint:b"), asked) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_no_server_vouches_for_another():
 )
 def test_the_first_proof_that_holds_is_named(records, proof):
     """Backend, model, probe, its version, the class and the whole stack must be equal."""
-    assert Claims(records).proof("GPU-a", KIND, run(), "x@home") == proof
+    assert Claims(records).proof(KIND, run(), "x@home") == proof
 
 
 def test_other_software_vouches_for_nothing_and_is_remembered():
@@ -109,6 +109,6 @@ def test_other_software_vouches_for_nothing_and_is_remembered():
     old = met("GPU-a", "x", stack={**STACK, "driver": "570"}, used=1.0)
     newer = met("GPU-b", "x", stack={**STACK, "driver": "575"}, used=2.0)
     claims = Claims([old, newer])
-    assert claims.proof("GPU-a", KIND, run(), "x") is None
+    assert claims.proof(KIND, run(), "x") is None
     assert claims.before(KIND, run(), "x") is newer
     assert claims.before(KIND, run(), "y") is None

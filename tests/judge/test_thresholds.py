@@ -52,7 +52,6 @@ NOT_THRESHOLDS = {
     "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
     "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
     "judge.phrases.DETAIL": "characters of a message",
-    "judge.statistics.TINY": "where a sum is cut off: its error is far below what is shown of it",
     "judge.telemetry.signals.MINUTE": "a unit of time",
     "judge.telemetry.signals.HOUR": "a unit of time",
     "telemetry.kernel_log": "a path",

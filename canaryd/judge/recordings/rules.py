@@ -6,7 +6,6 @@ accuses a device. `RULES` run one by one; docs/baselines.md lists them, each wit
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -333,20 +332,13 @@ def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[l
 # --- Changes of the chain --------------------------------------------------------------------------------------------
 
 
-class _Change(enum.Enum):
-    """What a change of the chain means for its cause."""
-
-    MODEL = "model"
-    OPERANDS = "operands"
-    UNKNOWN_LINK = "a link is not known"
-    OTHER = "other"
+_Changed = tuple[Run, Recording, Baseline | None]
+"""A recording on a chain that changed, its run, and its own baseline."""
 
 
 def chain_changed(record: Record) -> Iterator[Finding]:
     """Results changed with the chain: name the links that changed, and accuse no device."""
-    groups: dict[tuple[str, tuple[LinkChange, ...], bool], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(
-        list
-    )
+    groups: dict[tuple[str, tuple[LinkChange, ...], bool], list[_Changed]] = defaultdict(list)
     for (probe, _, _), (run, recording) in sorted(record.newest.items()):
         before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
         if before is None or recording.digest in known_digests(record.baselines, before.key):
@@ -358,20 +350,18 @@ def chain_changed(record: Record) -> Iterator[Finding]:
             continue  # back on a chain that was known before
         changes = changed_links({**before.stack, **before.chain}, {**run.stack, **recording.chain})
         groups[probe, changes, complete].append((run, recording, own))
-    for (_, changes, complete), cases in groups.items():
-        yield _chain_change(record, changes, cases, complete=complete)
+    for (_, changes, _), cases in groups.items():
+        yield _chain_change(record, changes, cases)
 
 
-def _chain_change(
-    record: Record,
-    changes: tuple[LinkChange, ...],
-    cases: Sequence[tuple[Run, Recording, Baseline | None]],
-    *,
-    complete: bool,
-) -> Finding:
+def _chain_change(record: Record, changes: Sequence[LinkChange], cases: Sequence[_Changed]) -> Finding:
     run, recording, own = cases[0]
+    complete = own is not None and own.complete
     samples = own.learnt.get(EVERY, 0) if own is not None else 0
-    kind = _kind_of_change(record, changes)
+    links = {change.link for change in changes}
+    is_model = record.is_endpoint and not links.isdisjoint(MODEL_LINKS)
+    other_operands = not record.is_endpoint and links == {"prompt"}
+    unrecorded = not (record.is_endpoint or other_operands) and not any(c.before and c.after for c in changes)
     accept = f'canaryd baseline accept {record.device.name} --reason "…"'
     # Where no link differs, the probe has another version: its older results cannot be compared either.
     what = ", ".join(map(str, changes)) or "the version of the probe"
@@ -382,11 +372,12 @@ def _chain_change(
     else:
         action = f"Wait until the new baseline is ready ({samples} of {LEARN} samples)."
         evidence.append("The new results cannot be compared with the old ones.")
-    cause, unknown = Cause.SOFTWARE, kind is not _Change.OTHER or (record.is_endpoint and not complete)
-    if kind is _Change.OPERANDS:
+    cause = Cause.SOFTWARE
+    unknown = is_model or other_operands or unrecorded or (record.is_endpoint and not complete)
+    if other_operands:
         cause, evidence = Cause.HARDWARE, [*evidence, action]
         action = "Check this host's CPU and memory: they made other inputs from the same seed."
-    elif kind is _Change.UNKNOWN_LINK:
+    elif unrecorded:
         cause = Cause.HARNESS
         evidence.append("The rest was not recorded and may have changed too.")
     names = listed([change.link for change in changes]) or "the probe"
@@ -398,15 +389,6 @@ def _chain_change(
         probe=run.probe,
         runs=(run.id,),
     )
-
-
-def _kind_of_change(record: Record, changes: Sequence[LinkChange]) -> _Change:
-    links = {change.link for change in changes}
-    if record.is_endpoint:
-        return _Change.MODEL if links & {*MODEL_LINKS} else _Change.OTHER
-    if links == {"prompt"}:
-        return _Change.OPERANDS
-    return _Change.UNKNOWN_LINK if all(not (c.before and c.after) for c in changes) else _Change.OTHER
 
 
 RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (

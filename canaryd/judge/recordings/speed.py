@@ -67,11 +67,9 @@ def slow(record: Record) -> Iterator[Finding]:
                 yield _finding(series, speed, "The server had no other requests at the time.")
         elif not any(_conditions(run) & {IDLE, LOADED} for run in newest):
             speed = _speed(runs)
-            if (
-                speed is not None
-                and _is_slow(series, speed, BESIDE_SLOWER)
-                and (names := _steady(record, series, speed))
-            ):
+            if speed is None or not _is_slow(series, speed, BESIDE_SLOWER):
+                continue
+            if names := _steady(record, series, speed):
                 yield _finding(series, speed, f"Not slow then, with the same model and server: {listed(names)}.")
 
 

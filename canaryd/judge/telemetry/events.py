@@ -43,15 +43,8 @@ HARMFUL = {
 FLAGS = frozenset(
     {
         *("ecc_enabled", "ecc_sram_threshold_exceeded", "row_remap_pending", "row_remap_failed"),
-        *(
-            "retired_pages_pending",
-            "persistence_mode",
-            "mig_enabled",
-            "nvlink_up",
-            "fabric_ready",
-            "pcie_width",
-            "pcie_width_max",
-        ),
+        *("retired_pages_pending", "persistence_mode", "mig_enabled"),
+        *("nvlink_up", "fabric_ready", "pcie_width", "pcie_width_max"),
     }
 )
 """Gauges whose change is an event."""
@@ -259,10 +252,7 @@ def _flags(facts: Facts) -> dict[str, tuple[Reading, str]]:
 def _conditions(facts: Facts, event: partial[Event]) -> list[Event]:
     """Return an event for each condition that holds in a poll; `event` gives device, kind, time and count."""
     found = {**_slow_link(facts), **_hot(facts)}
-
-    def value(name: str, **labels: str) -> float | None:
-        return _value(facts, name, **labels)
-
+    value = partial(_value, facts)
     pressure = value("pressure_ratio", resource="memory", kind="full")
     if pressure is not None and pressure >= PRESSURE:
         found["memory-pressure"] = (

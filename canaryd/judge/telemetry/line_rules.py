@@ -20,80 +20,49 @@ class Line(NamedTuple):
     action: str
 
 
+NOTE, ENVIRONMENT = (State.HEALTHY, Cause.UNDETERMINED), (State.HEALTHY, Cause.ENVIRONMENT)
+DEGRADED, HARDWARE = (State.DEGRADED, Cause.UNDETERMINED), (State.DEGRADED, Cause.HARDWARE)
+CHECK_APPLICATION = "Check the application, then the device."
 CHECK_LINK = "Check seating, riser and slot."
 LINES: Mapping[tuple[str, str], Line] = {
-    ("oom", ""): Line(
-        *(State.HEALTHY, Cause.ENVIRONMENT),
-        *("The kernel killed a process because memory ran out", "Free memory on the host."),
-    ),
-    ("nvme", ""): Line(State.HEALTHY, Cause.ENVIRONMENT, "A disk did not answer", "Check the disk."),
-    ("lockup", ""): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "A processor was stuck in the kernel", "Check the kernel log."
-    ),
-    ("hang", ""): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "A call into the driver hung", "Check the driver and kernel log."
-    ),
+    ("oom", ""): Line(*ENVIRONMENT, "The kernel killed a process because memory ran out", "Free memory on the host."),
+    ("nvme", ""): Line(*ENVIRONMENT, "A disk did not answer", "Check the disk."),
+    ("lockup", ""): Line(*DEGRADED, "A processor was stuck in the kernel", "Check the kernel log."),
+    ("hang", ""): Line(*DEGRADED, "A call into the driver hung", "Check the driver and kernel log."),
     ("driver", "mismatch"): Line(
-        State.HEALTHY, Cause.ENVIRONMENT, "The driver does not match a program's library", "Check their versions."
+        *ENVIRONMENT, "The driver does not match a program's library", "Check their versions."
     ),
     ("unplaced", ""): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("A driver reported a fault and did not name the device", "Look for it in the kernel log."),
+        *DEGRADED, "A driver reported a fault and did not name the device", "Look for it in the kernel log."
     ),
     ("port", ""): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
+        *DEGRADED,
         "A PCIe port with several devices below it reported an error",
         "Check the riser, switch and slots of the devices below it.",
     ),
-    ("driver", ""): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The driver could not start the device", "Check driver and device."),
-    ),
-    ("pcie", "bandwidth"): Line(
-        State.HEALTHY, Cause.ENVIRONMENT, "The device's PCIe link is slower than it could be", CHECK_LINK
-    ),
-    ("pcie", "link-down"): Line(
-        State.HEALTHY, Cause.UNDETERMINED, "The PCIe link above the device went down", CHECK_LINK
-    ),
+    ("driver", ""): Line(*DEGRADED, "The driver could not start the device", "Check driver and device."),
+    ("pcie", "bandwidth"): Line(*ENVIRONMENT, "The device's PCIe link is slower than it could be", CHECK_LINK),
+    ("pcie", "link-down"): Line(*NOTE, "The PCIe link above the device went down", CHECK_LINK),
     ("pcie", "contained"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The port above the device cut its link off after an error (DPC)", CHECK_LINK),
+        *DEGRADED, "The port above the device cut its link off after an error (DPC)", CHECK_LINK
     ),
-    ("pcie", ""): Line(State.DEGRADED, Cause.UNDETERMINED, "A PCIe device does not answer", CHECK_LINK),
-    ("amdgpu", "ring-timeout"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The device did not finish its work in time", "Check the application, then the device."),
-    ),
-    ("amdgpu", "queue-hung"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The device did not give up its work in time", "Check the application, then the device."),
-    ),
+    ("pcie", ""): Line(*DEGRADED, "A PCIe device does not answer", CHECK_LINK),
+    ("amdgpu", "ring-timeout"): Line(*DEGRADED, "The device did not finish its work in time", CHECK_APPLICATION),
+    ("amdgpu", "queue-hung"): Line(*DEGRADED, "The device did not give up its work in time", CHECK_APPLICATION),
     ("amdgpu", "soft-recovered"): Line(
-        *(State.HEALTHY, Cause.UNDETERMINED),
-        *("The driver ended a job that hung, and the device went on", "Check the application."),
+        *NOTE, "The driver ended a job that hung, and the device went on", "Check the application."
     ),
-    ("amdgpu", "reset-failed"): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
-    ),
-    ("amdgpu", "init-failed"): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "The driver could not start the device", "Check driver and device."
-    ),
+    ("amdgpu", "reset-failed"): Line(*DEGRADED, "The driver could not reset the device", "Restart the machine."),
+    ("amdgpu", "init-failed"): Line(*DEGRADED, "The driver could not start the device", "Check driver and device."),
     ("amdgpu", "bad-pages"): Line(
-        *(State.DEGRADED, Cause.HARDWARE),
-        *("Bad memory pages have reached the driver's threshold", "Plan to return the device."),
+        *HARDWARE, "Bad memory pages have reached the driver's threshold", "Plan to return the device."
     ),
     ("amdgpu", "fault"): Line(
-        *(State.HEALTHY, Cause.UNDETERMINED),
-        *("The device met a bad address; an application can cause that", "Check the application."),
+        *NOTE, "The device met a bad address; an application can cause that", "Check the application."
     ),
-    ("intel", "hang"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The device did not finish its work in time", "Check the application, then the device."),
-    ),
-    ("intel", "reset-failed"): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
-    ),
-    ("amdgpu", "reset"): Line(State.HEALTHY, Cause.UNDETERMINED, "The driver reset the device", ""),
+    ("intel", "hang"): Line(*DEGRADED, "The device did not finish its work in time", CHECK_APPLICATION),
+    ("intel", "reset-failed"): Line(*DEGRADED, "The driver could not reset the device", "Restart the machine."),
+    ("amdgpu", "reset"): Line(*NOTE, "The driver reset the device", ""),
 }
 """Kind and name of a line ("" for all other names of the kind) → what it is worth."""
 

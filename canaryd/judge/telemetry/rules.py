@@ -182,10 +182,8 @@ def throttled(signs: Signs) -> Iterator[Finding]:
         limit = format_duration(signs.policy.throttle)
         yield finding(
             *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
-            (
-                f"Slowed down by {HARMFUL[reason]} for {format_duration(longest)} in {format_duration(settle)}"
-                f" (limit {limit})."
-            ),
+            f"Slowed down by {HARMFUL[reason]} for {format_duration(longest)} in {format_duration(settle)}"
+            f" (limit {limit}).",
             "Check cooling and power.",
             f"The driver names the reason {reason}. Limit: telemetry.throttle (canaryd's own).",
             clears,
@@ -233,10 +231,8 @@ def conditions(signs: Signs) -> Iterator[Finding]:
                 sentence(newest.detail or name),
                 action,
                 why,
-                (
-                    f"It held for at least {format_duration(LASTING)} of {format_duration(STRETCH)};"
-                    f" last at {signs.moment(newest.last)}."
-                ),
+                f"It held for at least {format_duration(LASTING)} of {format_duration(STRETCH)};"
+                f" last at {signs.moment(newest.last)}.",
                 clears_after(signs.policy.settle),
             )
 

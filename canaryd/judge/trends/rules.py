@@ -91,15 +91,6 @@ class Trends:
         changes = {k: change(c, (followed(k.reading) or SHOWN).worse, threshold) for k, c in series.items()}
         return {k: c for k, c in changes.items() if c is not None}
 
-    def context(self, of: Courses, name: str, days: Iterable[int]) -> dict[str, float]:
-        """Return the median over these days of every reading of a name, by its key, whatever the stack."""
-        values: dict[str, list[float]] = defaultdict(list)
-        wanted = set(days)
-        for key, course in of.items():
-            if key.name == name:
-                values[key.reading] += [v for d, v in course.days.items() if d in wanted]
-        return {k: statistics.median(v) for k, v in values.items() if v}
-
 
 def slower_than_before(trends: Trends) -> Iterator[Finding]:
     """Kernels take longer than they did on this device and stack; the results are still right."""
@@ -107,7 +98,7 @@ def slower_than_before(trends: Trends) -> Iterator[Finding]:
     if worst is None:
         return
     key, seen, unit = worst.key, worst.seen, trends.own[worst.key].unit
-    was, is_ = ({name: trends.context(trends.own, name, days) for name in CONTEXT} for days in (seen.early, seen.late))
+    was, is_ = (_context(trends.own, days) for days in (seen.early, seen.late))
     explained, settings = _settings(was, is_)
     rivals = [*worst.rivals, SAME_STACK, *settings]
     rivals.append(Rival(cause=Cause.HARDWARE, why="a worn part that repeats work: its clocks show it", rejected=False))
@@ -132,7 +123,7 @@ def slower_at_once(trends: Trends) -> Iterator[Finding]:
     if worst is None or not any(_moved(peer, worst.key, worst.seen) for peer in trends.peers.values()):
         return
     key, seen, unit = worst.key, worst.seen, trends.own[worst.key].unit
-    was, is_ = ({name: trends.context(trends.own, name, days) for name in CONTEXT} for days in (seen.early, seen.late))
+    was, is_ = (_context(trends.own, days) for days in (seen.early, seen.late))
     explained, settings = _settings(was, is_)
     if worst.alike or explained or not any(was[name].keys() & is_[name].keys() for name in WORK):
         return
@@ -154,9 +145,9 @@ def slower_than_peers(trends: Trends) -> Iterator[Finding]:
     if not slow:
         return
     key, (times, count) = max(slow.items(), key=lambda item: item[1])
-    own = {name: trends.context(trends.own, name, days) for name in (*CONTEXT, "temperature_celsius")}
-    theirs_all = [{name: trends.context(peer, name, days) for name in own} for peer in trends.peers.values()]
-    usual = {name: _middle([of[name] for of in theirs_all]) for name in own}
+    names = (*CONTEXT, "temperature_celsius")
+    own, theirs = _context(trends.own, days, names), [_context(peer, days, names) for peer in trends.peers.values()]
+    usual = {name: _middle([of[name] for of in theirs]) for name in names}
     explained, rivals = _settings(usual, own)
     heat, hot = _heat(usual["temperature_celsius"], own["temperature_celsius"])
     silicon = f"normal variation: units of one model rarely differ by {PEERS_SLOWER - 1:.0%} (Sinha et al., SC 2022)"
@@ -364,6 +355,16 @@ def _shared(by_peers: Sequence[float], times: float) -> tuple[str, list[Rival]]:
     why = f"something that all devices of the node share: {len(by_peers)} peers changed by a factor of {number(theirs)}"
     text = "Its peers changed in the same way, so this device is not the reason." if alike else ""
     return text, [Rival(cause=Cause.ENVIRONMENT, why=why, rejected=not alike)]
+
+
+def _context(of: Courses, days: Iterable[int], names: Sequence[str] = CONTEXT) -> dict[str, dict[str, float]]:
+    """Return name → the median over these days of every reading of the name, by its key, whatever the stack."""
+    values: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
+    wanted = set(days)
+    for key, course in of.items():
+        if key.name in values:
+            values[key.name][key.reading] += [v for d, v in course.days.items() if d in wanted]
+    return {name: {k: statistics.median(v) for k, v in found.items() if v} for name, found in values.items()}
 
 
 def _settings(
