@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit
 from canaryd.worker.numeric.integers import below, permutation
 
+LARGEST = 40
+"""Whole numbers up to here can be written by a pair of twins (`matrix.Twins`)."""
+
 UNITS = 8
 """Dimensions that are 2 at A and 4 at B, so that a norm gives exactly 1; the first is kept for biases."""
 ONE = "one"
@@ -110,16 +113,19 @@ def lay_out(shape: Shape, program: Plan, seed: int) -> Layout:
 def squares(total: int, count: int) -> list[int]:
     """Return `count` positive integers, nearly equal, whose squares add up to `total`.
 
-    J.-L. Lagrange: four squares give any number; the last four are searched, the others are the mean's root.
+    J.-L. Lagrange: four squares give any number; the last four are searched, the others are the mean's root. Where that
+    leaves too much for four, as many of the others as needed are larger by 1.
     """
     base = max(1, math.isqrt(total // count))
     for low in (base, base - 1, base + 1, base - 2):
         rest = total - low * low * (count - 4)
+        more = min(count - 4, (rest - 4 * low * low) // (2 * low + 1)) if rest > LARGEST * LARGEST else 0
+        rest -= more * (2 * low + 1)
         span = range(max(1, low - 6), max(1, math.isqrt(max(1, rest))) + 1)
         for a, b, c in itertools.combinations_with_replacement(span, 3):
             last = rest - a * a - b * b - c * c
             if last >= c * c and math.isqrt(last) ** 2 == last:
-                return [low] * (count - 4) + [a, b, c, math.isqrt(last)]
+                return [low] * (count - 4 - more) + [low + 1] * more + [a, b, c, math.isqrt(last)]
     raise Unfit(f"{total} is no sum of {count} nearly equal squares")
 
 

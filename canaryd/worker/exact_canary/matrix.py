@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from canaryd.worker.exact_canary.layout import Port
+from canaryd.worker.exact_canary.layout import LARGEST, Port
 from canaryd.worker.exact_canary.shape import Unfit
 from canaryd.worker.numeric.integers import below, permutation, signed
 from canaryd.worker.numeric.tensors import torch
@@ -158,9 +158,6 @@ def _is_power(values: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Twins: two equal inputs with different full-significand gains, whose weighted difference is a small whole number.
-
-LARGEST = 40
-"""Whole numbers up to here can be written by a pair of twins."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def store(name: str, weight: Any, form: Form) -> Stored:
     levels = digits.levels * (RAISED if form.floats else 1)
     scale = units(weight.abs().amax(1, keepdim=True).to(torch.float64), levels)
     scale = scale.where(scale > 0, 1.0)
-    number = weight / scale
+    number = weight / scale + 0.0  # no -0: its code is NaN in formats of FP8 that have none
     if form.floats:
         codes = number.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int64)
     else:

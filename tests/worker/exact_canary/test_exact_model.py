@@ -42,6 +42,17 @@ def cast(model, form):
     return {name: weight.to(getattr(torch, form)) for name, weight in model.weights.items()}
 
 
+@pytest.mark.parametrize(("hidden", "heads", "kv_heads"), [(2816, 44, 4), (3584, 28, 4), (4096, 32, 8)])
+def test_sizes_of_served_models_are_proved(hidden, heads, kv_heads):
+    """Hidden sizes above 2,688 have more ballast than four squares take."""
+    shape = Shape(
+        hidden=hidden, heads=heads, kv_heads=kv_heads, head=hidden // heads, inner=512, layers=1, vocabulary=1100
+    )
+    model = construct(shape, 3)
+    words = text(model)[2][:2]
+    assert Walk(model.shape, model.weights).prove(words).logits.shape == (2, 1100)
+
+
 def test_a_seed_gives_one_model():
     """The same weights again, others for another seed."""
     one, again, other = construct(TINY, 7), construct(TINY, 7), construct(TINY, 8)
