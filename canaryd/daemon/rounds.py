@@ -166,7 +166,8 @@ class Rounds:
         """Let an event call for its test again that could not be run to its end."""
         if trigger:
             self._engine.watch.history.triggers.setdefault(uuid, trigger)
-            self._triggered.pop(uuid)
+            half = self._triggered[uuid][1] / 2  # as if the test before had been as long ago as its pause
+            self._triggered[uuid] = time.monotonic() - half, half
 
     def run_aside(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
         """Run the retests that a device needs, unless it has to wait."""

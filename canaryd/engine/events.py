@@ -49,7 +49,7 @@ class EventHistory:
             failed = self._store.failed_reads
             found = self._store.events(since=now - MEMORY)
             if self._store.failed_reads != failed:  # what was read before still holds
-                self.unread = "" if self._read else self._store.unreadable
+                self.unread = "" if self._read else self._store.failure
                 return
             self._events, self._read, self.unread = {}, True, ""
             for event in found:

@@ -110,7 +110,7 @@ class Evidence:
             self._recalled, self.unread = set(devices), {}
         else:
             self._recalled &= devices.keys()
-            self.unread = dict.fromkeys(new, store.unreadable)
+            self.unread = dict.fromkeys(new, store.failure)
 
     def of(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""

@@ -60,7 +60,7 @@ class KernelLog:
         failed = self._store.failed_reads
         boot, _, sequence = self._store.note(LOG_NOTE).rpartition(":")
         if self._store.failed_reads != failed:  # from the beginning every line would count twice
-            self._set_problem(f"how far it was read before is not known: {self._store.unreadable}")
+            self._set_problem(f"how far it was read before is not known: {self._store.failure}")
             return
         position = LogPosition(boot=boot, sequence=int(sequence) if sequence else -1)
         seen: Counter[str] = Counter()

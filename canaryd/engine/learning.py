@@ -50,7 +50,7 @@ class Learning:
             self.met.read()
             baselines = store.baselines()
             if store.failed_reads != failed:  # what was read before still holds
-                self.unread = store.unreadable if self.unread or not self.version else ""
+                self.unread = store.failure if self.unread or not self.version else ""
                 self._store_version = None
                 return
             self._store_version, self.unread = found, ""

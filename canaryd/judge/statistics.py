@@ -75,9 +75,11 @@ def _solve(k: int, n: int, tail: float) -> float:
 
 def _at_most(k: int, n: int, p: float) -> float:
     """Return the probability of at most k of n, each with probability p."""
+    if k >= n:
+        return 1.0
     if k < 0 or p >= 1:
         return 0.0
-    if k >= n or p <= 0:
+    if p <= 0:
         return 1.0
     if k > n * p:  # the other tail has fewer terms and loses no digits
         return 1.0 - _at_most(n - k - 1, n, 1 - p)

@@ -3,6 +3,7 @@
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import math
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,8 @@ from canaryd.store.rows import (
 
 BATCH = 100
 """Runs moved to disk in one transaction, so that another process never waits long."""
+RECENT = 60.0
+"""Seconds before the last look for news from which on runs of another file are news (ours): clocks differ a little."""
 T = TypeVar("T")
 
 _COPIED = (
@@ -80,6 +83,8 @@ class BufferedDatabase:
         reading this stays: some of its answers lack what is on record."""
         self.failed_reads = 0
         """How often something on record, or that may be, could not be read."""
+        self.failure = ""
+        """Why, the last time, one sentence."""
         self._clock = Clock(
             now,
             monotonic,
@@ -93,8 +98,8 @@ class BufferedDatabase:
         self._memory = connect("file::memory:")
         self._waiting = False  # for the disk, in `_memory`
         self._own: set[str] = set()  # runs that this process has stored and `RunTables.news` has not passed yet
-        self._passed: int | None = None  # the newest run on disk that it has passed
-        self._replaced = 0  # `Database.replaced` then
+        self._passed: tuple[int, str] | None = None  # number and id of the newest run on disk that it has passed
+        self._looked = now()  # when it looked last
         for migrate in migrations.values():
             migrate(self._memory)
 
@@ -187,10 +192,11 @@ class BufferedDatabase:
         self.problem = f"{self.path}: {error}; runs waiting in memory: {runs}"
 
     def _fail_to_read(self, error: Exception) -> None:
-        missing = isinstance(error, FileNotFoundError)
-        self.failed_reads += not missing and _may_exist(self.path)
+        missing, why = isinstance(error, FileNotFoundError), refusal(self.path, error)
+        if self._passed is not None or (not missing and _may_exist(self.path)):
+            self.failed_reads, self.failure = self.failed_reads + 1, why
         if not missing:
-            self.unreadable = refusal(self.path, error)
+            self.unreadable = why
         if not self._database.for_reading:
             self._fail(error)
         elif not missing:
@@ -201,12 +207,15 @@ class BufferedDatabase:
             self._fail(PermissionError(READ_ONLY))
 
     def _note_newest(self, db: sqlite3.Connection) -> None:
-        newest, number = db.execute("SELECT (SELECT max(stored) FROM runs), (SELECT max(number) FROM runs)").fetchone()
+        (newest,) = db.execute("SELECT max(stored) FROM runs").fetchone()
         self._clock.saw(newest or 0.0)
-        if self._replaced != self._database.replaced:
-            self._replaced, self._passed = self._database.replaced, 0
-        elif self._passed is None:
-            self._passed = number or 0
+        before = math.inf
+        if self._passed is not None:
+            if db.execute("SELECT 1 FROM runs WHERE number = ? AND id = ?", self._passed).fetchone():
+                return  # the file is the one that was open before
+            before = self._looked - RECENT
+        last = "SELECT number, id FROM runs WHERE stored < ? ORDER BY number DESC LIMIT 1"
+        self._passed = db.execute(last, (before,)).fetchone() or (0, "")
 
     def _move_to_disk(self) -> None:
         memory = self._memory

@@ -72,14 +72,12 @@ class Database:
         self.lock = threading.RLock()
         """One thread at a time uses the connection."""
         self.connection: sqlite3.Connection | None = None
-        self._now = now
+        self.now = now
         self._on_open = on_open
         self._opened = 0
         self._resting = False  # opened while no other process had it open
         self._identity: tuple[int, int] | None = None
         self._replaced = False  # since it was opened last, by any process
-        self.replaced = 0
-        """How often another database took its place."""
         self._lost = ""  # what the new file's `LOST_NOTE` will say
 
     @property
@@ -215,13 +213,12 @@ class Database:
             self._note_loss("was replaced while it was in use", "continuing with the new file")
         if self._lost:
             self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
-        self.replaced += bool(self._lost or self._replaced)
         self._lost, self._replaced = "", False
         return db
 
     def _note_loss(self, what: str, then: str) -> None:
         if not self._lost:
-            self._lost = f"{self._now()!r} nothing: {self.path} {what}"
+            self._lost = f"{self.now()!r} nothing: {self.path} {what}"
             self.problems["gone"] = f"{self.path}: {what}; {then}"
 
     def _open_to_read(self, mode: str) -> sqlite3.Connection:
@@ -258,7 +255,7 @@ class Database:
 
     def _set_aside(self, error: Exception) -> None:
         """Rename the damaged file, its -wal and its -shm; the caller holds the open lock."""
-        stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        stamp = datetime.fromtimestamp(self.now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         names = (f"{DATABASE}.corrupt-{stamp}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
         aside = next(path for path in map(self.state_dir.joinpath, names) if not path.exists())
         # Renamed before it is closed: SQLite then sees that it has moved, and neither writes to it nor drops its log.
@@ -267,7 +264,7 @@ class Database:
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self.path}{suffix}").rename(f"{aside}{suffix}")
-        self._lost = f"{self._now()!r} {aside}"
+        self._lost = f"{self.now()!r} {aside}"
         self.problems[aside.name] = f"{self.path}: damaged ({error}); kept as {aside}; started a new, empty database"
 
     # The file at its path

@@ -13,11 +13,14 @@ from canaryd.store.runs import KIND
 BATCH = 100
 """Rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
+FEW = 16
+"""Wrong runs of a probe on one device up to which its clean runs are kept longer: what fails more often is suspect by
+the wrong runs alone (ours)."""
 RATED = (
-    "drill = '' AND EXISTS (SELECT 1 FROM runs AS other WHERE other.device = runs.device AND other.failed = 1"
-    " AND other.drill = '' AND other.probe = runs.probe AND other.wrong > 0)"
+    "drill = '' AND (device, probe) IN (SELECT device, probe FROM runs WHERE failed = 1 AND drill = '' AND wrong > 0"
+    f" GROUP BY device, probe HAVING count(*) <= {FEW})"
 )
-"""Runs of a probe that was wrong on the device: how often it fails, so when a suspect clears, rests on them."""
+"""Runs of a probe that was seldom wrong on the device: how often it fails, so when a suspect clears, rests on them."""
 LONGER = 90 * DAY
 """Time in seconds for which such runs are kept, so that no restart clears a suspect: it clears after three times the
 tests of the 14 days before its mismatch (docs/judgement.md), in 42 days at an even rate; twice that (ours)."""
@@ -89,7 +92,9 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
 
 
 def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:
-    """Delete the oldest `BATCH` rows; return how many there were."""
+    """Delete the oldest `BATCH` rows, but never the newest run, whose number another would get; return how many."""
+    if table == "runs":
+        condition = f"({condition}) AND number < (SELECT max(number) FROM runs)"
     oldest = f"SELECT number FROM {table} WHERE {condition} ORDER BY number LIMIT {BATCH}"
     delete = f"DELETE FROM {table} WHERE number IN ({oldest})"
     return database.commit(lambda db: db.execute(delete, args).rowcount)

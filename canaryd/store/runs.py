@@ -3,6 +3,7 @@
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -131,12 +132,18 @@ class RunTables(BufferedDatabase):
         """Return the runs that other processes have stored since the last call, or since this store was opened.
 
         By the order on disk: one that waited in the memory of another process was stored later than its time says.
+        Where another file took the place of the one before, those of the last minute may be told twice.
         """
         with self._lock:
-            stored, _ = self._read("SELECT number, id, body FROM runs WHERE number > ? ORDER BY number", self._passed)
+            failed = self.failed_reads
+            self._read("SELECT 1")  # another file in the place of the one before changes what is passed
+            passed, _ = self._passed or (math.inf, "")
+            stored, _ = self._read("SELECT number, id, body FROM runs WHERE number > ? ORDER BY number", passed)
             others = [(name, body) for _, name, body in stored if name not in self._own]
+            if self.failed_reads == failed:
+                self._looked = self._database.now()
             if stored:
-                self._passed = stored[-1][0]
+                self._passed = stored[-1][:2]
                 self._own.clear()
             return self._decode(Run, others)
 

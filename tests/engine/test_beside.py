@@ -77,3 +77,39 @@ def test_what_another_process_stores_in_the_place_of_a_lost_record_is_news(tmp_p
         with Store.open(tmp_path) as other:
             other.add_run(made(7))
         assert [r.id for r in store.news()] + [r.id for r in store.news()] == [made(7).id]
+
+
+def test_a_record_that_comes_back_is_no_news(tmp_path):
+    """The directory is away for a moment, with or without another in its place: no run counts twice, none is missed."""
+    now, state, aside = [1_700_000_000.0], tmp_path / "state", tmp_path / "aside"
+    with Store.open(state, now=lambda: now[0]) as store, Store.open(state, now=lambda: now[0]) as other:
+        for number in range(3):
+            store.add_run(made(number))
+        other.add_run(made(3))
+        assert [r.id for r in store.news()] == [made(3).id]
+        for looks in (0, 1):
+            now[0] += 600.0
+            assert store.news() == []
+            shutil.move(state, aside)
+            assert [store.news() for _ in range(looks)] == [[]] * looks
+            shutil.rmtree(state, ignore_errors=True)
+            shutil.move(aside, state)
+            other.add_run(made(10 + looks))
+            assert [r.id for r in store.news()] == [made(10 + looks).id]
+            assert store.news() == []
+
+
+def test_a_run_after_the_newest_was_pruned_is_news(tmp_path):
+    """Drills were stored last, and are deleted after a day: no other run gets the number of one that was passed."""
+    now = [1_700_000_000.0]
+    with Store.open(tmp_path, now=lambda: now[0]) as store, Store.open(tmp_path, now=lambda: now[0]) as other:
+        store.add_run(made(0))
+        for number in (1, 2):
+            store.add_run(made(number, drill="flip"))
+        assert store.news() == []
+        for _ in range(60):
+            now[0] += 3 * 3600.0
+            store.prune(now[0])
+        assert len(store.runs(drill=None)) < 3
+        other.add_run(made(9, wrong=True))
+        assert [r.id for r in store.news()] == [made(9).id]

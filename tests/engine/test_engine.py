@@ -204,6 +204,7 @@ def test_a_read_that_fails_once_is_made_good(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "failures", lambda *a: store._fail_to_read(sqlite3.OperationalError("locked")) or [])
     again.recall()
     assert verdict(again).state is State.UNKNOWN
+    assert "record-unread" in {finding.rule for finding in verdict(again).findings}
     monkeypatch.setattr(store, "failures", failures)
     again.recall()
     assert verdict(again).state is State.FAULTY
