@@ -131,10 +131,9 @@ def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -
     """Raise `Skip` where `free` bytes are too few; None means unknown and passes."""
     wanted = budget["memory"] + budget["free"]
     if free is not None and free < wanted:
-        of = f" of {_mib(total)}" if total else ""
-        raise Skip(
-            f"{SKIPPED}{_mib(free)}{of} MiB of memory are free; budget.memory and budget.free need {_mib(wanted)} MiB"
-        )
+        of = f" of {total >> 20}" if total else ""
+        need = f"budget.memory and budget.free need {wanted >> 20} MiB"
+        raise Skip(f"{SKIPPED}{free >> 20}{of} MiB of memory are free; {need}")
 
 
 def excuse(error: BaseException, *, capped: bool) -> str:
@@ -148,7 +147,3 @@ def excuse(error: BaseException, *, capped: bool) -> str:
     if capped and (any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__) or FULL.search(str(error))):
         return f"{SKIPPED}the run needs more than budget.memory, or the server has taken the rest: {text}"
     return ""
-
-
-def _mib(size: int) -> int:
-    return size >> 20

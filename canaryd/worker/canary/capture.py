@@ -29,9 +29,9 @@ from canaryd.worker.canary.golden import Golden, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile, Canary, decode, read_safetensors, score, write_safetensors
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import (
-    FORMATS,
     as_text,
     bits,
+    form_of,
     need_torch,
     strict_switches,
     torch,
@@ -117,7 +117,7 @@ def _spoilt(tensor: Any) -> Any:
     """Return a copy in which the lowest exponent bit of the largest element is flipped: it doubles or halves."""
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     at = int(copy.abs().argmax())
-    bits(copy).view(-1)[at] ^= 1 << FORMATS[str(copy.dtype).removeprefix("torch.")].bits - 1
+    bits(copy).view(-1)[at] ^= 1 << form_of(copy.dtype).bits - 1
     return copy
 
 

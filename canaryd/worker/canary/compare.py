@@ -21,7 +21,7 @@ from typing import Any
 
 from canaryd.worker.canary.capture import BUILT_IN, Capture, built_in, name_of, place_of, read
 from canaryd.worker.canary.model import Canary, KeyValues
-from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, torch
+from canaryd.worker.numeric.tensors import FORMATS, bits, form_of, need_torch, torch
 
 SCHEMA = "canaryd.compare/1"
 OPERATOR = 4.0
@@ -81,7 +81,7 @@ def compare(a: Capture, b: Capture) -> dict[str, Any]:
         return {**result, "verdict": _verdict("incomparable", why)}
     result["tokens"] = [found for prompt in _shared_prompts(a, b) if (found := _first_token(prompt, a, b))]
     result["rows"] = rows = [_row(name, a.tensors[name], b.tensors[name]) for name in names]
-    same, replayable = _same_stack(a, b), _replayable(a)
+    same, replayable = _stack(a) == _stack(b), _replayable(a)
     result["rule"] = "same stack" if same else "replay" if replayable else "difference"
     if replayable:
         _judge_replay(a, b, rows)
@@ -117,10 +117,6 @@ def _stack(capture: Capture) -> dict[str, str]:
     header = _header(capture)
     facts = {f"stack: {name}": value for name, value in header["environment"].items() if name not in IRRELEVANT}
     return {"device model": header["device_model"], "backend": header["backend"], "dtype": header["dtype"], **facts}
-
-
-def _same_stack(a: Capture, b: Capture) -> bool:
-    return _stack(a) == _stack(b)
 
 
 def _notes(a: Capture, b: Capture) -> list[str]:
@@ -264,7 +260,7 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
 
 def ulp_distance(a: Any, b: Any) -> int:
     """Return the largest distance of two finite tensors in numbers of the narrower of their formats."""
-    kind = min(a.dtype, b.dtype, key=lambda dtype: _format(dtype).bits)
+    kind = min(a.dtype, b.dtype, key=lambda dtype: form_of(dtype).bits)
     top = 1 << (kind.itemsize * 8 - 1)
     x, y = (bits(t.to(kind).contiguous()).to(torch.int64).flatten() for t in (a, b))
     # Sign and magnitude, not two's complement: magnitudes count from zero, and both zeros are the same value.
@@ -274,10 +270,6 @@ def ulp_distance(a: Any, b: Any) -> int:
     at = int(apart.argmax())  # float64 chooses; Python's integers then count exactly
     values = [int(m[at]) * int(s[at]) for m, s in zip(magnitudes, signs, strict=True)]
     return abs(values[0] - values[1])
-
-
-def _format(dtype: Any) -> Any:
-    return FORMATS[str(dtype).removeprefix("torch.")]
 
 
 def _hex(element: Any) -> str:
@@ -362,7 +354,7 @@ def _excess(held: Any, exact: Any, allowed: float, longest: int) -> float:
     2019, section 3) of its terms, whose size the root mean square of the row stands for. Sums are kept in float32 at
     least, so that √n counts little in 16-bit formats.
     """
-    kind = _format(held.dtype)
+    kind = form_of(held.dtype)
     off = (held.to(torch.float64) - exact).abs()
     scale = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt() + 2.0**kind.emin
     off = off / (allowed * _roundoff(kind, longest) * scale)
@@ -394,7 +386,7 @@ def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> Non
     before: dict[str, float] = {}
     for row in rows:
         x, y = a.tensors[_name(row)], b.tensors[_name(row)]
-        u = max(_roundoff(_format(t.dtype), longest) for t in (x, y))
+        u = max(_roundoff(form_of(t.dtype), longest) for t in (x, y))
         noise = before.setdefault(row["prompt"], u)
         peak, size = _peak(x.to(torch.float64), y.to(torch.float64), u)
         row["excess"] = max(_finite(peak / PEAK), _finite(size / noise / GROWTH))

@@ -23,7 +23,7 @@ from canaryd.worker.numeric.operands import CONTENTS, Product, build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, label_of, multiply
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.stack import float8
-from canaryd.worker.numeric.tensors import FORMATS, torch
+from canaryd.worker.numeric.tensors import FORMATS, allowing, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation
 
@@ -65,17 +65,6 @@ class Switch:
 
 
 @contextlib.contextmanager
-def _allowing(attribute: str) -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before = getattr(matmul, attribute)
-    setattr(matmul, attribute, True)
-    try:
-        yield
-    finally:
-        setattr(matmul, attribute, before)
-
-
-@contextlib.contextmanager
 def _library(name: str) -> Iterator[None]:
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(name)
@@ -86,20 +75,20 @@ def _library(name: str) -> Iterator[None]:
 
 
 SWITCHES = (
-    Switch("tf32", ("float32",), ("cuda", "rocm"), partial(_allowing, "allow_tf32")),
+    Switch("tf32", ("float32",), ("cuda", "rocm"), partial(allowing, "allow_tf32")),
     Switch(
         "fp16 reduced-precision reduction",
         ("float16",),
         ("cuda", "rocm"),
-        partial(_allowing, "allow_fp16_reduced_precision_reduction"),
+        partial(allowing, "allow_fp16_reduced_precision_reduction"),
     ),
     Switch(
         "bf16 reduced-precision reduction",
         ("bfloat16",),
         ("cuda", "rocm"),
-        partial(_allowing, "allow_bf16_reduced_precision_reduction"),
+        partial(allowing, "allow_bf16_reduced_precision_reduction"),
     ),
-    Switch("fp16 accumulation", ("float16",), ("cuda",), partial(_allowing, "allow_fp16_accumulation")),
+    Switch("fp16 accumulation", ("float16",), ("cuda",), partial(allowing, "allow_fp16_accumulation")),
     Switch("fp8 fast accumulation", ("float8",), ("cuda", "rocm"), fast=True),
 )
 LIBRARIES = {

@@ -32,7 +32,7 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.worker.numeric.characterised import accumulator
-from canaryd.worker.numeric.tensors import FORMATS, Format, torch
+from canaryd.worker.numeric.tensors import Format, torch
 
 SINGLE = 2.0**-24
 """Unit roundoff of float32, in which kernels compute between reading and writing."""
@@ -222,8 +222,3 @@ def attention(query: Any, key: Any, value: Any, u: float, form: Format, *, causa
     tolerance = (p * torch.expm1(theta + rest)) @ value.abs()
     # a probability that is subnormal in `form` loses at most half of its smallest step
     return p @ value, tolerance + (2.0 ** (form.emin - form.bits) + 2 * FLUSHED) * value.abs().sum(-2, keepdim=True)
-
-
-def form_of(tensor: Any) -> Format:
-    """Return the format of a tensor's type."""
-    return FORMATS[str(tensor.dtype).removeprefix("torch.")]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from canaryd.facts import Evidence, Span
-from canaryd.worker.numeric.tensors import bits, torch
+from canaryd.worker.numeric.tensors import FORMATS, bits, torch
 
 FIRST = 64
 """Wrong elements written out with their bits."""
@@ -16,22 +16,19 @@ WARP = 32
 """Lanes of a warp (NVIDIA PTX ISA, WARP_SZ)."""
 
 _AXES = ("batch", "head", "row", "column")
-_MANTISSA = {
-    "float64": 52, "float32": 23, "bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2,
-    "float8_e4m3fnuz": 3, "float8_e5m2fnuz": 2,
-}  # fmt: skip
 
 
 def collect(golden: Any, observed: Any) -> Evidence:
     """Compare two host tensors of equal kind that differ somewhere; return what the difference looks like."""
     width = golden.element_size() * 8
+    unsigned = (1 << width) - 1
     expected, got = bits(golden.contiguous()), bits(observed.contiguous())
     where = torch.nonzero(expected != got)
     wrong = int(where.shape[0])
     where = where[:EXAMINED]
     at = tuple(where.T)
-    want = [_unsigned(v, width) for v in expected[at].tolist()]
-    have = [_unsigned(v, width) for v in got[at].tolist()]
+    want = [v & unsigned for v in expected[at].tolist()]
+    have = [v & unsigned for v in got[at].tolist()]
     histogram: dict[str, int] = {}
     for bit in range(width):
         count = sum(1 for w, h in zip(want, have, strict=True) if (w ^ h) >> bit & 1)
@@ -59,10 +56,6 @@ def collect(golden: Any, observed: Any) -> Evidence:
     )
 
 
-def _unsigned(value: int, width: int) -> int:
-    return value & ((1 << width) - 1)
-
-
 def _lines(where: Any, shape: Any) -> dict[str, Span]:
     """Return, per axis, what the wrong indices share: one value, a residue, or only a range."""
     names = _AXES[-len(shape) :] if len(shape) > 1 else ("element",)
@@ -85,20 +78,14 @@ def span(indices: Iterable[int], size: int) -> Span:
 
 def bit_name(dtype: Any, bit: int) -> str:
     """Name a bit of a format: "bit 0 (lowest of the mantissa)", "bit 30 (exponent)", "bit 31 (sign)"."""
-    mantissa = _MANTISSA.get(str(dtype).removeprefix("torch."))
-    if mantissa is None:
+    form = FORMATS.get(str(dtype).removeprefix("torch."))
+    if form is None:
         return f"bit {bit}"
-    top = {52: 63, 23: 31, 7: 15, 10: 15, 3: 7, 2: 7}[mantissa]
-    part = (
-        "sign"
-        if bit == top
-        else "exponent"
-        if bit >= mantissa
-        else "lowest of the mantissa"
-        if bit == 0
-        else "mantissa"
-    )
-    return f"bit {bit} ({part})"
+    if bit == 8 * dtype.itemsize - 1:
+        return f"bit {bit} (sign)"
+    if bit >= form.bits - 1:
+        return f"bit {bit} (exponent)"
+    return f"bit {bit} ({'mantissa' if bit else 'lowest of the mantissa'})"
 
 
 def _sentence(

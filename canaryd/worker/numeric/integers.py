@@ -6,6 +6,7 @@ Nothing here uses a floating-point operation, and everything is defined by two's
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from canaryd.worker.numeric.seeds import GAMMA, MIX1, MIX2, derive, mix64
@@ -25,10 +26,7 @@ def _mix(z: Any) -> Any:
 
 def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:
     """Return int64 values uniform on 0 … 2**63 - 1, shape `shape`, on the host; a pure function of its arguments."""
-    count = 1
-    for size in shape:
-        count *= size
-    index = torch.arange(1, count + 1, dtype=torch.int64)
+    index = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64)
     return (mixed(index, derive(seed, name)) & ((1 << 63) - 1)).view(shape)
 
 

@@ -81,10 +81,8 @@ def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
             call()
             synchronize(device)
         names = sorted(e.name for e in seen.events() if "CUDA" in str(e.device_type))
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # no device activity, or counters that are in use or forbidden
+    except (RuntimeError, AssertionError) as error:
+        # No device activity, or counters that are in use or forbidden.
         return "", f"torch's profiler: {str(error).splitlines()[0][:QUOTED]}"
     if not names:
         return "", "torch's profiler lists no kernel of the call"

@@ -9,7 +9,7 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.worker.numeric.stack import float8
-from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed, torch
+from canaryd.worker.numeric.tensors import FORMATS, allowing, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation
 
@@ -47,7 +47,7 @@ def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, f
     if source == "tfloat32":
         if torch.version.hip or a.device.type != "cuda":
             raise NotImplementedError("TF32 is a format of NVIDIA's tensor cores")
-        with tf32_allowed():
+        with allowing("allow_tf32"):  # 11 significant bits, in this class alone
             return torch.matmul(a, b)
     if source != target:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=FORMATS[target].dtype)

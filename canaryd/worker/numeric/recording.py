@@ -37,6 +37,7 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
+    form_of,
     host_same_bits,
     on_core,
     synchronize,
@@ -194,7 +195,7 @@ class Recorder:
 
     def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
         """Return evidence of a broken bound, and the largest error over its bound; None where it is not finite."""
-        form = error_bounds.form_of(result)
+        form = form_of(result.dtype)
         if made.bounded is None:
             made.bounded = made.kernel.judged(made.operands, form)
         reference, tolerance = made.bounded
@@ -221,7 +222,7 @@ class Recorder:
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
         with on_core(second):
             twin = Made(made.kernel, second)
-            bounded = made.kernel.judged(twin.operands, error_bounds.form_of(first))
+            bounded = made.kernel.judged(twin.operands, form_of(first.dtype))
         pairs = zip((*made.operands, *made.bounded), (*twin.operands, *bounded), strict=True)
         if not all(host_same_bits(a, b) for a, b in pairs):
             text = "this host computed operands and reference twice and got two results"

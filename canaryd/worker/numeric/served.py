@@ -97,9 +97,8 @@ def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] 
             yield Skipped(case=f"{form}/served", reason=f"{path} computes in {form}, which is not tested here")
             continue
         for kind, (L, S) in LENGTHS[ctx.level].items():
-            elements = (
-                queries * L * size + 2 * keys * S * size + queries * L * S
-            )  # the scores, where a kernel keeps them
+            scores = queries * L * S  # where a kernel keeps them
+            elements = queries * L * size + 2 * keys * S * size + scores
             if limits and elements * FORMATS[form].dtype.itemsize > min(limits):
                 yield Skipped(case=f"{form}/served-{kind}", reason=f"the run may take {min(limits) >> 20} MiB at once")
             else:
@@ -110,10 +109,8 @@ def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the heads of queries, those of keys and values, and the size of one; raise `KeyError` without them."""
     own = config.get("text_config") or config
     queries = int(own["num_attention_heads"])
-    keys, size = (
-        int(own.get("num_key_value_heads") or queries),
-        int(own.get("head_dim") or own["hidden_size"] // queries),
-    )
+    keys = int(own.get("num_key_value_heads") or queries)
+    size = int(own.get("head_dim") or own["hidden_size"] // queries)
     if min(queries, keys, size) < 1 or queries % keys:
         raise ValueError("a number of heads is not positive, or the heads of queries do not share those of keys")
     return queries, keys, size

@@ -97,6 +97,12 @@ FORMATS = {
     )
 }
 
+
+def form_of(dtype: Any) -> Format:
+    """Return the format that a torch dtype carries; raise `KeyError` for integers."""
+    return FORMATS[str(dtype).removeprefix("torch.")]
+
+
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -262,15 +268,15 @@ def strict_switches() -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def tf32_allowed() -> Iterator[None]:
-    """Let float32 products round their operands to TF32 (11 significant bits), for the `tfloat32` classes only."""
+def allowing(attribute: str) -> Iterator[None]:
+    """Turn on one of the switches of CUDA's products, such as "allow_tf32"."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = True
+    before = getattr(matmul, attribute)
+    setattr(matmul, attribute, True)
     try:
         yield
     finally:
-        matmul.allow_tf32 = before
+        setattr(matmul, attribute, before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from canaryd.worker.canary.fixed import FIXED, Decoder
 from canaryd.worker.canary.golden import PATHS, load_golden
 from canaryd.worker.canary.model import decode, score
 from canaryd.worker.exact_canary import cases
-from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, products, stack
+from canaryd.worker.numeric import attention, characterised, indexing, products, stack
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.faults import FAULTS, Injector
@@ -30,7 +30,7 @@ from canaryd.worker.numeric.operands import build, make_pools
 from canaryd.worker.numeric.recording import Made, Recorder
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, strict_switches, torch_device, upload
+from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, form_of, strict_switches, torch_device, upload
 from canaryd.worker.runtime import interface
 from tests.command import ROOT
 from tests.worker.numeric.cuda import AMPERE, DEVICES, HOPPER, MI300X, fake, stand_in
@@ -282,7 +282,7 @@ def test_every_recorded_kernel_runs(device):
             result = kernel.compute(*operands)
             assert result.device.type == "cuda"
             assert result.is_contiguous()
-            form = error_bounds.form_of(result)
+            form = form_of(result.dtype)
             for bound in kernel.judged(made.operands, form):
                 assert (bound.shape, bound.dtype) == (result.cpu().shape, torch.float64), kernel.name
     assert ran == len(kernels) == len({k.name for k in kernels})

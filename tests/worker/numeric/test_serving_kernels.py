@@ -18,7 +18,7 @@ from canaryd.worker.numeric.recording import fingerprint, tiles
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import FORMATS, bits, can_pin, strict_switches, visible_cores
+from canaryd.worker.numeric.tensors import FORMATS, bits, can_pin, form_of, strict_switches, visible_cores
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -44,7 +44,7 @@ def ran():
                 result = kernel.compute(*operands)
             except (RuntimeError, AttributeError):
                 continue
-            found[kernel.name] = kernel, operands, result, *kernel.judged(operands, error_bounds.form_of(result))
+            found[kernel.name] = kernel, operands, result, *kernel.judged(operands, form_of(result.dtype))
     return found
 
 
@@ -223,7 +223,7 @@ def test_the_bound_holds_for_other_operands(ran, seeds):
             for kernel in cases[seed % 8 :: 8]:
                 operands = kernel.build(seed)
                 result = kernel.compute(*operands)
-                reference, tolerance = kernel.judged(operands, error_bounds.form_of(result))
+                reference, tolerance = kernel.judged(operands, form_of(result.dtype))
                 ratio = float(((result.double() - reference).abs() / tolerance).max())
                 worst[kernel.kind] = max(worst[kernel.kind], ratio)
     assert set(worst) == KINDS | set(serving_kernels.SWEEPS)
