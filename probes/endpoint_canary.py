@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Skip, Skipped
-from canaryd.worker.endpoint.canary import Endpoint
+from canaryd.worker.endpoint.canary import Endpoint, wanted
 from canaryd.worker.endpoint.prompts import Prompt, load
 from canaryd.worker.endpoint.recorder import Item, Progress, Recorder, names
 from canaryd.worker.endpoint.settings import Settings
@@ -45,7 +45,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     # Different bits may come from a decaying disk: with cases to confirm, the weights are read again.
     endpoint = Endpoint(settings, memory=ctx.memory, thorough=bool(ctx.cases))
     recorder = Recorder(ctx, endpoint)
-    items = [item for item in every_item(ctx, endpoint, prompts) if any(map(recorder.wanted, names(item)))]
+    items = [item for item in every_item(ctx, endpoint, prompts) if any(wanted(ctx, name) for name in names(item))]
     if not items:
         raise NoCase(ctx.cases, (name for item in every_item(ctx, endpoint, prompts) for name in names(item)))
     yield from _baseline(ctx, recorder, items) if ctx.baselining else _record(ctx, recorder, items)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Skip
-from canaryd.worker.endpoint.canary import Endpoint
+from canaryd.worker.endpoint.canary import Endpoint, wanted
 from canaryd.worker.endpoint.examiner import Examiner
 from canaryd.worker.endpoint.settings import Settings
 from canaryd.worker.endpoint.starting import started
@@ -53,7 +53,7 @@ def _examined(ctx: Context, settings: Settings, expected: Expected) -> Iterator[
     ctx.progress(0.0, "asking which server it is")
     endpoint = Endpoint(settings, memory=ctx.memory)
     examiner = Examiner(ctx, endpoint, expected)
-    if not any(map(examiner.wanted, every_case(settings))):
+    if not any(wanted(ctx, case) for case in every_case(settings)):
         raise NoCase(ctx.cases, every_case(settings))
     stopped = None
     try:
@@ -91,14 +91,14 @@ def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> I
 
 def _round(ctx: Context, examiner: Examiner, api: str, rotated: tuple[Question, ...], *, quick: bool) -> Iterator[Fact]:
     asked = rotated[:QUICK] if quick else rotated
-    if any(map(examiner.wanted, (f"{api}/alone", f"{api}/again"))):
+    if any(wanted(ctx, f"{api}/{kind}") for kind in ("alone", "again")):
         for number, question in enumerate(asked):
             ctx.progress(number / len(asked) / 2, f"{api}, prompt {question.number}, alone")
             examiner.alone(api, question)
             yield from examiner.accused(api)
     loads = (LOADS[ctx.seed % len(LOADS)],) if quick and not ctx.cases else LOADS
     for load_ in loads:
-        if examiner.wanted(f"{api}/{load_}-at-once"):
+        if wanted(ctx, f"{api}/{load_}-at-once"):
             ctx.progress(0.75, f"{api}, {load_} at once")
             examiner.together(api, rotated[:load_])
             yield from examiner.accused(api)

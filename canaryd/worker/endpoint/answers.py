@@ -61,7 +61,7 @@ class Answer:
     @property
     def values(self) -> tuple[float | None, ...]:
         """Return the log probability per position, None where it is none; empty where nothing was scored."""
-        return tuple(_finite(position.value) for position in self.positions) if self.scored else ()
+        return tuple(finite(position.value) for position in self.positions) if self.scored else ()
 
     @property
     def margins(self) -> tuple[float | None, ...]:
@@ -78,7 +78,7 @@ class Answer:
         if not self.scored:
             return 0
         kept = self.positions[1:] if self.forced else self.positions
-        return sum(_finite(value) is None for p in kept for value in (p.value, *(value for _, value in p.top)))
+        return sum(finite(value) is None for p in kept for value in (p.value, *(value for _, value in p.top)))
 
     @property
     def digest(self) -> str:
@@ -228,7 +228,7 @@ def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tup
 def _best(position: Position) -> Position:
     """Return the position with the token of greedy decoding: the best, among equals the one with the lowest id."""
     known = [
-        (-value, int(token), token) for token, value in position.top if value is not None and _finite(value) is not None
+        (-value, int(token), token) for token, value in position.top if value is not None and finite(value) is not None
     ]
     if not known:
         return position
@@ -273,13 +273,14 @@ def _few(top: Iterable[tuple[str, float | None]]) -> tuple[tuple[str, float | No
 
 def _together(top: tuple[tuple[str, float | None], ...]) -> float:
     """Return the sum of the probabilities of different tokens, each at most what `ABOVE_ZERO` admits."""
-    return sum(math.exp(value) for value in {t: _finite(raw) for t, raw in top}.values() if value is not None)
+    return sum(math.exp(value) for value in {t: finite(raw) for t, raw in top}.values() if value is not None)
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """Return a log probability; None for NaN, an infinity or what servers write for minus infinity."""
     return value if value is not None and math.isfinite(value) and value > MINUS_INFINITY else None
 
 
 def _margin(top: tuple[tuple[str, float | None], ...]) -> float | None:
-    known = sorted((value for _, raw in top if (value := _finite(raw)) is not None), reverse=True)
+    known = sorted((value for _, raw in top if (value := finite(raw)) is not None), reverse=True)
     return known[0] - known[1] if len(top) >= TOP and len(known) > 1 else None

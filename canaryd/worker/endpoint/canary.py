@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from canaryd.facts import Recording, printable
-from canaryd.probe import Skip
+from canaryd.probe import Context, Skip
 from canaryd.worker.endpoint.answers import Answer, parse
 from canaryd.worker.endpoint.client import QUOTED, Client, Refused, first_choice
 from canaryd.worker.endpoint.dialects import DIALECTS, Dialect, digest, listed, recognise
@@ -275,6 +275,11 @@ def _fields_sent(body: Mapping[str, Any]) -> str:
     """Return the fields of a request as text, without the prompt and with "(new)" for a salt."""
     fields = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
     return " ".join(f"{k}={'(new)' if k == 'cache_salt' else json.dumps(v)}" for k, v in fields.items())
+
+
+def wanted(ctx: Context, case: str) -> bool:
+    """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
+    return not ctx.cases or any(case == want or case.startswith(f"{want}/") for want in ctx.cases)
 
 
 def new_salt() -> str:

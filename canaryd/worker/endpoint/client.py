@@ -91,24 +91,29 @@ class Client:
         keep(self.key)
         try:
             parts = urlsplit(self.url)
-            self.host, port = parts.hostname or "", parts.port
+            host, port = parts.hostname or "", parts.port
         except ValueError:
             raise Skip('url: not an address, wanted e.g. "http://127.0.0.1:8000/v1"') from None
         if parts.username is not None or parts.query or parts.fragment:  # not repeated: it may be a password
             raise Skip("url: remove the user, query or fragment; put a key into key_file")
-        if parts.scheme not in ("http", "https") or not self.host or not self.url.isascii() or " " in self.url:
+        if parts.scheme not in ("http", "https") or not host or not self.url.isascii() or " " in self.url:
             raise Skip(f'url: got {self.url!r}, wanted e.g. "http://127.0.0.1:8000/v1"')
-        self.port = port or (443 if parts.scheme == "https" else 80)
-        self.tls = None
+        tls = None
         if parts.scheme == "https":
             try:
-                self.tls = ssl.create_default_context(cafile=self.ca_file or None)
+                tls = ssl.create_default_context(cafile=self.ca_file or None)
             except (OSError, ValueError) as error:  # an unreadable file, or one without a certificate
                 reason = getattr(error, "strerror", None) or error
                 raise Skip(f"ca_file: {self.ca_file}: cannot read certificates: {reason}") from None
         self._prefix = parts.path.rstrip("/")
         self._root = self._prefix.removesuffix("/v1")
-        self.origin = f"{parts.scheme}://{parts.netloc}"
+        self._site = Site(
+            origin=f"{parts.scheme}://{parts.netloc}",
+            address=(host, port or (443 if parts.scheme == "https" else 80)),
+            tls=tls,
+            key=self.key,
+            timeout=self.timeout,
+        )
 
     def get(self, path: str) -> Reply:
         """Request a path below the server's root, e.g. "/version", which may be missing or forbidden.
@@ -131,9 +136,9 @@ class Client:
 
         Raises `Refused` where the server does not stream, `Skip` where the stream is cut off or is not JSON.
         """
-        where = f"POST {self.origin}{self._prefix}{path}"
+        where = f"POST {self._site.origin}{self._prefix}{path}"
         begun = time.monotonic()
-        with closing(self._exchange("POST", self._prefix + path, body, begun + self.timeout)) as answer:
+        with closing(Exchange(self._site, "POST", self._prefix + path, body, begun + self.timeout)) as answer:
             if answer.status >= 400 or "text/event-stream" not in answer.header("Content-Type"):
                 text = b"".join(answer.parts()).decode(errors="replace")
                 words = _words(documents.read(text)[0], text, body) if answer.status >= 400 else "no stream of events"
@@ -160,17 +165,12 @@ class Client:
         if not finished:
             raise Skip(f"{where}: the stream broke off after {count} events, before the server marked its end")
 
-    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Exchange:
-        address = (self.host, self.port)
-        site = Site(origin=self.origin, address=address, tls=self.tls, key=self.key, timeout=self.timeout)
-        return Exchange(site, method, path, body, end)
-
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
-        where, end = f"{method} {self.origin}{path}", time.monotonic() + self.timeout
+        where, end = f"{method} {self._site.origin}{path}", time.monotonic() + self.timeout
         for attempt in range(1, ATTEMPTS + 1):
             wait = 0.5 * 2 ** (attempt - 1)
             try:
-                with closing(self._exchange(method, path, body, end)) as answer:
+                with closing(Exchange(self._site, method, path, body, end)) as answer:
                     text = b"".join(answer.parts()).decode(errors="replace")
                     status, server, after = answer.status, answer.header("Server"), answer.header("Retry-After")
                     location = answer.header("Location")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from canaryd.facts import ENDPOINT_SERVER, TRIALS, Comparison, Evidence, Exactness, Span
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint import excuses
-from canaryd.worker.endpoint.canary import Endpoint, new_salt
+from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused
 from canaryd.worker.endpoint.drills import another_word
 from canaryd.worker.endpoint.marking import Marked, Sort, hexadecimal, mark
@@ -38,10 +38,6 @@ class Examiner:
         self._again: dict[tuple[str, int], list[Marked]] = {}
         self._drilled = not ctx.drill
         self._strained: dict[str, str] = {}
-
-    def wanted(self, case: str) -> bool:
-        """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
-        return not self.ctx.cases or any(case == want or case.startswith(f"{want}/") for want in self.ctx.cases)
 
     def alone(self, api: str, question: Question) -> None:
         """Ask one question while no other of ours is asked, and the same again, so that the prefix cache is hit."""
@@ -94,7 +90,7 @@ class Examiner:
             yield Skipped(case=case, reason=reason)
         for api in self.endpoint.settings.apis:
             reason = self._excuse(api)
-            if api in self.refused and self.wanted(api):
+            if api in self.refused and wanted(self.ctx, api):
                 yield Skipped(case=api, reason=self.refused[api])
             told = len(self._seen.get(api, ())) - sum(map(len, self._of(api).values()))
             trials += told
@@ -126,7 +122,7 @@ class Examiner:
         return mark(self.expected, question, answer)
 
     def _keep(self, case: str, marked: Marked) -> None:
-        if self.wanted(case):
+        if wanted(self.ctx, case):
             self._marked.setdefault(case, []).append(marked)
             self._seen.setdefault(case.partition("/")[0], []).append(marked)
 
@@ -179,6 +175,7 @@ class Examiner:
 
     def _evidence(self, api: str, wrong: Sequence[Marked], marked: Sequence[Marked]) -> Evidence:
         faults = [(m.question.number, f) for m in wrong for f in m.faults]
+        numbers = [m.question.number for m in wrong]
         again = self._repeats(api, wrong[0].question)
         repeated = [m for m in again if not m.right]
         return Evidence(
@@ -188,7 +185,7 @@ class Examiner:
             bits={},
             zeroed=0,
             nonfinite=sum(f.sort not in (Sort.WORD, Sort.CHOICE) and not abs(f.got) < 1e30 for _, f in faults),
-            lines={"prompt": _span([m.question.number for m in wrong])},
+            lines={"prompt": Span(first=min(numbers), last=max(numbers), distinct=len(set(numbers)))},
             pattern=self._pattern(wrong[0]),
             repeats=len(again),
             repeats_wrong=len(repeated),
@@ -220,7 +217,3 @@ class Examiner:
             mine = self._seen.get(api, [])
             if mine and not any(m.scored for m in mine):
                 yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
-
-
-def _span(numbers: Sequence[int]) -> Span:
-    return Span(first=min(numbers), last=max(numbers), distinct=len(set(numbers)))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from canaryd.worker.endpoint.answers import MINUS_INFINITY, Answer, Position
+from canaryd.worker.endpoint.answers import Answer, Position, finite
 from canaryd.worker.exact_canary.expected import COST, MOST_SAID, RIGHT, Expected, Question, tokens_of
 
 FORMATS = (8, 11, 24)
@@ -168,7 +168,7 @@ class _Scores:
         positions = self.answer.positions if self.answer.scored else ()
         # Where there are more tokens than words, nobody could say which belongs to which.
         self.positions: tuple[Position, ...] = positions if len(positions) == self.words else ()
-        given = [v for p in self.positions for v in (p.value, *(value for _, value in p.top)) if _is_value(v)]
+        given = [v for p in self.positions for v in (p.value, *(value for _, value in p.top)) if finite(v) is not None]
         self.printing = printing([v for v in given if v is not None]) if given else Printing(FORMATS[-1], 0.0)
         self.neighbours = self.expected.program.place_bits + self.expected.program.value_bits
         # After the choice: the chosen word is certain and nothing else is possible. That says nothing of the logits.
@@ -179,15 +179,15 @@ class _Scores:
         if at >= len(self.positions) or self.certain:
             return []
         position = self.positions[at]
-        candidates = {_token(self.expected, token): value for token, value in position.top if _is_value(value)}
-        impossible = sum(not _is_value(value) for _, value in position.top)
+        candidates = {_token(self.expected, token): value for token, value in position.top if finite(value) is not None}
+        impossible = sum(finite(value) is None for _, value in position.top)
         own = candidates.get(wanted)
         if own is None and _token(self.expected, position.token) == wanted:
             own = position.value
         if own is None and not candidates:
             return []  # only the chosen word has a value, and it is another word
         self.looked.add(at)
-        if own is None or not _is_value(own):
+        if own is None or finite(own) is None:
             return [Fault(Sort.CHANCE, at, chance, -math.inf if own is None else own)]
         found = []
         if abs(own - chance) > self._slack():
@@ -222,10 +222,6 @@ class _Scores:
         a unit of float32 for each addition to a sum below 2.
         """
         return self.printing.unit(RIGHT) + self.expected.shape.vocabulary * 2.0**-24
-
-
-def _is_value(value: float | None) -> bool:
-    return value is not None and math.isfinite(value) and value > MINUS_INFINITY
 
 
 def hexadecimal(fault: Fault) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from canaryd.facts import ENDPOINT_SERVER, reading_key
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
-from canaryd.worker.endpoint.canary import Endpoint, new_salt
+from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused
 from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.drills import injected
@@ -54,10 +54,6 @@ class Recorder:
         """Whether the run must end: its time is used up, or it has recorded as much as one run may."""
         return self.ctx.left <= 0 or self._positions >= MOST_POSITIONS
 
-    def wanted(self, case: str) -> bool:
-        """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
-        return not self.ctx.cases or any(case == want or case.startswith(f"{want}/") for want in self.ctx.cases)
-
     def alone(self, item: Item) -> Iterator[Fact]:
         """Ask one item while no other request of ours runs."""
         if item in self.refused:
@@ -67,7 +63,7 @@ class Recorder:
             answers = self._exchange(item)
         except Refused as refused:
             self.refused[item] = str(refused)
-            yield from (Skipped(case=name, reason=str(refused)) for name in names(item) if self.wanted(name))
+            yield from (Skipped(case=name, reason=str(refused)) for name in names(item) if wanted(self.ctx, name))
             return
         after = self.endpoint.running()
         known = before is not None and after is not None
@@ -148,7 +144,7 @@ class Recorder:
     def _facts(self, item: Item, answers: list[Answer], condition: str) -> Iterator[Fact]:
         self.answers[item] = answers[0]
         for name, given in zip(names(item), answers, strict=True):
-            if self.wanted(name):
+            if wanted(self.ctx, name):
                 answer = injected(given, self.ctx.drill) if self.ctx.drill else given
                 self.recorded += 1
                 self._positions += len(answer.positions)

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -36,13 +37,13 @@ def test_a_server_that_comes_up_is_waited_for():
     """A refused connection has changed nothing and is tried again."""
     with served(recorded("vllm")) as server:
         late = Client(url=server.url)
-        address = late.port
+        there = late._site
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            late.port = taken.getsockname()[1]
+            late._site = replace(there, address=taken.getsockname())
 
             def arrive(_: float) -> None:
-                late.port = address
+                late._site = there
 
             late.sleep = arrive
             assert late.api("/models").json() == models("tiny", owner="vllm")
