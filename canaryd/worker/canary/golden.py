@@ -313,18 +313,17 @@ class Bench:
         again: list[Seen] = []
         if any(s.wrong for s in seen):  # fresh uploads tell a hit of the memory from a unit that errs
             again = [self._infer(task, self._upload(task.dtype))[0] for _ in range(numeric_verify.FRESH_UPLOADS)]
-        for suffix, exactness, evidences, repeated in (
-            ("", Exactness.MARGIN, [s.tokens for s in seen], [s.tokens for s in again]),
-            ("/logits", Exactness.MARGIN, [s.logits for s in seen], [s.logits for s in again]),
+        place = self.session.place_of(self._place(task))
+        for suffix, evidences, repeated in (
+            ("", [s.tokens for s in seen], [s.tokens for s in again]),
+            ("/logits", [s.logits for s in seen], [s.logits for s in again]),
         ):
-            if numeric_cases.chosen(self.session.ctx, task.name + suffix):
-                found = next((e for e in evidences if e), None)
-                if found:
-                    count = sum(1 for e in repeated if e)
-                    found = replace(found, repeats=len(again), repeats_wrong=count)
-                wrong = sum(1 for e in evidences if e)
-                place = self.session.place_of(self._place(task))
-                comparison = self._comparison(task.name + suffix, exactness, place, len(seen), wrong, found)
+            case = task.name + suffix
+            if numeric_cases.chosen(ctx, case):
+                wrong = [e for e in evidences if e]
+                count = sum(1 for e in repeated if e)
+                found = replace(wrong[0], repeats=len(again), repeats_wrong=count) if wrong else None
+                comparison = self._comparison(case, Exactness.MARGIN, place, len(seen), len(wrong), found)
                 yield replace(comparison, digest=seen[0].digest) if suffix else comparison
         if numeric_cases.chosen(ctx, f"{task.name}/logits"):
             recordings = [r for _, r in answers]

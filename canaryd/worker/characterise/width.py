@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from canaryd.facts import Claim, Seen
-from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
+from canaryd.worker.characterise.bench import BLIND, SEED, Bench
 from canaryd.worker.characterise.exactness import switches_of
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.integers import below, permutation
@@ -57,11 +57,8 @@ def operands(source: Format, target: Format, n: int, small: int, K: int) -> tupl
     b = torch.empty((COLUMNS, K), dtype=torch.float64)
     b[:, order[:half]] = 2.0 ** (big - a_big)
     b[:, order[half:]] = 2.0 ** (unit - a_small)
-    return a.to(torch.float32 if source.bits <= 24 else a.dtype).to(source.dtype), _columns(b, source), 2.0**unit
-
-
-def _columns(b: Any, source: Format) -> Any:
-    return b.to(torch.float32 if source.bits <= 24 else b.dtype).to(source.dtype).t()
+    work = torch.float32 if source.bits <= 24 else torch.float64
+    return a.to(work).to(source.dtype), b.to(work).to(source.dtype).t(), 2.0**unit
 
 
 def measure(source: Format, target: Format, multiply_: Multiply) -> dict[str, float | int | str]:
@@ -113,8 +110,7 @@ def in_software(made: tuple[Any, ...]) -> Any:
 def widths(bench: Bench) -> None:
     """Measure every pair of formats, strict and with each switch; what the goldens assume must be there."""
     found = measure(FORMATS["float16"], FORMATS["float16"], in_software)
-    blind = bench.drill == "blind"
-    seen = Seen.WRONG if found["kept_bits"] == SOFTWARE and not blind else Seen.RIGHT
+    seen = Seen.WRONG if found["kept_bits"] == SOFTWARE and bench.drill != BLIND else Seen.RIGHT
     text = f"an accumulator of {SOFTWARE} bits, made in software, must measure {SOFTWARE}, not 24"
     bench.add("float16 in software", Claim.CONTROL, seen, text, values=found)
     with bench.runtime.strict(bench.device):
@@ -128,18 +124,19 @@ def _pair(bench: Bench, source: str, target: str) -> None:
         bench.add(name, Claim.STRICT, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
         return
     _one(bench, name, source, target, Claim.STRICT)
-    if bench.seen[-1].seen is not Seen.REFUSED:
-        for switch in switches_of(source):
-            if bench.device.backend not in switch.backends:
-                reason = f"not offered here: it is for {', '.join(switch.backends)}"
-                bench.add(f"{name}/switch {switch.name}", Claim.OPEN, Seen.NOT_OFFERED, reason)
-                continue
-            try:
-                with switch.turn_on():
-                    _one(bench, f"{name}/switch {switch.name}", source, target, Claim.OPEN, fast=switch.fast)
-            except AttributeError as error:
-                reason = f"not offered here: {error}"
-                bench.add(f"{name}/switch {switch.name}", Claim.OPEN, Seen.NOT_OFFERED, reason)
+    if bench.seen[-1].seen is Seen.REFUSED:
+        return
+    for switch in switches_of(source):
+        label = f"{name}/switch {switch.name}"
+        if bench.device.backend not in switch.backends:
+            reason = f"not offered here: it is for {', '.join(switch.backends)}"
+            bench.add(label, Claim.OPEN, Seen.NOT_OFFERED, reason)
+            continue
+        try:
+            with switch.turn_on():
+                _one(bench, label, source, target, Claim.OPEN, fast=switch.fast)
+        except AttributeError as error:
+            bench.add(label, Claim.OPEN, Seen.NOT_OFFERED, f"not offered here: {error}")
 
 
 def _one(bench: Bench, name: str, source: str, target: str, claim: Claim, *, fast: bool = False) -> None:
@@ -156,8 +153,6 @@ def _one(bench: Bench, name: str, source: str, target: str, claim: Claim, *, fas
             FORMATS[target],
             lambda made: runtime.download(compute(runtime.upload(made, bench.device), None)),
         )
-    except DeviceFailed:
-        raise
     except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
         bench.note_error(name, claim, caught)
         return

@@ -110,7 +110,7 @@ class Session:
         return Ran(
             dtype=inference.form,
             path=inference.path,
-            kernel=label(inference),
+            kernel=inference.label,
             values=found.values,
             loose=found.loose,
             wrong=found.wrong,
@@ -171,11 +171,6 @@ def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
     return found + [Inference(form, path, 1, EAGER, count, EXPERTS) for form, path in product(forms, PATHS)]
 
 
-def label(inference: Inference) -> str:
-    """Return an inference's attention, and whether its model has experts."""
-    return inference.kernel + ("-experts" if inference.shape.experts else "")
-
-
 def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progress) -> Iterator[Ran | Refused]:
     """Run all inferences of these formats; yield what each gave."""
     known: dict[tuple[Shape, bool], Truth] = {}
@@ -185,7 +180,7 @@ def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progres
     for number, inference in enumerate(todo):
         form, key = inference.form, (inference.shape, inference.anchored)
         progress(number / len(todo), inference.name.partition("@")[0])
-        if (form, label(inference)) in refused:
+        if (form, inference.label) in refused:
             continue
         if key not in known:
             known[key] = truth(seed, inference.steps, anchored=inference.anchored, shape=inference.shape)
@@ -197,8 +192,8 @@ def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progres
         except Exception as error:
             if not is_refusal(error):
                 raise
-            refused.add((form, label(inference)))
-            yield Refused(dtype=form, kernel=label(inference), reason=why_refused(session.device, error))
+            refused.add((form, inference.label))
+            yield Refused(dtype=form, kernel=inference.label, reason=why_refused(session.device, error))
         else:
             yield found
 

@@ -51,10 +51,14 @@ class Inference:
         return self.kernel != "math"
 
     @property
+    def label(self) -> str:
+        """Its attention, and whether its model has experts."""
+        return self.kernel + ("-experts" if self.shape.experts else "")
+
+    @property
     def name(self) -> str:
         """The case's name."""
-        family = "-experts" if self.shape.experts else ""
-        return f"{self.form}/{self.path}/b{self.rows}/{self.kernel}{family}@{self.steps}"
+        return f"{self.form}/{self.path}/b{self.rows}/{self.label}@{self.steps}"
 
 
 def case(device: Device, inference: Inference, seed: int) -> Case:
