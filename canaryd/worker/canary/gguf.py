@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
 from typing import Any
 
-from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.numeric.tensors import bytes_of, torch
 
 FORMATS = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32)}
 """Formats of a matrix: its `ggml_type`, and the `llama_ftype` of a file of such matrices."""
@@ -42,11 +41,11 @@ def write_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) 
     head, parts, at = [], [], 0
     for name, tensor in weights.items():
         vector = tensor.dim() == 1
-        whole = tensor.detach().to(torch.float32 if vector else getattr(torch, form)).contiguous()
+        whole = tensor.detach().to(torch.float32 if vector else getattr(torch, form))
         sizes = struct.pack(f"<I{whole.dim()}Q", whole.dim(), *reversed(whole.shape))
         kind = FORMATS["float32" if vector else form][0]
         head.append(_string(ggml_name(name)) + sizes + struct.pack("<IQ", kind, at))
-        parts.append(ctypes.string_at(whole.data_ptr(), whole.nbytes))
+        parts.append(bytes_of(whole))
         parts.append(bytes(-whole.nbytes % _ALIGNMENT))
         at += len(parts[-2]) + len(parts[-1])
     start = b"GGUF" + struct.pack("<IQQ", 3, len(head), len(facts))

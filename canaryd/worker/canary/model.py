@@ -7,7 +7,6 @@ All of the model's arithmetic is here; docs/canaries.md explains its purpose.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from canaryd.facts import printable
-from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.numeric.tensors import bytes_of, torch
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Formats that the model runs in, widest first."""
@@ -220,8 +219,7 @@ def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     parts, at = [], 0
     for name, tensor in tensors.items():
-        whole = tensor.detach().contiguous()
-        parts.append(ctypes.string_at(whole.data_ptr(), whole.nbytes))  # needs no numpy; tolist takes 20 times as long
+        parts.append(bytes_of(tensor.detach()))
         end = at + len(parts[-1])
         header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import math
 import statistics
@@ -37,6 +36,7 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
+    bytes_of,
     form_of,
     host_same_bits,
     on_core,
@@ -324,7 +324,7 @@ def fingerprint(*tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+        found.update(bytes_of(tensor))
     return found.hexdigest()[:16]
 
 

@@ -6,7 +6,6 @@ left out. docs/dossier.md describes the files.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import attention, indexing
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import Problem, Product, build, build_int8
-from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, on_core, visible_cores
+from canaryd.worker.numeric.tensors import FORMATS, bits, bytes_of, need_torch, on_core, visible_cores
 from canaryd.worker.units.tiles import Tiles
 
 Progress = Callable[[float, str], None]
@@ -272,13 +271,13 @@ def npy(tensor: Any) -> bytes:
     """Return a tensor as the bytes of a .npy file, version 1.0, in C order (NumPy Enhancement Proposal 1)."""
     if sys.byteorder != "little":
         raise Skip("this host stores numbers with the highest byte first, and the files are written the other way")
-    whole = tensor.detach().cpu().contiguous()
+    whole = tensor.detach().cpu()
     kind = DESCRIPTIONS[str(whole.dtype).removeprefix("torch.")]
     shape = f"({', '.join(map(str, whole.shape))}{',' * (whole.dim() == 1)})"
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
     text += " " * (-(len(text) + 11) % 64) + "\n"
     head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin-1")
-    return head + ctypes.string_at(whole.data_ptr(), whole.nbytes)
+    return head + bytes_of(whole)
 
 
 def script(

@@ -6,7 +6,6 @@ docs/pack.md describes the files. Every expected result must have the digest tha
 from __future__ import annotations
 
 import base64
-import ctypes
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.reproducer import exhibit
-from canaryd.worker.numeric.tensors import need_torch
+from canaryd.worker.numeric.tensors import bytes_of, need_torch
 from canaryd.worker.numeric.verify import FIXED_SEED
 from canaryd.worker.pack import graph, wasm
 
@@ -144,10 +143,8 @@ def _case(out: Path, name: str, problem: Problem, shipped: str) -> dict[str, Any
 
 
 def _array(out: Path, name: str, tensor: Any) -> dict[str, Any]:
-    whole = tensor.contiguous()
-    data = ctypes.string_at(whole.data_ptr(), whole.nbytes)
-    form = str(whole.dtype).removeprefix("torch.")
-    return {**_file(out, name, data), "dtype": form, "shape": list(whole.shape)}
+    form = str(tensor.dtype).removeprefix("torch.")
+    return {**_file(out, name, bytes_of(tensor)), "dtype": form, "shape": list(tensor.shape)}
 
 
 def _file(out: Path, name: str, data: bytes) -> dict[str, Any]:

@@ -8,7 +8,6 @@ changes one returns a new array.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import platform
@@ -20,7 +19,7 @@ from typing import Any
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
-from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
+from canaryd.worker.numeric.tensors import bytes_of, flat_bits, torch, visible_cores
 from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported
 
 jax: Any = None
@@ -156,11 +155,10 @@ class Jax(Runtime):
 
     def _array(self, tensor: Any) -> Array:
         turned = not tensor.is_contiguous()
-        stored = (tensor.transpose(-1, -2) if turned else tensor).contiguous()
+        stored = tensor.transpose(-1, -2) if turned else tensor
         name = str(stored.dtype).removeprefix("torch.")
-        raw = ctypes.string_at(stored.data_ptr(), stored.nbytes)
         # By NumPy, which JAX needs anyway: JAX would compile a program for each new shape.
-        held = np.frombuffer(raw, dtype=jnp.dtype(name)).reshape(tuple(stored.shape))
+        held = np.frombuffer(bytes_of(stored), dtype=jnp.dtype(name)).reshape(tuple(stored.shape))
         return Array(jax.device_put(held, self._device, may_alias=False).block_until_ready(), turned)
 
 

@@ -7,7 +7,6 @@ integer products, and results of another format than the operands'.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 import sys
@@ -18,7 +17,7 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import stack as host
-from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
+from canaryd.worker.numeric.tensors import bytes_of, flat_bits, torch, visible_cores
 from canaryd.worker.runtime.interface import Cache, Change, Operation, Packing, Runtime, Unsupported
 
 mx: Any = None
@@ -249,9 +248,7 @@ def _array(tensor: Any) -> Any:
         raise Unsupported(f"MLX has no {str(tensor.dtype).removeprefix('torch.')}")
     if not tensor.numel():
         return mx.zeros(tuple(tensor.shape), dtype=dtype)
-    stored = stored.contiguous()
-    raw = memoryview(ctypes.string_at(stored.data_ptr(), stored.nbytes))
-    array = mx.view(mx.array(raw), dtype).reshape(tuple(stored.shape))
+    array = mx.view(mx.array(memoryview(bytes_of(stored))), dtype).reshape(tuple(stored.shape))
     array = array if tensor.is_contiguous() else mx.swapaxes(array, -1, -2)
     mx.eval(array)
     return array

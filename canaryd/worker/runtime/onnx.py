@@ -8,7 +8,6 @@ processor, silently. So every session must prove where its nodes ran; a result w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
-from canaryd.worker.numeric.tensors import flat_bits, host_same_bits, torch, visible_cores
+from canaryd.worker.numeric.tensors import bytes_of, flat_bits, host_same_bits, torch, visible_cores
 from canaryd.worker.runtime.interface import Change, Elsewhere, Operation, Runtime, Unsupported
 
 onnx: Any = None
@@ -282,9 +281,7 @@ def _node(number: int, node: Node) -> Any:
 
 def initializer(name: str, tensor: Any) -> Any:
     """Return a tensor as a constant of a graph."""
-    tensor = tensor.contiguous()
-    raw = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-    return onnx.helper.make_tensor(name, kind(tensor.dtype), list(tensor.shape), raw, raw=True)
+    return onnx.helper.make_tensor(name, kind(tensor.dtype), list(tensor.shape), bytes_of(tensor), raw=True)
 
 
 def _graph(operation: Operation, operands: tuple[Any, ...], unit: str) -> Graph:

@@ -8,7 +8,6 @@ representable, and neither a rounding mode, subnormals, infinities, NaN nor the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import struct
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
-from canaryd.worker.numeric.tensors import bits, flat_bits, torch, visible_cores
+from canaryd.worker.numeric.tensors import bits, bytes_of, flat_bits, torch, visible_cores
 from canaryd.worker.runtime import wgsl
 from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported
 
@@ -330,8 +329,8 @@ def _device(adapter: Any, unit: str, index: int) -> Device:
 
 def _raw(tensor: Any) -> bytes:
     """Return a tensor's bytes as they lie in memory, padded to whole words."""
-    stored = (tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)).contiguous()
-    return ctypes.string_at(stored.data_ptr(), stored.nbytes) + bytes(-stored.nbytes % 4)
+    stored = tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)
+    return bytes_of(stored) + bytes(-tensor.nbytes % 4)
 
 
 def _refuse_content(tensor: Any) -> None:
