@@ -63,9 +63,4 @@ def processor(device: Device) -> Processor:
 def every_kind(ctx: Context) -> list[Tiles]:
     """Return the tiles of a run."""
     kinds = [kind for kind in KINDS[ctx.device.backend] if ctx.level != "quick" or ctx.cases or kind[1] in QUICK]
-    return [_tiles(ctx, *kind) for kind in kinds]
-
-
-def _tiles(ctx: Context, source: str, content: str, path: str) -> Tiles:
-    kept = accumulator(ctx.device, source).bits
-    return Tiles(source, content, path, kept, ROUNDS[ctx.level], *SIZES)
+    return [Tiles(*kind, accumulator(ctx.device, kind[0]).bits, ROUNDS[ctx.level], *SIZES) for kind in kinds]

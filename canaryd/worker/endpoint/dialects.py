@@ -106,7 +106,8 @@ class Dialect:
         """Return how many requests the server serves or queues now; None if unknown."""
         if self.slots and isinstance(slots := get(self.slots).data, list):
             return sum(bool(slot.get("is_processing")) for slot in slots if isinstance(slot, dict))
-        return _sum(get("/metrics").text, self.metrics) if self.metrics else None
+        samples = _samples(get("/metrics").text, self.metrics) if self.metrics else []
+        return int(min(sum(samples), MOST_REQUESTS)) if samples else None
 
     def start(self, get: Get) -> float | None:
         """Return when the server started, in seconds since the epoch; None if unknown."""
@@ -311,13 +312,8 @@ def text_of(data: Any, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _sum(exposition: str, names: tuple[str, ...]) -> int | None:
-    """Return the sum of a Prometheus page's samples of these names; None where it has none of them."""
-    samples = _samples(exposition, names)
-    return int(min(sum(samples), MOST_REQUESTS)) if samples else None
-
-
 def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
+    """Return a Prometheus page's samples of these names."""
     number = r"[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?"
     found = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +({number})(?![^\s])", exposition, re.MULTILINE)
     return [value for value in map(float, found) if math.isfinite(value)]

@@ -151,8 +151,10 @@ class Exchange:
             raise Skip(
                 f"{self._where}: no connection within {wait:g} s: wrong address, a firewall, or a silent name server"
             ) from None
+        except socket.gaierror as error:
+            raise Skip(f"{self._where}: unknown host name: {error.strerror}") from None
         except OSError as error:
-            raise Skip(f"{self._where}: {_unreachable(error)}") from None
+            raise Skip(f"{self._where}: cannot be reached: {error.strerror or error}") from None
         if site.tls is None:
             return raw
         wait = max(0.001, min(CONNECT, end - time.monotonic()))
@@ -219,12 +221,6 @@ def _resolved(address: tuple[str, int], end: float) -> list[Any]:
     if isinstance(answer, OSError):
         raise answer
     return answer
-
-
-def _unreachable(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return f"unknown host name: {error.strerror}"
-    return f"cannot be reached: {error.strerror or error}"
 
 
 def _untrusted(error: OSError) -> str:

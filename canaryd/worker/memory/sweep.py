@@ -24,6 +24,7 @@ from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.memory import cells, faults, pages
 from canaryd.worker.memory.buffers import BufferSlice, Scratch
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, WORD, Expected, Slice, own_numbers, scratch_for
+from canaryd.worker.numeric.cases import selects
 from canaryd.worker.numeric.characterised import is_settled
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.integers import stream
@@ -188,7 +189,7 @@ def _asked_for(ctx: Context) -> list[tuple[str, str]]:
     """
     names = [(f"int64/{name}/sweep", name) for name in PATTERNS]
     wanted = [case.partition("@")[0] for case in ctx.cases]
-    asked = [(c, n) for c, n in names if not wanted or any(w in ("*", c) or c.startswith(f"{w}/") for w in wanted)]
+    asked = [(c, n) for c, n in names if not wanted or any(selects(w, c) for w in wanted)]
     if not asked:
         raise NoCase(ctx.cases, (case for case, _ in names))
     # Where a budget ends early, another run begins with another pattern. A drill's fault shows in the first.

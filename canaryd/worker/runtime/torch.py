@@ -223,18 +223,14 @@ class Torch(Runtime):
         door.let_go()
 
 
-def _numbers(raw: Any) -> Any:
-    """Return the numbers of a batch's matrices, where these lie."""
-    return door.torch.arange(raw.shape[0], device=raw.device)
-
-
 def _taken(operation: Operation, pool: Any, index: Any, out: Any) -> Any:
     """Take rows or columns of a pool as raw bits: torch indexes no FP8."""
     raw = bits(pool)
     kept = None if out is None else bits(out.mT if operation.turned else out)
     if operation.name == "rows":
         if raw.dim() > 2:  # each matrix of a batch has a pool of its own
-            raw, index = raw.flatten(0, 1), index + raw.shape[1] * _numbers(raw).view(-1, 1)
+            numbers = door.torch.arange(raw.shape[0], device=raw.device).view(-1, 1)
+            raw, index = raw.flatten(0, 1), index + raw.shape[1] * numbers
         flat = None if kept is None else kept.flatten(0, -2)
         taken = door.torch.index_select(raw, 0, index.flatten(), out=flat).view(*index.shape, -1)
     else:  # on a CPU four times faster than index_select along columns
