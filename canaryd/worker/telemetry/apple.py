@@ -96,6 +96,10 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
     yield Absent(name="ecc_errors_total", reason="macOS gives no memory error counts")
 
 
+def close() -> None:
+    """Do nothing: no handle stays open between two reads."""
+
+
 def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
     if unknown := sorted(set(settings) - set(COMMANDS)):
         raise ValueError(f"{unknown[0]}: not a setting of apple_telemetry; it has {', '.join(sorted(COMMANDS))}")

@@ -83,6 +83,10 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     return []
 
 
+def close() -> None:
+    """Do nothing: no file stays open."""
+
+
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what the machine says about itself now; raise `Unavailable` for a device that is not its processors."""
     if device.backend != "cpu":

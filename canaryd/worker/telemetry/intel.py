@@ -75,6 +75,10 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
     yield Absent(name="ecc_errors_total", reason="the xe and i915 drivers give no memory error counts in sysfs")
 
 
+def close() -> None:
+    """Do nothing: no handle stays open between two reads."""
+
+
 def _root(settings: Mapping[str, Any]) -> Path:
     if unknown := sorted(set(settings) - {"sysfs"}):
         raise ValueError(f"{unknown[0]}: not a setting of intel_telemetry; it has sysfs")

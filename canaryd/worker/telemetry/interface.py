@@ -1,6 +1,6 @@
 """The interface of the vendors' modules, and the inventory that uses them.
 
-A module is `canaryd.worker.telemetry.<name>` with `devices` and `read`. Only it imports its vendor's library,
+A module is `canaryd.worker.telemetry.<name>` with `devices`, `read` and `close`. Only it imports its vendor's library,
 and only when one of these is called. A new vendor also needs a probe, `probes/<name>_telemetry.py`, and its backend in
 `canaryd.engine.inventory.BACKEND_OF_MODULE`.
 """
@@ -39,9 +39,8 @@ class NotHere(Unavailable):
 class Vendor(Protocol):
     """What each module offers. `settings` is the probe's own section of the configuration.
 
-    Three more functions are optional: `close()` releases every handle, and the library where that is possible;
-    `facts(settings)` returns facts of the machine rather than of one device, and `problems()` one sentence for each
-    thing that the last `devices` could not identify.
+    Two more functions are optional: `facts(settings)` returns facts of the machine rather than of one device, and
+    `problems()` one sentence for each thing that the last `devices` could not identify.
     """
 
     def devices(self, settings: Mapping[str, Any]) -> list[Device]:
@@ -50,6 +49,10 @@ class Vendor(Protocol):
 
     def read(self, device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
         """Yield the device's readings; raise `Unavailable` where library or driver cannot be used."""
+        ...
+
+    def close(self) -> None:
+        """Release every handle, and the library where that is possible."""
         ...
 
 
@@ -72,7 +75,7 @@ def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dic
             devices = [*devices, *on_the_bus(path_setting(settings, "sysfs", "/sys"))]
         return devices, facts, getattr(vendor, "problems", list)()
     finally:
-        getattr(vendor, "close", lambda: None)()
+        vendor.close()
 
 
 def on_the_bus(sysfs: Path) -> list[Device]:

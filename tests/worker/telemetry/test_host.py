@@ -98,6 +98,7 @@ def test_a_wrong_setting_is_refused(tmp_path):
     with pytest.raises(ValueError, match="sysfs_root: not a setting of host_telemetry; it has sysfs, proc, rasdaemon"):
         host.facts({"sysfs_root": "/sys"})
     assert host.devices(settings(tmp_path)) == []
+    host.close()
 
 
 def test_another_device_is_refused():
