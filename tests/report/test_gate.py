@@ -307,11 +307,13 @@ def test_a_disk_that_hangs_does_not_hang_the_answer(state, acting):
     assert answer.out == "unknown: the database did not answer within 5 s [unknown: exit 3, not fail]\n"
 
 
-FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-"""A test's own threads wait and hold nothing that the reader takes; the command itself has one thread."""
+THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+JAX = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+"""Threads of a test, or of JAX that another test imported, hold nothing that the reader takes; the command has none."""
 
 
-@FORKS
+@THREADS
+@JAX
 def test_silence_is_a_failure_where_unknown_was_named(state):
     """Whatever it was that could not be known."""
     state.mkdir()
@@ -323,7 +325,8 @@ def test_silence_is_a_failure_where_unknown_was_named(state):
     assert children() == before
 
 
-@FORKS
+@THREADS
+@JAX
 def test_a_reader_that_fails_is_unknown():
     """Whatever happens to it: an exception, or death."""
 

@@ -367,15 +367,16 @@ def served(tmp_path_factory):
         yield daemon, ("--config", config, "--state-dir", state), machine
 
 
-def settled(options: tuple[object, ...]) -> dict[str, Any]:
-    """Return the status once every device but a broken one has its evidence, and the operator's word was heard."""
+def settled(options: tuple[object, ...], broken: str) -> dict[str, Any]:
+    """Return the status once the device `broken` is faulty, the others have evidence, and the operator was heard."""
 
     def ask() -> dict[str, Any] | None:
         document = canaryd("status", "--json", *options).document
         states = {d["device"]: d for d in document["devices"]}
         rules = {f["rule"] for d in states.values() for f in d["findings"]}
         runs = sum(at is not None for d in states.values() for at in d["evidence"].values())
-        return document if {"acknowledged", "exact-mismatch"} <= rules and runs >= 5 else None
+        told = states[broken]["state"] == "faulty" and {"acknowledged", "exact-mismatch"} <= rules
+        return document if told and runs >= 5 else None
 
     return eventually(ask)
 
@@ -383,7 +384,7 @@ def settled(options: tuple[object, ...]) -> dict[str, Any]:
 def test_a_browser_sees_what_the_command_says(served, tmp_path):
     """The facts of `canaryd status --json` are in the document that chromium made of the daemon's page."""
     daemon, options, machine = served
-    document = settled(options)
+    document = settled(options, machine.uuids[1])
     faulty = next(d for d in document["devices"] if d["device"] == machine.uuids[1])
     assert (faulty["state"], faulty["cause"]) == ("faulty", "hardware")
 
