@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
+from canaryd.supervisor.environment import STRICT
 from tests.command import (
     ROOT,
     RUN_ID,
@@ -349,7 +350,7 @@ HEAP = 64 << 20
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")
 def test_threads_share_one_heap(tmp_path, state, monkeypatch):
-    """Heaps of single threads never shrink: with the unit's environment there are none. Workers do not inherit it."""
+    """Heaps of single threads never shrink: with the unit's environment there are none. Workers have their own."""
     unit = (ROOT / "systemd/canaryd.service").read_text()
     given = dict(re.findall(r"^Environment=(MALLOC_\w+)=(.+)$", unit, re.MULTILINE))
     assert given == {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
@@ -359,7 +360,9 @@ def test_threads_share_one_heap(tmp_path, state, monkeypatch):
     config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log), "seconds": 5.0}}})
     with running(Daemon(config, state)) as daemon:
         (worker,) = eventually(lambda: begun(log))
-        assert b"MALLOC_" not in Path(f"/proc/{worker}/environ").read_bytes()
+        environment = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+        own = {f"{name}={value}".encode() for name, value in STRICT.items() if name.startswith("MALLOC_")}
+        assert {line for line in environment if line.startswith(b"MALLOC_")} == own
         assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{daemon.popen.pid}/environ").read_bytes()
         eventually(lambda: daemon.get("/readyz")[0] in (200, 503))
         lines = Path(f"/proc/{daemon.popen.pid}/maps").read_text().splitlines()

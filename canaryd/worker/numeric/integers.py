@@ -18,10 +18,11 @@ _CHUNK = 1 << 20
 
 
 def _mix(z: Any) -> Any:
-    # torch shifts int64 arithmetically: the mask makes the shift a logical one.
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
+    # torch shifts int64 arithmetically: the mask makes the shift a logical one. What is new here is changed in place:
+    # new memory for every step would take longer than the arithmetic.
+    z = (z >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(z).mul_(_MIX1)
+    z = (z >> 27).bitwise_and_((1 << 37) - 1).bitwise_xor_(z).mul_(_MIX2)
+    return (z >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(z)
 
 
 def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:
@@ -43,8 +44,9 @@ def below(seed: int, name: str, shape: tuple[int, ...], limit: int) -> Any:
 def signed(seed: int, name: str, shape: tuple[int, ...], low: int, high: int) -> Any:
     """Return int64 values whose magnitude is uniform on low … high (low ≥ 1) and whose sign is random."""
     raw = stream(seed, name, shape)
-    magnitude = low + (raw >> 1) % (high - low + 1)
-    return torch.where((raw & 1) == 0, magnitude, -magnitude)
+    magnitude = (raw >> 1).remainder_(high - low + 1).add_(low)
+    minus = (raw & 1).neg_()  # 0 or -1; (m ^ -1) + 1 is -m
+    return magnitude.bitwise_xor_(minus).sub_(minus)
 
 
 def permutation(seed: int, name: str, n: int) -> Any:
@@ -57,10 +59,10 @@ def bit_length(values: Any) -> Any:
     magnitude = values.abs()
     length = torch.zeros_like(magnitude)
     for step in (32, 16, 8, 4, 2, 1):
-        above = magnitude >= (1 << step)
-        length = length + above.to(torch.int64) * step
-        magnitude = torch.where(above, magnitude >> step, magnitude)
-    return length + (magnitude > 0).to(torch.int64)
+        shift = (magnitude >> step).clamp_(max=1).mul_(step)
+        length += shift
+        magnitude >>= shift
+    return length.add_(magnitude)
 
 
 def longest(values: Any) -> int:

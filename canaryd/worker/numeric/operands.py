@@ -323,11 +323,13 @@ def make_pools(product: Product, seed: int) -> Problem:
     P, Q = product.of_pools.M, product.of_pools.N
     pools = CONTENTS[product.content](product, seed, P, Q)
     answer = pools.a @ pools.b
-    bound = Bound(int((pools.a.abs() @ pools.b.abs()).max()), 1 << product.accumulator)
+    # The second way: float64 holds these integers and their sums exactly, and runs on another unit of the processor.
+    real_a, real_b = pools.a.to(torch.float64), pools.b.to(torch.float64)
+    witness = (real_a @ real_b).to(torch.int64)
+    # Exact as well: no bound is above 2**53, and what reaches that stays there when it is rounded.
+    bound = Bound(int((real_a.abs() @ real_b.abs()).max()), 1 << product.accumulator)
     if bool((answer == 0).any()):
         raise Inexact(f"{product}: an answer is zero")
-    # The second way: float64 holds these integers and their sums exactly, and runs on another unit of the processor.
-    witness = (pools.a.to(torch.float64) @ pools.b.to(torch.float64)).to(torch.int64)
     rounded = round_significand(answer, product.target.bits)
     exactness = Exactness.UNIVERSAL if significant_bits(answer) <= product.target.bits else Exactness.ROUNDED
     top = max(longest(rounded), bound.magnitude.bit_length())
@@ -336,10 +338,10 @@ def make_pools(product: Product, seed: int) -> Problem:
     work = torch.float64 if product.source.bits > 24 else torch.float32
     two = torch.tensor(2.0, dtype=torch.float64)
     row, column = ((two**e).to(work) for e in (rows.view(P, 1), columns.view(1, Q)))
-    a = (pools.a.to(torch.float64) * two**along).to(work) * row
-    b = (pools.b.T.to(torch.float64) * two**-along).to(work) * column.T
+    a = (real_a * two**along).to(work) * row
+    b = (real_b.T * two**-along).to(work) * column.T
     made = Problem(
-        operands=(a.to(product.source.dtype), b.to(product.source.dtype)),
+        operands=(a.to(product.source.dtype), b.to(product.source.dtype).contiguous()),
         golden=(rounded.to(work) * row * column).to(product.target.dtype),
         exactness=exactness,
         bound=bound,

@@ -53,9 +53,11 @@ def test_streams_do_not_depend_on_their_shape_and_differ_by_name_and_seed():
 @given(low=st.integers(1, 1 << 40), span=st.integers(0, 1 << 40), seed=st.integers(0, 1 << 40))
 @settings(max_examples=60)
 def test_signed_stays_in_its_range_without_zero(low, span, seed):
-    """Magnitudes lie on low … high, so zero never occurs."""
+    """Magnitudes lie on low … high, so zero never occurs; the lowest bit of the stream is the sign."""
     values = integers.signed(seed, "x", (64,), low, low + span).tolist()
     assert all(low <= abs(v) <= low + span for v in values)
+    raw = splitmix(seeds.derive(seed, "x"), 64)
+    assert values == [(low + (r >> 1) % (span + 1)) * (-1 if r & 1 else 1) for r in raw]
 
 
 def test_signed_and_below_reach_their_ends_and_both_signs():
