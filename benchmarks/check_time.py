@@ -162,7 +162,7 @@ def _rates(checks: list[Checked]) -> list[str]:
     shares = [c.device for c in checks if c.device is not None]
     return [
         f"{median([c.products for c in checks]):.1f} s",
-        f"{100 * median(shares):.0f} %" if shares else "not told",
+        f"{100 * median(shares):.1f} %" if shares else "not told",
         f"{1e-9 * median([c.operations for c in checks]):.1f}",
         f"{1e-9 * median([c.float32 for c in checks]):.1f}",
         f"{1e-9 * median([c.operations / c.products for c in checks]):.1f}",

@@ -341,12 +341,23 @@ def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any,
 
     def aside() -> Any:
         os.sched_setaffinity(0, {second})
-        torch.set_num_threads(1)  # OpenMP's of this thread; MKL has one number for all, which is 1 until both are done
         return work()
 
-    with on_core(first), concurrent.futures.ThreadPoolExecutor(1) as other:
-        twin = other.submit(aside)
-        return work(), twin.result()
+    with on_core(first):
+        twin = _other_thread().submit(aside)
+        try:
+            return work(), twin.result()
+        finally:
+            concurrent.futures.wait([twin])
+
+
+@functools.lru_cache(maxsize=1)
+def _other_thread() -> concurrent.futures.ThreadPoolExecutor:
+    """Return the one thread for work on a second core: a new one each time would begin with new memory.
+
+    It sets OpenMP's number of threads for itself; MKL has one number for all, which is 1 while `on_two_cores` works.
+    """
+    return concurrent.futures.ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def synchronize(device: Device) -> None:
