@@ -355,9 +355,14 @@ def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any,
 def _other_thread() -> concurrent.futures.ThreadPoolExecutor:
     """Return the one thread for work on a second core: a new one each time would begin with new memory.
 
-    It sets OpenMP's number of threads for itself; MKL has one number for all, which is 1 while `on_two_cores` works.
+    OpenMP's number of threads is its own; MKL has one number for all, which is 1 while `on_two_cores` works.
     """
-    return concurrent.futures.ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+
+    def alone() -> None:
+        torch.get_num_threads()  # the first of such calls in a thread gives it the number that another thread set last
+        torch.set_num_threads(1)
+
+    return concurrent.futures.ThreadPoolExecutor(1, initializer=alone)
 
 
 def synchronize(device: Device) -> None:

@@ -350,6 +350,19 @@ def test_two_cores_work_at_the_same_time():
 
 
 @TWO_CORES
+def test_the_second_core_works_alone_whatever_else_is_set():
+    """Its thread is kept: what another thread sets at the wrong moment must not give it more than its core for good."""
+    cores, threads = tensors.visible_cores(), torch.get_num_threads()
+    tensors._other_thread.cache_clear()
+    try:
+        tensors.on_two_cores(cores[0], cores[1], lambda: None)
+        torch.set_num_threads(2)
+        assert tensors._other_thread().submit(torch.get_num_threads).result() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+@TWO_CORES
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_either_core_raises_is_raised(which):
     """A problem that cannot be built is one on whichever core it is found."""
