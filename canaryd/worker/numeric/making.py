@@ -137,9 +137,10 @@ def make_twice(session: Session, case: Case, seed: int, core: int | None, shippe
     else:
         text = "this host computed operands and golden twice and got two results"
         doubt(Doubt.MADE_TWICE, session.place_of_makers(first, second), text, twin.golden)
-    maker = Place(unit="core", numbers=(first,)) if can_pin() else Place(unit="thread")
-    if not problem.witnessed:
-        doubt(Doubt.ARITHMETIC, maker, "integer and float64 arithmetic of this host disagree on the golden")
+    maker, other = (Place(unit="core", numbers=(n,)) if can_pin() else Place(unit="thread") for n in (first, second))
+    if not (problem.witnessed and twin.witnessed):
+        place = other if problem.witnessed else maker
+        doubt(Doubt.ARITHMETIC, place, "integer and float64 arithmetic of this host disagree on the golden")
     if shipped and case.fixed and (made := digest(problem.golden)) != shipped:
         text = f"the golden has digest {made}; the one shipped with canaryd has {shipped}"
         doubt(Doubt.DIGEST, maker, text, made=made)

@@ -441,6 +441,21 @@ def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
     assert not comparisons(facts)
 
 
+@TWO_CORES
+@pytest.mark.parametrize("which", [0, 1])
+def test_arithmetic_that_disagrees_on_either_core_names_it(monkeypatch, which):
+    """Also on the second one, whose golden is only compared: its integers may be right and its float64 wrong."""
+    makers, honest = tensors.visible_cores()[:2], small()
+    monkeypatch.setattr(Session, "makers", lambda *_: makers)
+
+    def build(seed):
+        return replace(honest.build(seed), witnessed=tensors.visible_cores() != (makers[which],))
+
+    facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
+    assert [str(d.place) for d in comparisons(facts, Subject.HOST)] == [f"core {makers[which]}"]
+    assert not comparisons(facts)
+
+
 @pytest.mark.parametrize("lie", [True, False])
 def test_a_comparator_that_lies_is_found_out(monkeypatch, lie):
     """The host compares the first result itself: a device that sees equality in a wrong result, or the reverse."""
