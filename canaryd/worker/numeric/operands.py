@@ -323,16 +323,12 @@ def make_pools(product: Product, seed: int) -> Problem:
     P, Q = product.of_pools.M, product.of_pools.N
     pools = CONTENTS[product.content](product, seed, P, Q)
     answer = pools.a @ pools.b
+    bound = Bound(int((pools.a.abs() @ pools.b.abs()).max()), 1 << product.accumulator)
+    if bool((answer == 0).any()):
+        raise Inexact(f"{product}: an answer is zero")
     # The second way: float64 holds these integers and their sums exactly, and runs on another unit of the processor.
     real_a, real_b = pools.a.to(torch.float64), pools.b.to(torch.float64)
     witness = (real_a @ real_b).to(torch.int64)
-    # Exact as well: no limit is above 2**53, and what reaches that stays there when it is rounded.
-    limit = 1 << product.accumulator
-    reach = float((real_a.abs() @ real_b.abs()).max())
-    sound = reach < limit  # if not, integers decide whether the problem is wrong, or this host: NaN is its error too
-    bound = Bound(int(reach) if sound else int((pools.a.abs() @ pools.b.abs()).max()), limit)
-    if bool((answer == 0).any()):
-        raise Inexact(f"{product}: an answer is zero")
     rounded = round_significand(answer, product.target.bits)
     exactness = Exactness.UNIVERSAL if significant_bits(answer) <= product.target.bits else Exactness.ROUNDED
     top = max(longest(rounded), bound.magnitude.bit_length())
@@ -350,7 +346,7 @@ def make_pools(product: Product, seed: int) -> Problem:
         bound=bound,
         shape=product.shape,
         operations=2 * product.elements * product.K,
-        witnessed=sound and bool((witness == answer).all()),
+        witnessed=bool((witness == answer).all()),
     )
     _check_range(made, product)
     return made
