@@ -27,6 +27,7 @@ from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
 SPEC = ProbeSpec(
     name="exact_attention",
     summary="attention with one right answer, through every kernel",
+    version=2,
     budget={"quick": 1.0, "standard": 20.0, "deep": 120.0},
     runtimes=("torch", "mlx", "onnx", "jax"),  # WGSL leaves the error of exp open: WebGPU has no one right answer
     every_instruction_set=True,

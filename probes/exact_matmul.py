@@ -30,13 +30,14 @@ from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
 SPEC = ProbeSpec(
     name="exact_matmul",
     summary="matrix products with one right answer, in every format",
+    version=2,
     runtimes=("*",),
     budget={"quick": 3.0, "standard": 30.0, "deep": 240.0},
     every_instruction_set=True,
     order=10,
 )
 
-KINDS = ("square", "prefill", "batched", "decode", "long")  # those that share pools stand together
+KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share pools stand together
 SCALED_KINDS = ("square", "prefill", "decode", "long")
 """Of FP8, whose kernels take no batch."""
 FIXED = (96, 80, 256)
@@ -67,10 +68,8 @@ def _is_asked(ctx: Context, label: str) -> bool:
 
 def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
     """Let a device multiply each wanted format once; add to `speeds` those that it can, to `refused` why not."""
-    for source, target in format_pairs(device):
+    for source, target in (pair for pair in format_pairs(device) if wanted(label_of(*pair))):
         label = label_of(source, target)
-        if not wanted(label):
-            continue
         if why := unsupported(device, source, target):
             refused.append(why)
             yield Skipped(case=label, reason=why)

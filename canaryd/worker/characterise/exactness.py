@@ -18,7 +18,7 @@ from canaryd.model import RUNTIMES, Device
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.numeric import attention
 from canaryd.worker.numeric.cases import refusal
-from canaryd.worker.numeric.characterised import accumulator
+from canaryd.worker.numeric.characterised import room_of
 from canaryd.worker.numeric.operands import CONTENTS, Product, build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, label_of, multiply
 from canaryd.worker.numeric.seeds import derive
@@ -107,8 +107,8 @@ def switches_of(source: str) -> list[Switch]:
 def product_of(device: Device, source: str, target: str, content: str, layout: str, shape: tuple[int, ...]) -> Product:
     """Return a product with the room that the goldens of this device assume."""
     M, N, K, batch = shape
-    bits = accumulator(device, source).bits
-    return Product(content, FORMATS[source], FORMATS[target], bits, M, N, K, batch, layout)
+    room = room_of(device, source, target, batched=batch > 0)
+    return Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
 
 
 def products(source: str, target: str, bench: Bench) -> None:

@@ -10,6 +10,8 @@ scale or the order of summation, so their exponential is exactly 1 (a kernel tha
 give exactly 1 for a nonzero maximum). Kernels for 16-bit formats may approximate even exp(0) (torch's on CPUs is off by
 5e-5): numerator and denominator then carry the same factor, and rounding to 11 or 8 bits restores the answer as long as
 the approximation errs by less than 2**-12. That is an assumption about rounding, so 16-bit attention is of class R.
+Kernels that share the keys out (FlashAttention, where rows and heads leave SMs idle) weigh each part by the logarithm
+of its sum, and those factors err by up to 2**-20: the mean of a uniform row is at least 1/66 of its largest value.
 
 The others are at most -gap: below -104 the exponential is under half the smallest float32 subnormal, for float64 under
 2**-53 of any value here. Rescaling by online softmax multiplies what came before the winner by that same zero. The sum
@@ -245,7 +247,8 @@ def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
     start = torch.searchsorted(member.gather(-1, order).contiguous(), member.contiguous())
     place = (rank - start).unsqueeze(-1)  # 0 … size - 1 within the group
     before = order.gather(-1, (rank - 1).clamp(min=0)).unsqueeze(-1).expand_as(values)
-    odd = 2 * signed(seed, "s", tuple(values.shape), 1, (1 << (p - 3)) - 1) + 1
+    # Never narrower: a small mean would show the rounding of kernels that share the keys out.
+    odd = 2 * signed(seed, "s", tuple(values.shape), 1 << (p - 4), (1 << (p - 3)) - 1) + 1
     small = signed(seed, "w", tuple(values.shape), 1, (1 << (p - 1)) - 1)
     values = torch.where(place == size - 2, small, values)
     previous = values.gather(2, before)

@@ -11,7 +11,7 @@ from typing import Any
 from canaryd.facts import beginning
 from canaryd.model import Device
 from canaryd.probe import Context, NoCase, Skip
-from canaryd.worker.numeric.characterised import accumulator, is_characterised
+from canaryd.worker.numeric.characterised import is_characterised, room_of
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import POOLS, Problem, Product, build
 from canaryd.worker.numeric.products import computing, label_of
@@ -126,11 +126,11 @@ def product_case(
 ) -> Case:
     """Return one float product as a case; `sizes` are M, N, K and batch (0 for none); kind "fixed" has a fixed seed."""
     M, N, K, batch = sizes
-    room = accumulator(device, source)
+    room = room_of(device, source, target, batched=batch > 0)
     fresh = kind != "fixed"
-    sides = (FORMATS[source], FORMATS[target], room.bits, M, N, K, batch)
+    sides = (FORMATS[source], FORMATS[target], room, M, N, K, batch)
     product = Product(content, *sides, layout, POOLS.get(kind, 0))
-    where = kind if fresh else f"fixed{room.bits}"
+    where = kind if fresh else f"fixed{room}"
     name = f"{label_of(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
     known = is_characterised(device, source, rounds_nothing=content == "permute")
     return Case(

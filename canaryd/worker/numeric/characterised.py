@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from canaryd.model import TORCH, Device
 from canaryd.worker.numeric.stack import capability
-from canaryd.worker.numeric.tensors import overrides
+from canaryd.worker.numeric.tensors import FORMATS, overrides
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,19 @@ def accumulator(device: Device, source: str) -> Accumulator:
         return Accumulator(24 - margin, False, "float32 partial sums, reduced-precision reduction off")
     narrow = {"float32": 24, "float16": 11, "bfloat16": 8}
     return Accumulator(narrow.get(source, 8), False, "undocumented: the narrowest possible format")
+
+
+def room_of(device: Device, source: str, target: str, *, batched: bool) -> int:
+    """Return the significant bits that every partial sum of a product must fit.
+
+    cuBLAS may share a long sum among blocks and add their parts in the result's format. torch forbids that for products
+    of two 16-bit matrices only, not for batches and scaled products (aten/src/ATen/cuda/CUDABlas.cpp: `bgemm_internal`
+    sets no math mode, `scaled_gemm` no reduction scheme). cuBLASLt does so on an L40 (NVIDIA/TransformerEngine, pull
+    request 3440).
+    """
+    bits = accumulator(device, source).bits
+    shared = batched if source in ("bfloat16", "float16") else source.startswith("float8")
+    return min(bits, FORMATS[target].bits) if shared and device.backend == "cuda" else bits
 
 
 def is_x86(device: Device) -> bool:

@@ -129,6 +129,8 @@ MESSAGES = (
     Message(_REFUSED, r"No (valid )?execution plans",
             "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
             "cuda", "NVIDIA/cudnn-frontend, plans.h"),
+    Message(_REFUSED, r"could not find valid hipblaslt solution", "could not find valid hipblaslt solution", "rocm",
+            "pytorch, aten/src/ATen/cuda/CUDABlas.cpp, scaled_gemm"),
     Message(_REFUSED, r"no kernel image is available|error: invalid device function",
             "CUDA error: no kernel image is available for execution on the device", "cuda rocm", _RUNTIME),
     Message(_REFUSED, r"kernel image is invalid|unsupported toolchain",

@@ -19,8 +19,8 @@ from canaryd.facts import Exactness
 from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import attention, indexing
-from canaryd.worker.numeric.characterised import accumulator
-from canaryd.worker.numeric.operands import Problem, Product, build, build_int8
+from canaryd.worker.numeric.characterised import accumulator, room_of
+from canaryd.worker.numeric.operands import POOLS, Problem, Product, build, build_int8
 from canaryd.worker.numeric.tensors import FORMATS, bits, bytes_of, need_torch, on_core, visible_cores
 from canaryd.worker.units.tiles import Tiles
 
@@ -213,8 +213,8 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
     target = target or source
     batch, M, N, K = [0] * (4 - len(sizes)) + sizes
     fixed = re.fullmatch(r"fixed(\d+)", kind)
-    room = int(fixed[1]) if fixed else accumulator(device, source).bits
-    product = Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
+    room = int(fixed[1]) if fixed else room_of(device, source, target, batched=batch > 0)
+    product = Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout, POOLS.get(kind, 0))
     output = f"torch.{FORMATS[target].dtype}".replace("torch.torch.", "torch.")
     if source.startswith("float8"):
         one = "torch.ones((), device=a.device)"

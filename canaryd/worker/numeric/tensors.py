@@ -285,6 +285,20 @@ def allowing(attribute: str) -> Iterator[None]:
         setattr(matmul, attribute, before)
 
 
+@contextlib.contextmanager
+def in_any_order() -> Iterator[None]:
+    """Let torch add and scatter in any order: held to one, CUDA's sorts where serving uses atomics.
+
+    Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu, index_add_cuda_impl; TensorAdvancedIndexing.cpp, scatter.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Placement: which core of a CPU does the work.
 

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canaryd.worker.numeric.indexing import OPERATIONS, build
-from canaryd.worker.numeric.tensors import host_same_bits
+from canaryd.worker.numeric.tensors import host_same_bits, strict_switches
+from canaryd.worker.runtime.interface import Operation, named
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -56,3 +57,21 @@ def test_modulo_covers_negative_numbers_and_the_modulus_one():
     assert bool((values > 0).any())
     assert int(by.min()) >= 1
     assert int(values.abs().max()) > 1 << 61
+
+
+def test_integers_meet_the_kernels_that_serve(monkeypatch):
+    """Held to deterministic algorithms, CUDA's torch sorts where it uses atomics otherwise; integers need no order."""
+    held = []
+    builder, compute = OPERATIONS["index_add"]
+
+    def seen(*operands):
+        held.append(torch.are_deterministic_algorithms_enabled())
+        return compute(*operands)
+
+    monkeypatch.setitem(OPERATIONS, "index_add", (builder, seen))
+    problem = build("index_add", 256, 5)
+    with strict_switches():
+        result = named("torch").run(Operation("index_add"), problem.operands, None)
+        assert torch.are_deterministic_algorithms_enabled()
+    assert host_same_bits(result, problem.golden)
+    assert held == [False]

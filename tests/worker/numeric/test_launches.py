@@ -19,15 +19,15 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def asked(monkeypatch):
-    """A profiler that names the kernel that a call returns, on a machine with one CUDA device; what it was asked."""
+    """A profiler that names the kernel that a call appends, on a machine with one CUDA device; what it was asked."""
     stand_in(monkeypatch, torch)
     seen = []
 
     @contextlib.contextmanager
     def profile(activities):
-        found = []
+        found, begun = [], len(seen)
         yield SimpleNamespace(events=lambda: found)
-        found += [SimpleNamespace(name=seen[-1], device_type="DeviceType.CUDA")] if seen[-1] else []
+        found += [SimpleNamespace(name=name, device_type="DeviceType.CUDA") for name in seen[begun:] if name]
 
     monkeypatch.setattr(torch.profiler, "profile", profile)
     return seen
@@ -45,10 +45,10 @@ def test_each_case_is_asked_once_per_stack(monkeypatch, tmp_path, asked):
     for case, kernel in (("gemm", "sm90_xmma"), ("softmax", "vectorised"), ("gemm", "sm90_xmma")):
         first.ask(case, partial(asked.append, kernel))
     first.keep()
-    assert asked == ["sm90_xmma", "vectorised"]
+    assert asked == ["sm90_xmma", "sm90_xmma", "vectorised", "vectorised"]
     second = worker(monkeypatch, tmp_path)
     second.ask("gemm", partial(asked.append, "other"))
-    assert (len(asked), second.known) == (2, first.known)
+    assert (len(asked), second.known) == (4, first.known)
     assert second.known["gemm"].endswith(" sm90_xmma")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1")
     third = worker(monkeypatch, tmp_path)
@@ -62,13 +62,21 @@ def test_what_could_not_be_learnt_is_asked_again(monkeypatch, tmp_path, asked):
     for _ in range(2):
         first.ask("gemm", partial(asked.append, ""))
     first.keep()
-    assert (len(asked), first.unnamed) == (1, "torch's profiler lists no kernel of the call")
+    assert (len(asked), first.unnamed) == (2, "torch's profiler lists no kernel of the call")
     (file,) = tmp_path.iterdir()
     for content in (file.read_text(), "{", '{"stack": 1}'):
         file.write_text(content)
         again = worker(monkeypatch, tmp_path)
         again.ask("gemm", partial(asked.append, "sm90_xmma"))
         assert again.known["gemm"].endswith(" sm90_xmma")
+
+
+def test_a_profiler_that_loses_kernels_names_none(monkeypatch, tmp_path, asked):
+    """CUPTI of CUDA 12.6 to 13.0 loses the first of a session: half a list would make two equal GPUs differ."""
+    first = worker(monkeypatch, tmp_path)
+    listed = iter(("", "sm90_xmma"))
+    first.ask("gemm", lambda: asked.append(next(listed)))
+    assert (first.known["gemm"], first.unnamed) == ("", "torch's profiler lost kernels of the call")
 
 
 def test_without_a_directory_a_process_asks_once(monkeypatch, asked):
@@ -79,7 +87,7 @@ def test_without_a_directory_a_process_asks_once(monkeypatch, asked):
         found = Launches(Session(context))
         found.ask("gemm", partial(asked.append, "sm90_xmma"))
         found.keep()
-    assert asked == ["sm90_xmma"]
+    assert asked == ["sm90_xmma"] * 2
 
 
 def test_a_processor_is_not_asked(monkeypatch, tmp_path):

@@ -242,6 +242,20 @@ def test_tensor_cores_that_nobody_measured_get_a_margin(capability, kept):
     assert characterised.accumulator(device, "float32").bits == 24
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "batch", "kept"),
+    [
+        ("bfloat16", "bfloat16", 0, 24), ("bfloat16", "bfloat16", 4, 8), ("float16", "float16", 4, 11),
+        ("bfloat16", "float32", 4, 24), ("float32", "float32", 4, 24), ("float8_e4m3fn", "bfloat16", 0, 8),
+        ("float8_e4m3fn", "float32", 0, 13),
+    ],
+)  # fmt: skip
+def test_sums_fit_the_result_where_torch_lets_cublas_share_them_out_in_its_format(source, target, batch, kept):
+    """The switches against it hold for products of two 16-bit matrices, not for batches and scaled products."""
+    case = numeric_cases.product_case(HOPPER, source, target, "dense", "batched", "nt", (64, 64, 128, batch))
+    assert case.product.accumulator == kept
+
+
 def test_what_overrides_switches_is_removed_from_workers():
     """Only `worker.env`, which is set last, can bring it back."""
     assert set(OVERRIDES) <= set(SCRUBBED)

@@ -16,7 +16,8 @@ from canaryd.codec import to_json
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import indexing, reproducer, stack
-from canaryd.worker.numeric.tensors import same_bits
+from canaryd.worker.numeric.cases import product_case
+from canaryd.worker.numeric.tensors import host_same_bits, same_bits
 
 torch = pytest.importorskip("torch", reason="torch is not installed in this interpreter")
 pytestmark = pytest.mark.torch
@@ -286,6 +287,19 @@ def test_a_large_case_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(reproducer, "LARGEST", 1000)
     with pytest.raises(Skip, match="more than the 1,000"):
         laid_out(tmp_path, "exact_matmul", PRODUCT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("square", (96, 96, 96, 0)), ("decode", (4, 192, 96, 0)), ("long", (96, 96, 480, 0)), ("batched", (9, 9, 96, 4))],
+)
+def test_the_operands_are_those_that_failed(kind, sizes):
+    """Products of one kind share pools, which may have more rows than the product: the files hold the same draw."""
+    case = product_case(CPU, "bfloat16", "bfloat16", "dense", kind, "nt", sizes)
+    made = reproducer.exhibit("exact_matmul", case.name, 7, CPU).problem
+    right = case.build(7)
+    for one, other in zip((*made.operands, made.golden), (*right.operands, right.golden), strict=True):
+        assert host_same_bits(one, other)
 
 
 def test_tensor_float_products_ask_for_their_unit():
