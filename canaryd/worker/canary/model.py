@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -215,17 +215,23 @@ class BadFile(ValueError):
 
 def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a safetensors file that holds host tensors and texts."""
+    return b"".join(parts_of_safetensors(tensors, metadata))
+
+
+def parts_of_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """Yield such a file's header, then the bytes of one tensor after the other: a large file never stands in memory."""
     codes = {getattr(torch, name): code for code, name in _SAFETENSORS.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    parts, at = [], 0
+    at = 0
     for name, tensor in tensors.items():
-        parts.append(bytes_of(tensor.detach()))
-        end = at + len(parts[-1])
+        end = at + tensor.nbytes
         header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(parts)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield bytes_of(tensor.detach())
 
 
 def read_safetensors(data: bytes, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str, Any], dict[str, str]]:

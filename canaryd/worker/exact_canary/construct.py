@@ -14,6 +14,7 @@ from canaryd.worker.exact_canary.layout import Layout, lay_out, ports
 from canaryd.worker.exact_canary.matrix import Digits, Matrix, full
 from canaryd.worker.exact_canary.shape import Plan, Shape, plan
 from canaryd.worker.numeric.integers import permutation
+from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
 
 READ = 16
@@ -24,7 +25,7 @@ TOP = 20
 
 @dataclass(frozen=True)
 class Model:
-    """A constructed model: sizes, program, codes, and the weights in float32 (every format holds them)."""
+    """A constructed model: sizes, program, codes, and the weights in bfloat16, the narrowest of the formats."""
 
     shape: Shape
     program: Plan
@@ -58,15 +59,14 @@ class Maker:
     def model(self) -> Model:
         """Build every weight."""
         d = self.shape.hidden
-        weights = {"model.embed_tokens.weight": self._embedding()}
+        weights = _narrow({"model.embed_tokens.weight": self._embedding()})
         for i in range(self.shape.layers):
             name, seed = f"model.layers.{i}", self.seed * 1000 + i
-            weights |= {f"{name}.{part}": w for part, w in self.attention.weights(i, seed).items()}
-            weights |= {f"{name}.{part}": w for part, w in self.mlp.weights(i, seed).items()}
+            for block in (self.attention, self.mlp):
+                weights |= _narrow({f"{name}.{part}": w for part, w in block.weights(i, seed).items()})
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                weights[f"{name}.{norm}.weight"] = torch.ones(d)
-        weights["model.norm.weight"] = torch.ones(d)
-        weights["lm_head.weight"] = self._head()
+                weights |= _narrow({f"{name}.{norm}.weight": torch.ones(d)})
+        weights |= _narrow({"model.norm.weight": torch.ones(d), "lm_head.weight": self._head()})
         return Model(self.shape, self.program, self.seed, self._statics(), weights)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -146,6 +146,15 @@ class Maker:
         dims = [self.at_a.members[names[i % len(names)]][i % 2] for i in range(len(rest))]
         for row, w, dim in zip(rest, sizes, dims, strict=True):
             head.add(row, (dim, w / self.at_a.gains[dim]))
+
+
+def _narrow(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights in bfloat16; raises `Inexact` where one has more bits."""
+    narrow = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        if not torch.equal(narrow[name].to(torch.float32), weight):
+            raise Inexact(f"{name}: a weight is none of bfloat16")
+    return narrow
 
 
 def _signs(numbers: Any, count: int) -> Any:

@@ -7,12 +7,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary.model import write_safetensors
+from canaryd.worker.canary.model import parts_of_safetensors
 from canaryd.worker.exact_canary import golden, quantised
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word
@@ -22,7 +22,7 @@ from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.quantised import FORMS, Stored
 from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
 from canaryd.worker.numeric.operands import Inexact
-from canaryd.worker.numeric.tensors import need_torch, torch
+from canaryd.worker.numeric.tensors import need_torch
 
 PROMPTS = 8
 """Prompts whose answers are written beside the checkpoint: as many as are asked at once (ours)."""
@@ -170,7 +170,7 @@ def export(
             "seed": model.seed,
             "anchored": model.program.anchored,
             "quantization": form if few else "",
-            "weights": hashlib.sha256(weights).hexdigest(),
+            "weights": weights,
             "prompts": proved,
         }
         _write(fresh / FILE, expected)
@@ -180,18 +180,15 @@ def export(
             shutil.rmtree(fresh)
 
 
-def _write_gguf(model: Model, directory: Path, form: str) -> bytes:
-    data = gguf(model, config(model), TEMPLATE, form)
-    (directory / GGUF).write_bytes(data)
-    return data
+def _write_gguf(model: Model, directory: Path, form: str) -> str:
+    """Write the file; return its SHA-256."""
+    return _write_parts(directory / GGUF, [gguf(model, config(model), TEMPLATE, form)])
 
 
-def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored], form: str) -> bytes:
-    tensors = {name: weight.to(torch.bfloat16) for name, weight in model.weights.items()}
-    if few:
-        tensors = quantised.tensors(model.weights, few, form)
-    weights = write_safetensors(tensors, {"format": "pt"})
-    (directory / WEIGHTS).write_bytes(weights)
+def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored], form: str) -> str:
+    """Write the files; return the SHA-256 of the weights."""
+    tensors = quantised.tensors(model.weights, few, form) if few else model.weights
+    digest = _write_parts(directory / WEIGHTS, parts_of_safetensors(tensors, {"format": "pt"}))
     documents = {
         "config": config(model) | (quantised.settings(form) if few else {}),
         "generation_config": {"do_sample": False},
@@ -206,7 +203,17 @@ def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored]
     }
     for name, document in documents.items():
         _write(directory / f"{name}.json", document)
-    return weights
+    return digest
+
+
+def _write_parts(path: Path, parts: Iterable[bytes]) -> str:
+    """Write a file part by part; return its SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
 
 
 def _write(path: Path, document: Any) -> None:

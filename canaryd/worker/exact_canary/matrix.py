@@ -121,7 +121,7 @@ class Matrix:
         weight = torch.zeros((here, len(gains)), dtype=torch.float32)
         weight[:, first] = (at_first * size).to(torch.float32)
         weight[:, second] = (at_second * size).to(torch.float32)
-        return weight[torch.arange(self.rows) % here].clone()
+        return weight[torch.arange(self.rows) % here]
 
     def _units(self) -> Any:
         """Return the power of two (rows, 1) of which a row's weights are multiples: the smallest that holds them."""

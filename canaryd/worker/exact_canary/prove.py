@@ -26,6 +26,10 @@ ACCUMULATOR = 24
 """Significant bits of float32, the narrowest container of partial sums in serving engines."""
 SMALL = 1 << 20
 """Weights up to which every output of a linear operator is an integer product."""
+EVERY = 64
+"""Of larger operators, one output in so many is an integer product."""
+BLOCK = 1 << 22
+"""Weights of a matrix that are looked at at once: as int64 and float64 they need some 100 MB, a whole head 20 GB."""
 OPEN, CLOSED = 64.0, -760.0
 """Gates from which SiLU is the identity (e^-64 < 2^-54), and to which it is 0 (e^-760 is 0 in float64)."""
 
@@ -68,6 +72,16 @@ class Exact:
     def float64(self) -> Any:
         """Return the values as float64."""
         return self.whole.to(torch.float64) * 2.0**-self.shift
+
+    def kept(self) -> Exact:
+        """Return the same values in the narrowest integers, to be kept; `wide` undoes it."""
+        size = int(self.whole.abs().max()).bit_length()
+        kind = torch.int16 if size < 16 else torch.int32 if size < 32 else torch.int64
+        return Exact(self.whole.to(kind), self.shift)
+
+    def wide(self) -> Exact:
+        """Return what was kept, ready for arithmetic."""
+        return Exact(self.whole.to(torch.int64), self.shift)
 
     def __add__(self, other: Exact) -> Exact:
         shift = max(self.shift, other.shift)
@@ -125,7 +139,9 @@ class Walk:
     stored: Mapping[str, Stored] = field(default_factory=dict)
     """The matrices among the weights that are stored in few bits."""
     _compared: int = 0
-    _exact: dict[str, Exact] = field(default_factory=dict)
+    _vectors: dict[str, Exact] = field(default_factory=dict)
+    _matrices: dict[str, list[Exact]] = field(default_factory=dict)
+    """By blocks of rows, each with a unit of its own, kept in narrow integers."""
     _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int], compared: int = 0) -> Proof:
@@ -135,7 +151,9 @@ class Walk:
         """
         self._values, self._compared = {}, compared
         self._check_norm_divisor()
-        x = self._weight("model.embed_tokens.weight")[torch.tensor(tokens)]
+        name = "model.embed_tokens.weight"
+        self._matrix(name)
+        x = Exact.of(self.weights[name][torch.tensor(tokens)]).reduced()
         self._keep("embedding", self._see("embedding", x, live=True))
         for i in range(self.shape.layers):
             for block, place in ((self._attention, f"{i}.middle"), (self._mlp, f"{i}.out")):
@@ -149,16 +167,23 @@ class Walk:
             self._values[place] = x.float64()
         return x
 
-    def _weight(self, name: str) -> Exact:
-        if name not in self._exact:
-            self._exact[name] = self._fits(name, Exact.of(self.weights[name]).reduced())
+    def _vector(self, name: str) -> Exact:
+        if name not in self._vectors:
+            self._vectors[name] = self._fits(name, Exact.of(self.weights[name]).reduced())
+        return self._vectors[name]
+
+    def _matrix(self, name: str) -> list[Exact]:
+        if name not in self._matrices:
+            weight = self.weights[name]
+            rows = max(EVERY, BLOCK // weight.shape[1] // EVERY * EVERY)
+            self._matrices[name] = [self._fits(name, Exact.of(part).reduced()).kept() for part in weight.split(rows)]
             if few := self.stored.get(name):
-                if not bool((few.values == self.weights[name]).all()):
+                if not bool((few.values == weight).all()):
                     raise Inexact(f"{name}: what is stored in few bits is not the weight")
                 if self._fits(name, Exact.of(few.scales).reduced()).bits() > 1:
                     raise Inexact(f"{name}: a scale is no power of two")
                 self._fits(name, Exact.of(few.largest).reduced())
-        return self._exact[name]
+        return self._matrices[name]
 
     def _fits(self, name: str, x: Exact) -> Exact:
         """Return x; raise `Inexact` unless every format holds it."""
@@ -189,35 +214,41 @@ class Walk:
             raise Inexact(f"{name}: partial sums need {bits} bits, an accumulator has {limit}")
 
     def _linear(self, name: str, module: str, x: Exact, *, live: bool = False) -> Exact:
-        weight = self._weight(f"{module}.weight")
-        a, b = x.float64() * 2.0**x.shift, weight.float64() * 2.0**weight.shift
-        magnitude = a.abs() @ b.abs().T
-        self._sum(name, float(magnitude.max()), 53)  # below 2^53, so float64 holds the same sums
-        other = (a @ b.T).to(torch.int64)
-        out = Exact(other, x.shift + weight.shift)
-        if weight.whole.numel() <= SMALL:
-            out = Exact(x.whole @ weight.whole.T, out.shift)
-            self.witnessed &= bool((other == out.whole).all())
-        else:  # int64 products take a hundred times as long: every 64th output, and all of the last position
-            self.witnessed &= bool((x.whole @ weight.whole[::64].T == other[:, ::64]).all())
-            self.witnessed &= bool((x.whole[-1:] @ weight.whole.T == other[-1:]).all())
+        blocks = self._matrix(f"{module}.weight")
+        own, small = max(block.shift for block in blocks), self.weights[f"{module}.weight"].numel() <= SMALL
+        parts = [self._product(name, x, block.wide(), own, 1 if small else EVERY) for block in blocks]
+        whole, magnitude, unit = (torch.cat(each, -1) for each in zip(*parts, strict=True))
+        out = Exact(whole, x.shift + own)
         if few := self.stored.get(f"{module}.weight"):
             if not few.takes(x.float64()):
                 raise Inexact(f"{name}: an input is off the grid of int8")
-            magnitude = magnitude + few.apart(a.abs()) * 2.0**weight.shift
+            magnitude = magnitude + few.apart(x.float64().abs() * 2.0**x.shift) * 2.0**own
         if f"{module}.bias" in self.weights:
-            bias = self._weight(f"{module}.bias")
-            shift = max(out.shift, bias.shift)
-            magnitude = magnitude * 2.0 ** (shift - out.shift) + bias.float64().abs() * 2.0**shift
+            bias = self._vector(f"{module}.bias")
+            finer = max(out.shift, bias.shift) - out.shift
+            magnitude = magnitude * 2.0**finer + bias.float64().abs() * 2.0 ** (out.shift + finer)
+            unit = (unit * 2.0**finer).clamp(max=2.0 ** (out.shift + finer - bias.shift))
             if few:  # quantised kernels store the product before they add the bias
                 self._fits(f"{name} before its bias", out.reduced())
             out = out + bias
-        live_weights = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
-        unit = live_weights.min(-1).values.to(torch.float64) * 2.0 ** (out.shift - x.shift - weight.shift)
-        if f"{module}.bias" in self.weights:
-            unit = unit.clamp(max=2.0 ** (out.shift - bias.shift))
         self._sum(name, float((magnitude / unit).max()))
         return self._see(name, out.reduced(), live=live)
+
+    def _product(self, name: str, x: Exact, weight: Exact, shift: int, every: int) -> tuple[Any, Any, Any]:
+        """Return x times some rows of a matrix, the sums of magnitudes, and the unit of each row's terms.
+
+        All three for weights in units of 2^-shift. One output in `every` is an integer product too.
+        """
+        finer = shift - weight.shift
+        a, b = x.float64() * 2.0**x.shift, weight.float64() * 2.0**weight.shift
+        magnitude = (a.abs() @ b.abs().T) * 2.0**finer
+        self._sum(name, float(magnitude.max()), 53)  # below 2^53, so float64 holds the same sums
+        whole = (a @ b.T).to(torch.int64)
+        self.witnessed &= bool((x.whole @ weight.whole[::every].T == whole[:, ::every]).all())
+        if every > 1:  # int64 products take a hundred times as long; of the last position, all of them
+            self.witnessed &= bool((x.whole[-1:] @ weight.whole.T == whole[-1:]).all())
+        live = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
+        return whole << finer, magnitude, live.min(-1).values.to(torch.float64) * 2.0**finer
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -240,7 +271,7 @@ class Walk:
         if bool((squares * 4 ** max(0, -x.shift) != target * 4 ** max(0, x.shift)).any()):
             span = f"{float(mean.min())} to {float(mean.max())}"
             raise Inexact(f"{module}: mean squares from {span}: wanted 4^{halvings}")
-        gain = self._weight(f"{module}.weight")
+        gain = self._vector(f"{module}.weight")
         out = Exact(x.whole * gain.whole, x.shift + halvings + gain.shift)
         return self._see("norm", out.reduced(), live=True)
 

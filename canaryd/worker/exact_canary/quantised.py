@@ -170,7 +170,7 @@ def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) ->
 
     What is not in few bits is float32: an engine takes it into its own format, and MLX computes in that of the file.
     """
-    found = {name: weight for name, weight in weights.items() if name not in few}
+    found = {name: weight.to(torch.float32) for name, weight in weights.items() if name not in few}
     layout = {AWQ: _awq, MXFP8: _mxfp8, W8A8: _w8a8, FP8: _fp8}.get(form, _mlx)
     for name, each in few.items():
         found |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in layout(each)}

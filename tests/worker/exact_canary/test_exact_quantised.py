@@ -196,7 +196,7 @@ def test_a_scale_that_is_not_held_exactly_is_refused(scale, reason):
     few = replace(few, scales=torch.full_like(few.scales, scale))
     walk = Walk(TINY, {"x.weight": few.values}, stored={"x.weight": few})
     with pytest.raises(Inexact, match=f"x.weight: {reason}"):
-        walk._weight("x.weight")
+        walk._matrix("x.weight")
 
 
 @pytest.mark.parametrize("form", FORMS)
