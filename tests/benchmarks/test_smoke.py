@@ -112,7 +112,7 @@ def test_detection(bench):
 def test_exact_capture(bench):
     """Every fault is counted once, by its place and what was said; a capture without a fault raises no alarm."""
     data = bench("exact_capture", "--faults", 2, "--clean", 1, "--formats", "float32", result="exact_capture")
-    assert sum(number for *_, number in data["counts"]) == 12
+    assert sum(number for *_, number in data["counts"]) == 16
     assert sum(n for *_, outcome, n in data["counts"] if outcome != "named") == len(data["not_named"])
     assert (data["clean"], data["false_alarms"]) == (1, 0)
 

@@ -406,7 +406,6 @@ def broken(text, *, old, new):
             "max by (job, instance, device) (\n            0 * canaryd_device",
         ),
         ("(canaryd:fleet_vote_nodes > 1)", "(canaryd:fleet_vote_nodes > 0)"),
-        ("(up or up offset 1h)", "(up < 0)"),
         ("for: 2m", "for: 0s"),
     ],
     ids=str,
