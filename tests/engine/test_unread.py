@@ -180,6 +180,7 @@ def test_an_inventory_meanwhile_forgets_no_device(tmp_path):
 def test_a_release_is_not_over(tmp_path):
     """Somebody may be changing the driver; it ends when it was to end."""
     (tmp_path / "state").mkdir()
+    others = set(threading.enumerate())
     store = Store.open(tmp_path / "state")
     engine = Engine(Config(state_dir=tmp_path / "state"), store)
     releases = Releases(engine, store, changed=lambda: None, look_around=lambda: None)
@@ -191,6 +192,5 @@ def test_a_release_is_not_over(tmp_path):
         assert engine.released
         eventually(lambda: releases.check() or not engine.released)
     assert store.note(RELEASED_NOTE) == ""
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    for thread in set(threading.enumerate()) - others:
+        thread.join()
