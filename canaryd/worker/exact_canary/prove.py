@@ -28,8 +28,9 @@ SMALL = 1 << 20
 """Weights up to which every output of a linear operator is an integer product."""
 EVERY = 64
 """Of larger operators, one output in so many is an integer product."""
-BLOCK = 1 << 22
-"""Weights of a matrix that are looked at at once: as int64 and float64 they need some 100 MB, a whole head 20 GB."""
+BLOCK = 1 << 21
+"""Weights of a matrix that are looked at at once: as int64 and float64 they need some 50 MB, a whole head 20 GB. Each
+such tensor is below what workers let glibc keep for the next one (`canaryd.supervisor.environment`)."""
 OPEN, CLOSED = 64.0, -760.0
 """Gates from which SiLU is the identity (e^-64 < 2^-54), and to which it is 0 (e^-760 is 0 in float64)."""
 
@@ -73,16 +74,6 @@ class Exact:
         """Return the values as float64."""
         return self.whole.to(torch.float64) * 2.0**-self.shift
 
-    def kept(self) -> Exact:
-        """Return the same values in the narrowest integers, to be kept; `wide` undoes it."""
-        size = int(self.whole.abs().max()).bit_length()
-        kind = torch.int16 if size < 16 else torch.int32 if size < 32 else torch.int64
-        return Exact(self.whole.to(kind), self.shift)
-
-    def wide(self) -> Exact:
-        """Return what was kept, ready for arithmetic."""
-        return Exact(self.whole.to(torch.int64), self.shift)
-
     def __add__(self, other: Exact) -> Exact:
         shift = max(self.shift, other.shift)
         return Exact(self.at(shift) + other.at(shift), shift)
@@ -94,6 +85,24 @@ class Exact:
 def _trailing(whole: Any) -> Any:
     """Return how often 2 divides whole numbers other than 0, of less than 54 bits."""
     return torch.frexp((whole & -whole).to(torch.float64)).exponent - 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a matrix, in the narrowest integers that hold them."""
+
+    whole: Any
+    shift: int
+    unit: Any
+    """The lowest set bit of each row's weights, float64 (rows)."""
+
+    @staticmethod
+    def of(x: Exact) -> Block:
+        """Return exact weights as a block."""
+        size = int(x.whole.abs().max()).bit_length()
+        kind = torch.int16 if size < 16 else torch.int32 if size < 32 else torch.int64
+        live = torch.where(x.whole == 0, 1 << 52, x.whole & -x.whole)
+        return Block(x.whole.to(kind), x.shift, live.min(-1).values.to(torch.float64))
 
 
 @dataclass
@@ -140,8 +149,7 @@ class Walk:
     """The matrices among the weights that are stored in few bits."""
     _compared: int = 0
     _vectors: dict[str, Exact] = field(default_factory=dict)
-    _matrices: dict[str, list[Exact]] = field(default_factory=dict)
-    """By blocks of rows, each with a unit of its own, kept in narrow integers."""
+    _matrices: dict[str, list[Block]] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int], compared: int = 0) -> Proof:
@@ -172,11 +180,11 @@ class Walk:
             self._vectors[name] = self._fits(name, Exact.of(self.weights[name]).reduced())
         return self._vectors[name]
 
-    def _matrix(self, name: str) -> list[Exact]:
+    def _matrix(self, name: str) -> list[Block]:
         if name not in self._matrices:
             weight = self.weights[name]
             rows = max(EVERY, BLOCK // weight.shape[1] // EVERY * EVERY)
-            self._matrices[name] = [self._fits(name, Exact.of(part).reduced()).kept() for part in weight.split(rows)]
+            self._matrices[name] = [Block.of(self._fits(name, Exact.of(part).reduced())) for part in weight.split(rows)]
             if few := self.stored.get(name):
                 if not bool((few.values == weight).all()):
                     raise Inexact(f"{name}: what is stored in few bits is not the weight")
@@ -215,14 +223,15 @@ class Walk:
 
     def _linear(self, name: str, module: str, x: Exact, *, live: bool = False) -> Exact:
         blocks = self._matrix(f"{module}.weight")
-        own, small = max(block.shift for block in blocks), self.weights[f"{module}.weight"].numel() <= SMALL
-        parts = [self._product(name, x, block.wide(), own, 1 if small else EVERY) for block in blocks]
+        own, real = max(block.shift for block in blocks), x.whole.to(torch.float64)
+        every = 1 if self.weights[f"{module}.weight"].numel() <= SMALL else EVERY
+        parts = [self._product(name, x.whole, real, block, own - block.shift, every) for block in blocks]
         whole, magnitude, unit = (torch.cat(each, -1) for each in zip(*parts, strict=True))
         out = Exact(whole, x.shift + own)
         if few := self.stored.get(f"{module}.weight"):
             if not few.takes(x.float64()):
                 raise Inexact(f"{name}: an input is off the grid of int8")
-            magnitude = magnitude + few.apart(x.float64().abs() * 2.0**x.shift) * 2.0**own
+            magnitude = magnitude + few.apart(real.abs()) * 2.0**own
         if f"{module}.bias" in self.weights:
             bias = self._vector(f"{module}.bias")
             finer = max(out.shift, bias.shift) - out.shift
@@ -234,21 +243,20 @@ class Walk:
         self._sum(name, float((magnitude / unit).max()))
         return self._see(name, out.reduced(), live=live)
 
-    def _product(self, name: str, x: Exact, weight: Exact, shift: int, every: int) -> tuple[Any, Any, Any]:
-        """Return x times some rows of a matrix, the sums of magnitudes, and the unit of each row's terms.
+    def _product(self, name: str, x: Any, real: Any, block: Block, finer: int, every: int) -> tuple[Any, Any, Any]:
+        """Return x times a block, the sums of magnitudes, and the unit of each row's terms; `real` is x in float64.
 
-        All three for weights in units of 2^-shift. One output in `every` is an integer product too.
+        All three in units finer than the block's by 2^`finer`. One output in `every` is an integer product too.
         """
-        finer = shift - weight.shift
-        a, b = x.float64() * 2.0**x.shift, weight.float64() * 2.0**weight.shift
-        magnitude = (a.abs() @ b.abs().T) * 2.0**finer
+        weight = block.whole.to(torch.int64)
+        other = weight.to(torch.float64)
+        magnitude = (real.abs() @ other.abs().T) * 2.0**finer
         self._sum(name, float(magnitude.max()), 53)  # below 2^53, so float64 holds the same sums
-        whole = (a @ b.T).to(torch.int64)
-        self.witnessed &= bool((x.whole @ weight.whole[::every].T == whole[:, ::every]).all())
+        whole = (real @ other.T).to(torch.int64)
+        self.witnessed &= bool((x @ weight[::every].T == whole[:, ::every]).all())
         if every > 1:  # int64 products take a hundred times as long; of the last position, all of them
-            self.witnessed &= bool((x.whole[-1:] @ weight.whole.T == whole[-1:]).all())
-        live = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
-        return whole << finer, magnitude, live.min(-1).values.to(torch.float64) * 2.0**finer
+            self.witnessed &= bool((x[-1:] @ weight.T == whole[-1:]).all())
+        return whole << finer, magnitude, block.unit * 2.0**finer
 
     # -----------------------------------------------------------------------------------------------------------------
 
