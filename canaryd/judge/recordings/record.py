@@ -111,10 +111,19 @@ class Record:
                 keys[key] = None
         return {variant: list(keys) for variant, keys in found.items()}
 
+    @cached_property
+    def complete(self) -> dict[CaseVariant, list[Baseline]]:
+        """The complete baselines of every case: a device that served for years has thousands."""
+        found: dict[CaseVariant, list[Baseline]] = defaultdict(list)
+        for baseline in self.baselines.values():
+            if baseline.complete:
+                found[variant_of(baseline)].append(baseline)
+        return found
+
     def before(self, run: Run, recording: Recording) -> Baseline | None:
         """Return the complete baseline that a case was compared with before its chain or stack changed."""
         own, variant = key_of(run, recording), _variant(run, recording)
-        others = [b for b in self.baselines.values() if b.complete and b.key != own and variant_of(b) == variant]
+        others = [b for b in self.complete.get(variant, ()) if b.key != own]
         order = self.keys_in_order.get(variant, [])
         return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)
 
