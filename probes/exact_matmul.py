@@ -105,7 +105,7 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
     fresh = []
     step = len(CONTENTS) | 1  # odd: contents that one format leaves out, the next one has
     for (number, pair), (place, content) in itertools.product(enumerate(pairs), enumerate(CONTENTS)):
-        for kind, layout in _variants(ctx, ctx.seed + number * step + place, pair[0]):
+        for kind, layout in _variants(ctx, ctx.seed + number * step + place, pair[0], lent=_is_lent(pair, speeds)):
             sizes = choose(ctx, speeds[label_of(*pair)], kind, f"{label_of(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
@@ -121,15 +121,30 @@ def fixed_cases(device: Device) -> list[Case]:
     return cases + quantized.fixed_cases(device)
 
 
-def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
-    """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick."""
+def _is_lent(pair: tuple[str, str], speeds: Mapping[str, float]) -> bool:
+    """Return whether a format seems to be multiplied by float32's units: it is narrower and yet slower.
+
+    A quarter is left to the noise of the measurement, and to devices that are done before the clock sees much (ours).
+    """
+    narrower = FORMATS[pair[0]].bits < FORMATS["float32"].bits
+    return narrower and speeds[label_of(*pair)] < 0.75 * speeds.get("float32", 0.0)
+
+
+def _variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:
+    """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
+
+    Of a format on `lent` units only one kind at standard and one in six turns at quick: float32 tests these units too,
+    and faster.
+    """
     layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
     kinds = SCALED_KINDS if source.startswith("float8") else KINDS
     if ctx.level == "deep" or ctx.cases:
         return [(k, la) for k in kinds for la in layouts]
     if ctx.level == "standard":
-        return [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
-    turn, left_out = divmod(turn, 2)  # of every turn, making the pools would take longer than multiplying
+        every = [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
+        return [every[turn % len(every)]] if lent else every
+    # Of every turn, making the pools would take longer than multiplying.
+    turn, left_out = divmod(turn, 6 if lent else 2)
     return [] if left_out else [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
 
 

@@ -1,6 +1,7 @@
 """Fresh operands that the device gathers: they are the host's, each turn is another, and a wrong gather is seen."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -228,6 +229,20 @@ def test_a_quick_run_has_fresh_operands_of_every_content(seed):
     assert {content for _, content in first} == set(CONTENTS)
     assert first | second == set(itertools.product(speeds, CONTENTS))
     assert not first & second
+
+
+@pytest.mark.parametrize(("level", "own", "lent"), [("quick", 3, 1), ("standard", 30, 6), ("deep", 120, 120)])
+def test_a_format_without_units_of_its_own_has_fewer_cases(level, own, lent):
+    """It is narrower than float32 and slower; six quick runs have every content of it. float64 is wider."""
+    speeds = {"float64": 2e10, "float32": 1e11, "bfloat16": 8e10, "float16": 7e10}
+    met = {}
+    for seed in range(7, 13):
+        context = Context(device=cpu(), level=level, seed=seed, budget=3.0)
+        names = [case.name for case in exact_matmul.every_case(context, speeds)[0]]
+        counts = Counter(name.split("/")[0] for name in names)
+        assert counts == {"float64": own, "float32": own, "bfloat16": own, "float16": lent}
+        met |= {name.split("/")[1]: seed for name in names if name.startswith("float16/")}
+    assert set(met) == set(CONTENTS)
 
 
 def test_a_turn_can_be_asked_for():
