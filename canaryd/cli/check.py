@@ -158,7 +158,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
     stop_on_signals(engine)
-    engine.discover(complain)
+    engine.discover(complain, keep=True)
     if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
         complain(repeat.elsewhere(again, store))
         return USAGE

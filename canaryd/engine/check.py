@@ -152,6 +152,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         turn += 1
         if engine.stopping or result.without_case or time.monotonic() - begun >= options.seconds:
             break
+    engine.workers.end_spare()
     if not options.drill:
         engine.read_log(until_end=True)
         engine.sweep()

@@ -36,8 +36,10 @@ class Discovery:
         self._records: dict[str, DeviceRecord] = {}
         """Every device ever seen here, as it was read last."""
 
-    def discover(self, on_wait: Callable[[str], None] = lambda _: None) -> None:
+    def discover(self, on_wait: Callable[[str], None] = lambda _: None, *, keep: bool = False) -> None:
         """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
+
+        `keep`: tests follow at once, and may have the worker that found only a processor.
 
         What cannot be read stays as it was. A missing device stays known, and not present, for as long as the judge
         watches a suspect.
@@ -49,7 +51,10 @@ class Discovery:
         reader.start()
         listing = self._workers.ask(lambda series: series.inventory(self._vendor_settings()), numeric=False)
         paths = [f.path for f in files]
-        described = self._workers.ask(lambda series: series.describe(paths, on_wait=on_wait), numeric=True)
+        series = self._workers.start()
+        described = series.describe(paths, on_wait=on_wait)
+        alone = described.torch and all(device.unit == "cpu" for device in described.devices)
+        (self._workers.keep if keep and alone else self._workers.end)(series)
         runtimes = {
             name: self._workers.ask(operator.methodcaller("reach", name, on_wait=on_wait), numeric=True, runtime=name)
             for name in host.config.worker.runtimes.each

@@ -136,9 +136,12 @@ class Engine(Host):
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def discover(self, on_wait: Callable[[str], None] = lambda _: None) -> None:
-        """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait."""
-        self._discovery.discover(on_wait)
+    def discover(self, on_wait: Callable[[str], None] = lambda _: None, *, keep: bool = False) -> None:
+        """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
+
+        `keep`: a check follows, which ends what is kept for it.
+        """
+        self._discovery.discover(on_wait, keep=keep)
 
     def ignored_probes(self, on_wait: Callable[[str], None]) -> list[str]:
         """Return a line for each probe that the configuration names and that cannot be used; touches no device.

@@ -24,6 +24,8 @@ class Workers:
         self._host = host
         self._series: dict[Series, bool] = {}
         """Series at work → whether it may use a device."""
+        self._spare: Series | None = None
+        """One of them that has answered its question, and whose worker the next one that can use it takes over."""
         self._mutex = threading.Lock()
         """Guards `_series`. Never held while anything waits, so that `stop` acts at once."""
         self.released = ""
@@ -63,12 +65,37 @@ class Workers:
             if named := settings.runtimes.each.get(device.runtime if device else runtime):
                 python, command = named, ()
             spec = WorkerSpec(python=python, command=command, env=settings.env, nice=nice, only=only)
-        series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
+        series = self._take_over(spec, instruction_set, on_progress)
+        if series is None:
+            series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._mutex:
             self._series[series] = uses_device
             if self._host.stopping or (self.released and uses_device):
                 series.kill(self.halted)
         return series
+
+    def _take_over(
+        self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None
+    ) -> Series | None:
+        """Return the spare series for tests of the processor, if such a worker would be started as it was."""
+        spare = self._spare
+        if spare is None or spec.only is None or spec.only.unit != "cpu":
+            return None
+        if not spare.serve(spec, instruction_set, on_progress):
+            return None
+        self._spare = None
+        return spare
+
+    def keep(self, series: Series) -> None:
+        """Keep a series whose worker sees no accelerator, for tests of the processor: importing torch takes seconds."""
+        self.end_spare()
+        self._spare = series
+
+    def end_spare(self) -> None:
+        """Close the series that was kept and that nothing took over."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self.end(spare)
 
     def end(self, series: Series) -> None:
         """Close a series."""

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ class Series:
     def processor_seconds(self) -> float | None:
         """Processor time of its workers that have ended; None where that of one is unknown."""
         return self._slot.processor_seconds
+
+    def serve(self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None) -> bool:
+        """Go on as the series of another purpose, with the same worker; return False where that needs another one.
+
+        The worker keeps what it may see: the caller knows that this is no more than `spec.only`.
+        """
+        if replace(spec, only=None) != self._slot.spec or INSTRUCTION_SETS[instruction_set]:
+            return False
+        self._slot.spec, self._slot.instruction_set, self._on_progress = spec, instruction_set, on_progress
+        return True
 
     def describe(
         self,
