@@ -308,7 +308,7 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
         ):
             found: Counter[tuple[str, str]] = Counter()
             models = 0
-            for seed in range(1, seeds + 1):
+            for seed in range(words.first, words.first + seeds):
                 if time.monotonic() > end:
                     break
                 print(f"{name}, {size}, seed {seed}", file=sys.stderr, flush=True)
@@ -348,7 +348,7 @@ def main() -> None:
         help="in process; another than torch is run in process alone",
     )
     parser.add_argument("--child", choices=("tiny", "like"), help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=1, help="seed of the first model served (default: %(default)s)")
     words = parser.parse_args()
     if words.child:
         child(words)
