@@ -277,7 +277,7 @@ class Runner:
             detail = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))[-DETAIL:]
             if isinstance(error, MemoryError) and device.is_endpoint:
                 detail = f"the server's answers need more than {limits.ENDPOINT_MEMORY >> 20} MiB of memory"
-            if excuse := limits.excuse(error, capped=capped) if numeric else "":
+            if excuse := _excuse(error, device, capped=capped) if numeric else "":
                 outcome, detail = Outcome.SKIPPED, excuse
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
@@ -436,6 +436,13 @@ def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
         return {"stack": runtime.stack(device, instruction_set), "environment": environment}
     except BaseException as error:  # noqa: BLE001 - the run is sent in any case
         return {"absent": {"stack": _last_line(error)}}
+
+
+def _excuse(error: BaseException, device: Device, *, capped: bool) -> str:
+    """Return why an error is no evidence about the device: the budget, another user, a torch for other devices."""
+    if importlib.import_module("canaryd.worker.numeric.errors").is_unbuilt(error):
+        return str(importlib.import_module("canaryd.worker.numeric.stack").built_for_others(device, error))
+    return limits.excuse(error, capped=capped)
 
 
 def _outcome_of(error: BaseException, device: Device | None) -> Outcome:

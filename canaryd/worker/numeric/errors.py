@@ -38,6 +38,8 @@ class Message:
     source: str
 
 
+UNBUILT = r"no kernel image is available|error: invalid device function"
+"""Of a library that was built for other devices."""
 _RUNTIME = "cudaGetErrorString of libcudart 12.1 and 13.0; ROCm/clr, hipamd/src/hip_error.cpp"
 _BLAS = "pytorch, aten/src/ATen/cuda/Exceptions.cpp; cuBLAS documentation, cublasStatus_t; hipBLAS likewise"
 _DNN = "cuDNN documentation, cudnnStatus_t; pytorch, aten/src/ATen/cudnn/Exceptions.h"
@@ -131,7 +133,7 @@ MESSAGES = (
             "cuda", "NVIDIA/cudnn-frontend, plans.h"),
     Message(_REFUSED, r"could not find valid hipblaslt solution", "could not find valid hipblaslt solution", "rocm",
             "pytorch, aten/src/ATen/cuda/CUDABlas.cpp, scaled_gemm"),
-    Message(_REFUSED, r"no kernel image is available|error: invalid device function",
+    Message(_REFUSED, UNBUILT,
             "CUDA error: no kernel image is available for execution on the device", "cuda rocm", _RUNTIME),
     Message(_REFUSED, r"kernel image is invalid|unsupported toolchain",
             "Triton Error [CUDA]: device kernel image is invalid", "cuda",
@@ -189,6 +191,11 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.REFUSED
     found = meaning(str(error))
     return found.kind if found else ErrorKind.OTHER
+
+
+def is_unbuilt(error: BaseException) -> bool:
+    """Return whether a library that was built for other devices has no kernel for this one."""
+    return isinstance(error, RuntimeError) and re.search(UNBUILT, str(error), re.IGNORECASE) is not None
 
 
 def is_refusal(error: BaseException) -> bool:

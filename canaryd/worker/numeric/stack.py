@@ -296,3 +296,14 @@ def capability(device: Device) -> tuple[int, int]:
         return 0, 0
     major, _, minor = device.detail.get("capability", "0.0").partition(".")
     return int(major), int(minor)
+
+
+def built_for_others(device: Device, error: BaseException) -> str:
+    """Return that this torch has no kernels for a device, as `error` says, and what to do."""
+    wanted = f"compute capability {found}" if (found := device.detail.get("capability")) else "it"
+    listed = ", ".join(torch.cuda.get_arch_list()) or "none of this kind"
+    text = beginning((str(error).splitlines() or [""])[0], 90)
+    return (
+        f"torch {torch.__version__} was built for other devices ({listed}), not for {wanted}: {text}."
+        " Install a torch built for this device, and name its interpreter in worker.python"
+    )
