@@ -275,7 +275,7 @@ def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
     assert kinds == [".html", ".json", ".tar", ".txt"]
     assert "tests/worker/units/test_kernel.py" in (out / "gpu-tests.txt").read_text()
     # A call whose time is over keeps its parts, and does not repeat the tests.
-    argv = ["timeout", "--signal=TERM", "20", ROOT / "scripts/accelerator", "cpu:0", out, "--minutes", "5"]
+    argv = ["timeout", "--signal=TERM", "60", ROOT / "scripts/accelerator", "cpu:0", out, "--minutes", "5"]
     done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 124
     assert (out / "gpu-tests.txt").stat().st_mtime_ns == ran
