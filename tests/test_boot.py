@@ -337,7 +337,10 @@ def crowded(machine: Machine) -> Iterator[None]:
 def test_an_upgrade_on_a_full_disk_is_undone_with_the_history_in_force(machine):
     """The release before knows what it knew; the new one would only have worked from memory."""
     before, version = recorded(machine), machine.out("/usr/local/bin/canaryd", "--version")
-    copy_clone(machine.root / "srv/crowded", "99.3")
+    source = copy_clone(machine.root / "srv/crowded", "99.3") / "canaryd/store/migrations.py"
+    text = source.read_text()
+    source.write_text(text.replace("10: _after_0_1_0}", "10: _after_0_1_0, 99: lambda _: None}"))
+    assert source.read_text() != text
     with crowded(machine):
         done = install(machine, "/srv/crowded", check=False)
         assert done.returncode == 1, done.stdout + done.stderr
