@@ -103,6 +103,8 @@ def form_of(dtype: Any) -> Format:
     return FORMATS[str(dtype).removeprefix("torch.")]
 
 
+SMALL = 1 << 20
+"""Bytes of a result that one thread compares as fast as several (ours)."""
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -155,13 +157,23 @@ def _memcmp() -> Any:
     return memcmp
 
 
-def has_one_thread() -> bool:
-    """Return whether a processor's results are compared by memcmp, and by torch for the host's own look, or vice versa.
+def is_alone(result: Any) -> bool:
+    """Return whether one thread compares and spoils a processor's result, by the C library; torch does by all threads.
 
-    The two always go different ways. memcmp is faster on one thread. Where a product has more, those that memcmp leaves
-    idle fall asleep, and the next product has to wake them (`benchmarks.verified_gemm`).
+    The host's own look goes the other way. To wake the other threads takes longer than they save for a `SMALL` result;
+    for a larger one they would fall asleep meanwhile, and the next product would wake them
+    (`benchmarks.verified_gemm`).
     """
-    return bool(torch.get_num_threads() == 1)
+    return bool(torch.get_num_threads() == 1 or result.nbytes <= SMALL)
+
+
+def spoil(result: Any) -> None:
+    """Overwrite every bit of a contiguous tensor with ones."""
+    (raw,) = words(result)  # eight bytes at a time
+    if raw.device.type == "cpu" and is_alone(raw):
+        ctypes.memset(raw.data_ptr(), 255, raw.nbytes)
+    else:
+        raw.fill_(255 if raw.dtype is torch.uint8 else -1)
 
 
 def torch_device(device: Device) -> Any:

@@ -26,8 +26,8 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
     as_text,
     can_pin,
-    has_one_thread,
     host_same_bits,
+    is_alone,
     need_torch,
     on_core,
     same_bits,
@@ -357,7 +357,7 @@ def _compute(
 
 def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
     """Compare a result on the host: on another core than the one that computed it, and in another way."""
-    by_bytes = session.pins and (core is not None or has_one_thread())
+    by_bytes = session.pins and (core is not None or is_alone(golden))
     compare = same_bits if by_bytes else host_same_bits
     with on_core(None if core is None else session.makers(case.name, core)[0]):
         return compare(session.runtime.download(result), golden)

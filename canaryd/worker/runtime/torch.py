@@ -161,7 +161,7 @@ class Torch(Runtime):
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
         """Compare where the results lie; on an accelerator with one synchronisation for all of them."""
         if golden.device.type == "cpu":
-            same = host_same_bits if door.has_one_thread() else same_bits
+            same = host_same_bits if door.is_alone(golden) else same_bits
             return [same(result, golden) for result in results]
         *raw, right = words(*results, golden)
         return [not differs for differs in door.torch.stack([(r != right).any() for r in raw]).tolist()]
@@ -178,8 +178,7 @@ class Torch(Runtime):
     def spoil(self, results: list[Any]) -> None:
         """Overwrite every result."""
         for result in results:
-            (raw,) = words(result)  # eight bytes at a time
-            raw.fill_(255 if raw.dtype is door.torch.uint8 else -1)
+            door.spoil(result)
 
     def burst(self, golden: Any) -> int:
         """Return one on a CPU, and what fits into `BURST_BYTES` on an accelerator."""
