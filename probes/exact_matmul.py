@@ -22,7 +22,7 @@ from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
 from canaryd.worker.numeric.products import LAYOUTS, computing, format_pairs, int8_pairs, label_of
 from canaryd.worker.numeric.served import served_cases
-from canaryd.worker.numeric.sizes import choose, measure_speed
+from canaryd.worker.numeric.sizes import SIDE, choose, measure_speed
 from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
@@ -41,12 +41,14 @@ KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share p
 SCALED_KINDS = ("square", "prefill", "decode", "long")
 """Of FP8, whose kernels take no batch."""
 FIXED = (96, 80, 256)
+CALL = 5e-5
+"""Seconds that a library may take for one product besides computing it (ours)."""
 INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
 GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify fixed cases, then fresh ones: every format with every content; shapes and layouts in rotation."""
+    """Verify fixed cases, then fresh ones: contents, shapes and layouts, as many as a format has time for."""
     need_torch()
     speeds: dict[str, float] = {}
     refused: list[str] = []
@@ -105,7 +107,9 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
     fresh = []
     step = len(CONTENTS) | 1  # odd: contents that one format leaves out, the next one has
     for (number, pair), (place, content) in itertools.product(enumerate(pairs), enumerate(CONTENTS)):
-        for kind, layout in _variants(ctx, ctx.seed + number * step + place, pair[0], lent=_is_lent(pair, speeds)):
+        for kind, layout in _variants(
+            ctx, ctx.seed + number * step + place, pair[0], lent=_is_lent(ctx.device, pair, speeds)
+        ):
             sizes = choose(ctx, speeds[label_of(*pair)], kind, f"{label_of(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
@@ -121,13 +125,17 @@ def fixed_cases(device: Device) -> list[Case]:
     return cases + quantized.fixed_cases(device)
 
 
-def _is_lent(pair: tuple[str, str], speeds: Mapping[str, float]) -> bool:
-    """Return whether a format seems to be multiplied by float32's units: it is narrower and yet slower.
+def _is_lent(device: Device, pair: tuple[str, str], speeds: Mapping[str, float]) -> bool:
+    """Return whether a processor seems to multiply a format by float32's units: it is narrower and yet slower.
 
-    A quarter is left to the noise of the measurement, and to devices that are done before the clock sees much (ours).
+    By a third at least, and by more than a call costs (ours): units of its own finish the small product that measures
+    the speed within microseconds, most of which are the library's.
     """
-    narrower = FORMATS[pair[0]].bits < FORMATS["float32"].bits
-    return narrower and speeds[label_of(*pair)] < 0.75 * speeds.get("float32", 0.0)
+    float32, own = speeds.get("float32", 0.0), speeds[label_of(*pair)]
+    if device.backend != "cpu" or FORMATS[pair[0]].bits >= FORMATS["float32"].bits or not float32:
+        return False
+    longer = 2.0 * SIDE**3 * (1.0 / own - 1.0 / float32)
+    return own < 0.75 * float32 and longer > CALL
 
 
 def _variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:

@@ -40,7 +40,7 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
         Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
     ),
     "standard": (
-        Gap("some layouts", "not every layout was tested with every shape; use --level deep"),
+        Gap("some layouts", "not every format was tested with every layout and shape; use --level deep"),
         Gap("large products", "larger than 2048; use --level deep"),
         Gap(MOST_MEMORY, "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
     ),
@@ -137,6 +137,8 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     groups = [e for e in entries if e.spec.group]
     engine.together = _in_groups(engine, options, groups, list(filter(engine.reached, devices)))
     turn = 0
+    if not any(device.backend == "cpu" for device in devices):
+        engine.workers.end_spare()
     if not options.drill:
         # Before and after: what a device counted while it was under test is part of the evidence.
         engine.read_log(until_end=True)

@@ -51,10 +51,14 @@ class Discovery:
         reader.start()
         listing = self._workers.ask(lambda series: series.inventory(self._vendor_settings()), numeric=False)
         paths = [f.path for f in files]
-        series = self._workers.start()
-        described = series.describe(paths, on_wait=on_wait)
-        alone = described.torch and all(device.unit == "cpu" for device in described.devices)
-        (self._workers.keep if keep and alone else self._workers.end)(series)
+        series, alone = self._workers.start(), False
+        try:
+            described = series.describe(paths, on_wait=on_wait)
+            found = [*described.devices, *(device for devices in listing.devices.values() for device in devices)]
+            alone = bool(described.torch) and not listing.failing and all(device.unit == "cpu" for device in found)
+            alone = alone and all(file.source == "builtin" for file in files)  # others may change torch as they load
+        finally:
+            (self._workers.keep if keep and alone else self._workers.end)(series)
         runtimes = {
             name: self._workers.ask(operator.methodcaller("reach", name, on_wait=on_wait), numeric=True, runtime=name)
             for name in host.config.worker.runtimes.each

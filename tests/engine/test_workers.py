@@ -9,9 +9,11 @@ from canaryd.engine import check
 from canaryd.engine.engine import Engine
 from canaryd.model import Device, Outcome
 from canaryd.store.store import Store
-from tests.command import BUILTIN, catalogue
+from canaryd.supervisor.series import Series
+from tests.command import BUILTIN
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", torch_index=0)
+JAX = Device(uuid="JAX-1", backend="jax-cpu", index=0, model="EPYC", card=CPU.uuid)
 GPU = Device(uuid="GPU-1", backend="cuda", index=0, model="H100", torch_index=0)
 
 
@@ -23,10 +25,11 @@ def engine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "instruction_set", "same"), [(CPU, "native", True), (CPU, "avx2", False), (GPU, "", False)]
+    ("device", "instruction_set", "same"),
+    [(CPU, "native", True), (CPU, "avx2", False), (GPU, "", False), (JAX, "", False)],
 )
 def test_only_tests_of_the_processor_as_it_is_take_over(engine, device, instruction_set, same):
-    """Another instruction set needs another environment; an accelerator's worker sees that device alone."""
+    """Another instruction set needs another environment; other workers see one device, or none but the processor."""
     asked = engine.workers.start()
     engine.workers.keep(asked)
     assert engine.holds
@@ -51,12 +54,19 @@ def test_what_is_kept_ends_when_nothing_took_it_over(engine):
     assert not engine.holds
 
 
+def test_a_search_that_fails_leaves_no_worker(engine, monkeypatch):
+    """A daemon searches every hour, and what stays for ever holds the devices."""
+    monkeypatch.setattr(Series, "describe", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.discover(keep=True)
+    assert not engine.holds
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_check_of_a_processor_alone_imports_torch_once(tmp_path, keep):
     """The process that described tests too, and none is left after the check."""
-    off = {name: ProbeSettings(enabled=False) for name in BUILTIN}
-    probes = ProbesConfig(directories=(catalogue(tmp_path / "probes.d", "surroundings"),), each=off)
+    probes = ProbesConfig(each={n: ProbeSettings(enabled=False) for n in BUILTIN if n != "exact_integer"})
     engine = Engine(Config(state_dir=tmp_path / "state", probes=probes), Store.open(tmp_path / "state"))
     engine.discover(keep=keep)
     before = set(engine.workers._series)

@@ -195,7 +195,8 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 def is_unbuilt(error: BaseException) -> bool:
     """Return whether a library that was built for other devices has no kernel for this one."""
-    return isinstance(error, RuntimeError) and re.search(UNBUILT, str(error), re.IGNORECASE) is not None
+    found = meaning(str(error)) if isinstance(error, RuntimeError) else None
+    return found is not None and found.pattern == UNBUILT
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -299,11 +299,13 @@ def capability(device: Device) -> tuple[int, int]:
 
 
 def built_for_others(device: Device, error: BaseException) -> str:
-    """Return that this torch has no kernels for a device, as `error` says, and what to do."""
-    wanted = f"compute capability {found}" if (found := device.detail.get("capability")) else "it"
-    listed = ", ".join(torch.cuda.get_arch_list()) or "none of this kind"
+    """Return that torch, or another library, has no kernels for a device, as `error` says, and what to do."""
+    wanted = f"compute capability {found}" if (found := device.detail.get("capability")) else "this device"
     text = beginning((str(error).splitlines() or [""])[0], 90)
-    return (
-        f"torch {torch.__version__} was built for other devices ({listed}), not for {wanted}: {text}."
-        " Install a torch built for this device, and name its interpreter in worker.python"
-    )
+    of_torch = torch is not None and device.backend == "cuda"
+    listed = [name for name in torch.cuda.get_arch_list() if name.startswith("sm_")] if of_torch else []
+    own = f"sm_{(found or '').replace('.', '')}"
+    what = "a library that the worker loads"
+    if listed and own not in listed:
+        what = f"torch {torch.__version__}, built for {', '.join(listed)},"
+    return f"{what} has no kernels for {wanted}: {text}. Install one that was built for this device"

@@ -1,7 +1,11 @@
 """What backends write when they refuse, fail, or run out of memory: each message of the table, and unforeseen ones."""
 
+import types
+
 import pytest
 
+from canaryd.model import Device
+from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.errors import MESSAGES, ErrorKind, is_refusal, kind_of, meaning
 
 BACKENDS = {"cpu", "webgpu", "cuda", "rocm", "mps", "xpu", "npu"}
@@ -132,3 +136,26 @@ def test_a_type_may_say_it_all():
     assert kind_of(TypeError("unsupported operand type(s) for +: 'int' and 'str'")) is ErrorKind.OTHER
     assert kind_of(AttributeError("'NoneType' object has no attribute 'shape'")) is ErrorKind.OTHER
     assert kind_of(AttributeError("module 'torch' has no attribute 'float8_e5m2fnuz'")) is ErrorKind.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("listed", "backend", "what"),
+    [
+        (["sm_80", "sm_90"], "cuda", "torch 2.9.9, built for sm_80, sm_90, has"),
+        (["sm_80", "sm_120"], "cuda", "a library that the worker loads has"),  # an extension of torch, say
+        (["sm_80", "sm_90"], "jax-cuda", "a library that the worker loads has"),
+        (None, "cuda", "a library that the worker loads has"),
+    ],
+)
+def test_who_lacks_kernels_is_told_by_what_torch_was_built_for(monkeypatch, listed, backend, what):
+    """Torch is named only where it was not built for the device, and not where it is missing."""
+    fake = listed and types.SimpleNamespace(
+        __version__="2.9.9", cuda=types.SimpleNamespace(get_arch_list=lambda: [*listed, "compute_90"])
+    )
+    monkeypatch.setattr(stack, "torch", fake)
+    device = Device(uuid="GPU-1", backend=backend, index=0, model="B", detail={"capability": "12.0"})
+    told = stack.built_for_others(device, RuntimeError("CUDA error: no kernel image is available"))
+    assert told == (
+        f"{what} no kernels for compute capability 12.0: CUDA error: no kernel image is available."
+        " Install one that was built for this device"
+    )

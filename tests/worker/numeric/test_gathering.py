@@ -9,6 +9,7 @@ import pytest
 
 from canaryd.facts import Comparison, Subject
 from canaryd.judge.characterised import class_of
+from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric import making, reproducer, verify
 from canaryd.worker.numeric.cases import Case, restrict
@@ -235,10 +236,11 @@ def test_a_quick_run_has_fresh_operands_of_every_content(seed):
 def test_a_format_without_units_of_its_own_has_fewer_cases(level, own, lent):
     """It is narrower than float32 and slower; six quick runs have every content of it. float64 is wider."""
     speeds = {"float64": 2e10, "float32": 1e11, "bfloat16": 8e10, "float16": 7e10}
-    met = {}
+    met, gpu = {}, Device(uuid="GPU-1", backend="cuda", index=0, model="H100")
     for seed in range(7, 13):
         context = Context(device=cpu(), level=level, seed=seed, budget=3.0)
         names = [case.name for case in exact_matmul.every_case(context, speeds)[0]]
+        assert level == "deep" or len(names) < len(exact_matmul.every_case(replace(context, device=gpu), speeds)[0])
         counts = Counter(name.split("/")[0] for name in names)
         assert counts == {"float64": own, "float32": own, "bfloat16": own, "float16": lent}
         met |= {name.split("/")[1]: seed for name in names if name.startswith("float16/")}
