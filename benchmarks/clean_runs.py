@@ -38,7 +38,7 @@ from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, int8_pairs
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.served import ATTENDED
-from canaryd.worker.numeric.sizes import LONG
+from canaryd.worker.numeric.sizes import KINDS, LONG, SCALED_KINDS
 from canaryd.worker.numeric.tensors import host_same_bits, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation, Packing
@@ -67,7 +67,7 @@ def products(context: Context) -> Iterator[Maker]:
         if exact_matmul.unsupported(context.device, source, target):
             continue
         scaled = source.startswith("float8")  # its kernels want B column-major and no batch
-        layouts, kinds = (("nt",), exact_matmul.SCALED_KINDS) if scaled else (LAYOUTS, exact_matmul.KINDS)
+        layouts, kinds = (("nt",), SCALED_KINDS) if scaled else (LAYOUTS, KINDS)
         for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
     for left, name in int8_pairs(context.device):

@@ -20,9 +20,9 @@ from canaryd.worker.numeric.cases import product_case, why_refused
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
-from canaryd.worker.numeric.products import LAYOUTS, computing, format_pairs, int8_pairs, label_of
+from canaryd.worker.numeric.products import computing, format_pairs, int8_pairs, label_of
 from canaryd.worker.numeric.served import served_cases
-from canaryd.worker.numeric.sizes import SIDE, choose, measure_speed
+from canaryd.worker.numeric.sizes import choose, is_lent, measure_speed, variants
 from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
@@ -37,12 +37,7 @@ SPEC = ProbeSpec(
     order=10,
 )
 
-KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share pools stand together
-SCALED_KINDS = ("square", "prefill", "decode", "long")
-"""Of FP8, whose kernels take no batch."""
 FIXED = (96, 80, 256)
-CALL = 5e-5
-"""Seconds that a library may take for one product besides computing it (ours)."""
 INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
 GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
 
@@ -107,9 +102,8 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
     fresh = []
     step = len(CONTENTS) | 1  # odd: contents that one format leaves out, the next one has
     for (number, pair), (place, content) in itertools.product(enumerate(pairs), enumerate(CONTENTS)):
-        for kind, layout in _variants(
-            ctx, ctx.seed + number * step + place, pair[0], lent=_is_lent(ctx.device, pair, speeds)
-        ):
+        lent = is_lent(ctx.device, FORMATS[pair[0]], speeds[label_of(*pair)], speeds.get("float32", 0.0))
+        for kind, layout in variants(ctx, ctx.seed + number * step + place, pair[0], lent=lent):
             sizes = choose(ctx, speeds[label_of(*pair)], kind, f"{label_of(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
@@ -123,37 +117,6 @@ def fixed_cases(device: Device) -> list[Case]:
     cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
     cases += (_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device))
     return cases + quantized.fixed_cases(device)
-
-
-def _is_lent(device: Device, pair: tuple[str, str], speeds: Mapping[str, float]) -> bool:
-    """Return whether a processor seems to multiply a format by float32's units: it is narrower and yet slower.
-
-    By a third at least, and by more than a call costs (ours): units of its own finish the small product that measures
-    the speed within microseconds, most of which are the library's.
-    """
-    float32, own = speeds.get("float32", 0.0), speeds[label_of(*pair)]
-    if device.backend != "cpu" or FORMATS[pair[0]].bits >= FORMATS["float32"].bits or not float32:
-        return False
-    longer = 2.0 * SIDE**3 * (1.0 / own - 1.0 / float32)
-    return own < 0.75 * float32 and longer > CALL
-
-
-def _variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:
-    """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
-
-    Of a format on `lent` units only one kind at standard and one in six turns at quick: float32 tests these units too,
-    and faster.
-    """
-    layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
-    kinds = SCALED_KINDS if source.startswith("float8") else KINDS
-    if ctx.level == "deep" or ctx.cases:
-        return [(k, la) for k in kinds for la in layouts]
-    if ctx.level == "standard":
-        every = [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
-        return [every[turn % len(every)]] if lent else every
-    # Of every turn, making the pools would take longer than multiplying.
-    turn, left_out = divmod(turn, 6 if lent else 2)
-    return [] if left_out else [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
 
 
 def unsupported(device: Device, source: str, target: str) -> str:

@@ -1,4 +1,4 @@
-"""Choose the sizes of products from the time per case and the measured speed of the device."""
+"""Choose shapes and sizes of products from the time per case and the measured speed of the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric.integers import below
 from canaryd.worker.numeric.operands import Product, build
-from canaryd.worker.numeric.tensors import Format, has_events, timed
+from canaryd.worker.numeric.products import LAYOUTS
+from canaryd.worker.numeric.tensors import FORMATS, Format, has_events, timed
 from canaryd.worker.runtime import interface
 
+KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share pools stand together
+SCALED_KINDS = ("square", "prefill", "decode", "long")
+"""Of FP8, whose kernels take no batch."""
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
 """Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
@@ -21,6 +25,8 @@ LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
 SIDE, SIDE_BY_EVENTS = 192, 1024
 """Side of the cube that measures the speed. A fast device is done with 192 before its own clock, which counts half
 microseconds, sees much of it."""
+CALL = 5e-5
+"""Seconds that a library may take for one product besides computing it (ours)."""
 LONG = 5
 """How many times longer than its sides the sums of a "long" product are. Libraries share such sums among several
 blocks: MLX on Metal from three times on (mlx/backend/metal/matmul.cpp)."""
@@ -39,6 +45,36 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
     operands = runtime.upload(build(product, 1).operands, device)
     call, wait = partial(compute, operands, None), partial(runtime.synchronize, device)
     return 2.0 * n**3 / min([timed(device, call, wait)[1] for _ in range(4)][1:])
+
+
+def is_lent(device: Device, source: Format, own: float, float32: float) -> bool:
+    """Return whether a processor seems to multiply a format by float32's units: it is narrower and yet slower.
+
+    `own` and `float32` are measured speeds in operations per second; 0 for none. Slower by a third at least, and by
+    more than a call costs (ours): units of its own finish the product that measures the speed within microseconds, most
+    of which are the library's.
+    """
+    if device.backend != "cpu" or source.bits >= FORMATS["float32"].bits or not float32:
+        return False
+    return own < 0.75 * float32 and 2.0 * SIDE**3 * (1.0 / own - 1.0 / float32) > CALL
+
+
+def variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:
+    """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
+
+    Of a format on `lent` units only one kind at standard and one in six turns at quick: float32 tests these units too,
+    and faster.
+    """
+    layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
+    kinds = SCALED_KINDS if source.startswith("float8") else KINDS
+    if ctx.level == "deep" or ctx.cases:
+        return [(k, la) for k in kinds for la in layouts]
+    if ctx.level == "standard":
+        every = [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
+        return [every[turn % len(every)]] if lent else every
+    # Of every turn, making the pools would take longer than multiplying.
+    turn, left_out = divmod(turn, 6 if lent else 2)
+    return [] if left_out else [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
 
 
 def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:

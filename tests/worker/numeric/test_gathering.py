@@ -17,6 +17,7 @@ from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, draw, make_pools
 from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.sizes import KINDS
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
 from canaryd.worker.runtime import faulty
@@ -209,7 +210,7 @@ def test_cases_of_a_stem_draw_from_the_same_pools():
         assert not doubts
         assert problem.shape == one.product.shape
         made.append(problem.golden)
-    assert [c.name.split("/")[2] for c in fresh[:6]] == [*exact_matmul.KINDS, "square"]
+    assert [c.name.split("/")[2] for c in fresh[:6]] == [*KINDS, "square"]
     assert len({c.product.K for c in fresh[:4]}) == 1
     assert [min(i for i, kept in enumerate(made) if kept is golden) for golden in made] == [0, 0, 0, 0, 4, 5]
     assert [len(golden) for golden in made[3:]] == [128, 64, 128]

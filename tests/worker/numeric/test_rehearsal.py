@@ -20,7 +20,7 @@ from canaryd.worker.canary.fixed import FIXED, Decoder
 from canaryd.worker.canary.golden import PATHS, load_golden
 from canaryd.worker.canary.model import decode, score
 from canaryd.worker.exact_canary import cases
-from canaryd.worker.numeric import attention, characterised, indexing, products, stack
+from canaryd.worker.numeric import attention, characterised, indexing, products, sizes, stack
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.faults import FAULTS, Injector
@@ -181,13 +181,13 @@ def test_every_product_runs(probes, device, level):
     for label in labels:
         assert any(label.split("/")[0] in parts for parts in seen)
     if level == "deep":
-        for kind, layout in itertools.product(module.KINDS, module.LAYOUTS):
+        for kind, layout in itertools.product(sizes.KINDS, products.LAYOUTS):
             assert any({kind, layout} <= parts for parts in seen)
     cases = [*fixed, *fresh]
     ran = rehearse_all(device, cases, lambda case: Question(case.build.func, *case.build.args, 1), size_of)
     assert ran == len(cases)
     gathered = {(c.product.source.name, c.product.layout): c.product for c in fresh if c.product}
-    assert {layout for _, layout in gathered} == set(module.LAYOUTS) or level != "deep"
+    assert {layout for _, layout in gathered} == set(products.LAYOUTS) or level != "deep"
     for asked, product in gathered.items():
         if (asked, product.batch) not in REHEARSED:
             rehearse_gather(device, product)

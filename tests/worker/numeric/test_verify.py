@@ -164,7 +164,7 @@ def products(probes):
     for source, target in products_of_torch.FORMAT_PAIRS:
         if module.unsupported(cpu(), source, target):
             continue
-        layouts, sizes = module.LAYOUTS, shapes
+        layouts, sizes = products_of_torch.LAYOUTS, shapes
         if source.startswith("float8"):  # scaled products want sixteenths, and B column-major
             layouts, sizes = ("nt",), {"square": (16, 32, 64, 0), "prefill": (48, 16, 32, 0)}
         room = characterised.accumulator(cpu(), source).bits
