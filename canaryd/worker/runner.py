@@ -277,8 +277,8 @@ class Runner:
             detail = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))[-DETAIL:]
             if isinstance(error, MemoryError) and device.is_endpoint:
                 detail = f"the server's answers need more than {limits.ENDPOINT_MEMORY >> 20} MiB of memory"
-            healthy = outcome is not Outcome.DEVICE_ERROR
-            if excuse := _excuse(error, device, capped=capped) if numeric and healthy else "":
+            excusable = numeric and outcome is not Outcome.DEVICE_ERROR
+            if excuse := _excuse(error, device, capped=capped) if excusable else "":
                 outcome, detail = Outcome.SKIPPED, excuse
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
