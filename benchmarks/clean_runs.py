@@ -35,10 +35,10 @@ from canaryd.worker.numeric.attention import CONTENTS, MASKS
 from canaryd.worker.numeric.cases import Case, product_case, refusal
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Inexact
-from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, int8_pairs
+from canaryd.worker.numeric.products import FORMAT_PAIRS, int8_pairs
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.served import ATTENDED
-from canaryd.worker.numeric.sizes import KINDS, LONG, SCALED_KINDS
+from canaryd.worker.numeric.sizes import LONG, shapes_of
 from canaryd.worker.numeric.tensors import host_same_bits, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation, Packing
@@ -66,8 +66,7 @@ def products(context: Context) -> Iterator[Maker]:
     for source, target in FORMAT_PAIRS:
         if exact_matmul.unsupported(context.device, source, target):
             continue
-        scaled = source.startswith("float8")  # its kernels want B column-major and no batch
-        layouts, kinds = (("nt",), SCALED_KINDS) if scaled else (LAYOUTS, KINDS)
+        kinds, layouts = shapes_of(source)
         for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
     for left, name in int8_pairs(context.device):

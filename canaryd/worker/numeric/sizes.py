@@ -16,8 +16,6 @@ from canaryd.worker.numeric.tensors import FORMATS, Format, has_events, timed
 from canaryd.worker.runtime import interface
 
 KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share pools stand together
-SCALED_KINDS = ("square", "prefill", "decode", "long")
-"""Of FP8, whose kernels take no batch."""
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
 """Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
@@ -59,14 +57,20 @@ def is_lent(device: Device, source: Format, own: float, float32: float) -> bool:
     return own < 0.75 * float32 and 2.0 * SIDE**3 * (1.0 / own - 1.0 / float32) > CALL
 
 
+def shapes_of(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the kinds of shape and the layouts of a format: kernels for FP8 want B column-major, and no batch."""
+    if source.startswith("float8"):
+        return tuple(kind for kind in KINDS if kind != "batched"), ("nt",)
+    return KINDS, LAYOUTS
+
+
 def variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:
     """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
 
     Of a format on `lent` units only one kind at standard and one in six turns at quick: float32 tests these units too,
     and faster.
     """
-    layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
-    kinds = SCALED_KINDS if source.startswith("float8") else KINDS
+    kinds, layouts = shapes_of(source)
     if ctx.level == "deep" or ctx.cases:
         return [(k, la) for k in kinds for la in layouts]
     if ctx.level == "standard":
