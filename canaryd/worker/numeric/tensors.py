@@ -188,21 +188,26 @@ def torch_device(device: Device) -> Any:
     index = device.index if device.torch_index is None else device.torch_index
     # CUDA may give an instance of a divided GPU under the GPU's uuid; only that instance is visible here.
     names = (device.uuid, device.parent) if device.parent and visible.is_narrowed() else (device.uuid,)
-    return torch.device(kind, _index_now(kind, names, 0 if visible.is_narrowed() else index))
+    return torch.device(
+        kind, _index_now(kind, names, 0 if visible.is_narrowed() else index, by_place=device.weak_identity)
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _index_now(kind: str, names: tuple[str, ...], index: int) -> int:
-    """Return the present number of the device that has one of these uuids; the first is its own."""
+def _index_now(kind: str, names: tuple[str, ...], index: int, *, by_place: bool) -> int:
+    """Return the present number of the device that has one of these uuids; the first is its own.
+
+    One that gives no uuid of its own is known `by_place` alone.
+    """
     module = getattr(torch, kind)
     if not module.is_available():
         raise Skip(f"{names[0]} is not visible: torch finds no {kind} device")
-    if kind == "mps":
+    if kind == "mps" or (by_place and index < module.device_count()):
         return index
     for now in range(module.device_count()):
         found = str(getattr(module.get_device_properties(now), "uuid", ""))
         if not found and now == index:
-            return index  # a device that gives no uuid is known by its place alone
+            return index  # this torch gives none
         if found and any(name.endswith(found.removeprefix("GPU-").removeprefix("MIG-")) for name in names):
             return now
     raise Skip(f"{names[0]} is not visible: none of the {module.device_count()} {kind} devices has that uuid")

@@ -11,6 +11,7 @@ import pytest
 
 from canaryd.model import Device
 from canaryd.worker.numeric.stack import CHOOSERS, cpu, discover, library_version, stack
+from canaryd.worker.numeric.tensors import torch_device
 
 CUDA = Device(uuid="GPU-1", backend="cuda", index=0, model="Newcomer 1")
 SOURCE = "int cublasGetProperty(int part, int *value) { *value = (int[]){12, 8, 4}[part]; return 0; }"
@@ -61,6 +62,27 @@ def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, want
         monkeypatch.setattr(torch.cuda, name, answer)
     (gpu,) = [d for d in discover()[0] if d.backend == "cuda"]
     assert gpu.detail.get("bus_id") == wanted
+
+
+@pytest.mark.torch
+def test_partitions_that_share_a_uuid_are_told_apart(monkeypatch):
+    """Devices are kept by uuid: of eight partitions with that of their card, seven were never tested."""
+    torch = pytest.importorskip("torch")
+    uuids = ["5d1a0b3e-0000-4000-8000-00000000beef", *["5d1a0b3e-0000-4000-8000-00000000cafe"] * 3]
+
+    def properties(index):
+        return SimpleNamespace(
+            uuid=uuids[index], name="MI300X", total_memory=1, major=9, minor=4, multi_processor_count=38,
+            pci_domain_id=0, pci_bus_id=101,
+        )  # fmt: skip
+
+    answers = {"is_available": lambda: True, "device_count": lambda: 4, "get_device_properties": properties}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    found = [d for d in discover()[0] if d.backend == "cuda"]
+    assert len({d.uuid for d in found}) == 4
+    assert [d.weak_identity for d in found] == [False, True, True, True]
+    assert [torch_device(d).index for d in found] == [0, 1, 2, 3]
 
 
 @pytest.mark.torch
