@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,9 +87,9 @@ ENGINES = {
 }
 KERNELS: dict[str, tuple[str, ...]] = {TORCH: ("", "FLASH_ATTENTION"), "mlx": ("", "FAST"), "onnx": exact_onnx.KERNELS}
 """Attention on processors: operator by operator, and the runtime's one fused kernel."""
-CLIENTS = 8
-ASKED = 60
-"""Answers of one standard run."""
+ALONE, BESIDE = "alone", "beside 8 clients"
+HOWS = {ALONE: 0, BESIDE: 8}
+"""How a server is asked, and how many others ask it meanwhile."""
 
 
 # --- In process ------------------------------------------------------------------------------------------------------
@@ -264,23 +266,36 @@ def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tup
 # --- Served ----------------------------------------------------------------------------------------------------------
 
 
-def served(asked: Asked, model: Model, want: int, work: Path) -> Counter[tuple[str, str]]:
-    """Serve a model and ask for at least `want` answers; return answers and wrong ones, alone and beside clients."""
-    directory = work / f"{asked.server}-{model.seed}-{model.shape.hidden}"
-    export(model, directory, form=asked.form)
-    prompts = [question.text for question in load(directory).questions]
+def served(asked: Asked, models: Iterator[Model], level: str) -> tuple[int, Counter[tuple[str, str]]]:
+    """Let one server serve model after model; return how many, and answers and wrong ones, by how they were asked.
+
+    Each is asked alone and beside clients; at quick alone, and each eighth beside clients only.
+    """
     found: Counter[tuple[str, str]] = Counter()
-    with serving(asked.server, directory, work) as server:
-        for how, clients in (("alone", 0), ("beside 8 clients", CLIENTS)):
-            with beside(server, prompts[:clients]):
-                while sum(found[how, kind] for kind in ("cold", "warm", "at once")) < want / 2:
-                    _ask(server, directory, how, found)
-    return found
+    count = 0
+    with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work, contextlib.ExitStack() as running:
+        server: Server | None = None
+        for model in models:
+            directory = Path(work) / f"{asked.server}-{model.seed}"
+            export(model, directory, form=asked.form)
+            if server is None:
+                started = serving(asked.server, directory, Path(work), VLLM_SERVER_DEV_MODE="1")
+                server = running.enter_context(started)
+            else:
+                shutil.rmtree(server.directory)
+                server.turn_to(directory)
+            prompts = [question.text for question in load(directory).questions]
+            for how in HOWS if level == "standard" else (BESIDE if model.seed % 8 == 0 else ALONE,):
+                with beside(server, prompts[: HOWS[how]]):
+                    _ask(server, level, how, found)
+            count += 1
+            print(f"seed {model.seed}: {dict(found)}", file=sys.stderr, flush=True)
+    return count, found
 
 
-def _ask(server: Server, directory: Path, how: str, found: Counter[tuple[str, str]]) -> None:
-    settings = {"exact": str(directory), "model": server.model, "timeout": 120.0}
-    given = context(server.url, level="standard", budget=60.0, settings=settings)
+def _ask(server: Server, level: str, how: str, found: Counter[tuple[str, str]]) -> None:
+    settings = {"exact": str(server.directory), "model": server.model, "timeout": 120.0}
+    given = context(server.url, level=level, budget=60.0, settings=settings)
     try:
         for fact in probe("exact_endpoint").run(given):
             if isinstance(fact, Comparison):
@@ -289,7 +304,11 @@ def _ask(server: Server, directory: Path, how: str, found: Counter[tuple[str, st
                 found[how, "wrong"] += fact.wrong_trials
     except Skip as error:
         found[how, f"not compared: {error}"] += 1
-        found[how, "at once"] += ASKED  # what cannot be compared must not be asked for ever
+
+
+def until(end: float, seeds: range) -> Iterator[int]:
+    """Return seeds until this moment of the monotonic clock."""
+    return itertools.takewhile(lambda _: time.monotonic() < end, seeds)
 
 
 def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
@@ -302,21 +321,14 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
         if not KINDS[asked.server].found():
             absent.append(f"{name}: {program} is not installed (scripts/servers DIR {asked.server})")
             continue
-        for size, shape, seeds, answers in (
-            ("experts" if asked.shape == EXPERTS else "tiny", asked.shape, words.served, words.answers),
-            ("like", LIKE, words.likes if asked.shape == TINY else 0, words.likes * ASKED * 2),
+        for size, shape, seeds in (
+            ("experts" if asked.shape == EXPERTS else "tiny", asked.shape, words.served),
+            ("like", LIKE, words.likes if asked.shape == TINY else 0),
         ):
-            found: Counter[tuple[str, str]] = Counter()
-            models = 0
-            for seed in range(words.first, words.first + seeds):
-                if time.monotonic() > end:
-                    break
-                print(f"{name}, {size}, seed {seed}", file=sys.stderr, flush=True)
-                with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work:
-                    found += served(asked, asked.model(shape, seed), answers // seeds, Path(work))
-                models += 1
-                print(dict(found), file=sys.stderr, flush=True)
-            for how in ("alone", "beside 8 clients") if models else ():
+            print(f"{name}, {size}", file=sys.stderr, flush=True)
+            wanted = range(words.first, words.first + seeds)
+            models, found = served(asked, (asked.model(shape, s) for s in until(end, wanted)), words.level)
+            for how in HOWS if models else ():
                 of = [found[how, kind] for kind in ("cold", "warm", "at once")]
                 rows.append([program, size, form, how, models, *of, sum(of), found[how, "wrong"]])
             if seeds and not models:
@@ -334,7 +346,10 @@ def main() -> None:
     parser.add_argument("--likes", type=int, default=0, help="models of a real one's sizes (default: %(default)s)")
     parser.add_argument("--served", type=int, default=2, help="models for each server (default: %(default)s)")
     parser.add_argument(
-        "--answers", type=int, default=480, help="answers of each server, tiny models (default: %(default)s)"
+        "--level",
+        choices=("quick", "standard"),
+        default="standard",
+        help="quick: few answers of each served model, beside clients in one of eight",
     )
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no model after so many")

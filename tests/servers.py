@@ -16,11 +16,12 @@ import subprocess
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -56,6 +57,8 @@ class Kind:
     """The name that requests call the model; by default the checkpoint's directory."""
     behind: str = ""
     """The server that it stands in front of, one of `KINDS`; started before it, on a port of its own."""
+    turns: Literal["restart", "name", "reload"] = "restart"
+    """How it comes to serve another checkpoint: started anew, by the name in a request, or told to read its weights."""
 
     def found(self) -> str:
         """Return its program, "" where there is none."""
@@ -88,14 +91,15 @@ def _litellm(directory: Path, work: Path) -> list[str]:
 
 
 KINDS = {
-    "mlx": Kind("CANARYD_TEST_MLX", "mlx_lm.server", lambda directory, _: ["--model", str(directory)]),
+    "mlx": Kind("CANARYD_TEST_MLX", "mlx_lm.server", lambda directory, _: ["--model", str(directory)], turns="name"),
     "transformers": Kind(
         "CANARYD_TEST_TRANSFORMERS",
         "transformers",
-        lambda directory, _: ["serve", str(directory), "--device", "cpu", "--dtype", "auto"],
+        lambda *_: ["serve", "--device", "cpu", "--dtype", "auto"],
+        turns="name",
     ),
     "llama": Kind("CANARYD_TEST_LLAMA_SERVER", "llama-server", _llama, "tiny"),
-    "vllm": Kind("CANARYD_TEST_VLLM", "vllm", _vllm, "tiny"),
+    "vllm": Kind("CANARYD_TEST_VLLM", "vllm", _vllm, "tiny", turns="reload"),
 }
 UNKNOWN = {
     "fastchat": Kind("CANARYD_TEST_FASTCHAT", "fastchat-serve", lambda directory, _: [str(directory)], "tiny"),
@@ -168,7 +172,8 @@ class Server:
     def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> tuple[int, Any]:
         """Send a request (POST with `body` and the model's name, else GET); return the status and JSON or text."""
         data = None if body is None else json.dumps({"model": self.model} | body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        url = urllib.parse.urljoin(f"{self.url}/", path)
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
             with _LOCAL.open(request, timeout=timeout) as answer:
                 status, text = answer.status, answer.read().decode()
@@ -179,6 +184,24 @@ class Server:
             return status, json.loads(text)
         except ValueError:
             return status, text
+
+    def turn_to(self, directory: Path) -> None:
+        """Serve another checkpoint of the same sizes and vocabulary from now on.
+
+        vLLM does so only where it was started with VLLM_SERVER_DEV_MODE=1.
+        """
+        self.directory = directory
+        if self.kind.turns == "restart":
+            self.stop()
+            self.start()
+        elif self.kind.turns == "name":
+            self.model = str(directory)
+            assert self._answers(PATIENCE), f"{self.kind.program} does not serve {directory}"
+        else:
+            told = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+            for path, body in (("/collective_rpc", told), ("/reset_prefix_cache", {})):
+                status, said = self.ask(path, body, PATIENCE)
+                assert status == 200, f"{path}: {status} {said}"
 
     def stop(self, within: float = 30.0) -> None:
         """Ask it to end; kill what is left after `within` seconds."""

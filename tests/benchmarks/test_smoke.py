@@ -183,9 +183,11 @@ def test_scrape_is_measured_in_every_format(tmp_path):
 @pytest.mark.torch
 @pytest.mark.slow
 def test_engines(bench):
-    """Every format is compared under every instruction set, and servers that are not installed are listed."""
-    data = bench("engines", "--seeds", 2, "--others", 2, "--compiled", 0, "--engines", "vllm", result="engines")
+    """Every format is compared under every instruction set; a server serves two models, or is listed as missing."""
+    words = ("--seeds", 2, "--others", 2, "--compiled", 0, "--engines", "mlx", "--level", "quick")
+    data = bench("engines", *words, result="engines")
     assert {row[2] for row in data["in process"]} == {"float64", "float32", "bfloat16", "float16"}
     assert {row[0] for row in data["in process"]} == {"torch, native", "torch, avx2", "torch, baseline"}
     assert all(row[-2] > 0 == row[-1] for row in data["in process"])
+    assert all(row[4] == 2 and row[-1] == 0 for row in data["served"])
     assert data["served"] or any("not installed" in line for line in data["not run"])
