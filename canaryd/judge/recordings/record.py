@@ -137,14 +137,31 @@ class Record:
         if self.is_endpoint:
             return []
         by_part: dict[str, tuple[str, Baseline]] = {}
-        for name, peer in sorted(self.peers.items()):
-            same = peer.device.kind == self.device.kind and peer.device.part != self.device.part
-            if same and peer.trusted and (b := peer.baselines.get(own.key)) is not None:
+        for name, peer in self._siblings:
+            if (b := peer.baselines.get(own.key)) is not None:
                 by_part.setdefault(peer.device.part, (name, b))
-        for b in self.imported:
-            if b.key == own.key and b.imported_kind == self.device.kind and b.device != self.device.uuid:
-                by_part.setdefault(b.device, (f"{b.device} (imported)", b))
+        for b in self._witnesses.get(own.key, ()):
+            by_part.setdefault(b.device, (f"{b.device} (imported)", b))
         return [(name, b) for name, b in by_part.values() if b.complete]
+
+    @cached_property
+    def _siblings(self) -> list[tuple[str, Peer]]:
+        """Trusted devices of the same model on other physical parts, by name."""
+        kind, part = self.device.kind, self.device.part
+        return [
+            (name, peer)
+            for name, peer in sorted(self.peers.items())
+            if peer.trusted and peer.device.kind == kind and peer.device.part != part
+        ]
+
+    @cached_property
+    def _witnesses(self) -> dict[Key, list[Baseline]]:
+        """The baselines of other hosts' devices of the same model, by key."""
+        found: dict[Key, list[Baseline]] = defaultdict(list)
+        for b in self.imported:
+            if b.imported_kind == self.device.kind and b.device != self.device.uuid:
+                found[b.key].append(b)
+        return found
 
     @cached_property
     def current(self) -> list[tuple[Baseline, str]]:
