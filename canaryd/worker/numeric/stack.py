@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import socket
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,17 +74,18 @@ def _cuda() -> list[Device]:
     if not torch.cuda.is_available():
         return []
     backend = "rocm" if torch.version.hip else "cuda"
-    found = []
-    every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    told = Counter(str(getattr(props, "uuid", "")) for props in every)
-    for index, props in enumerate(every):
+    found: list[Device] = []
+    told: set[str] = set()
+    for index in range(torch.cuda.device_count()):
+        props = torch.cuda.get_device_properties(index)
         # Older torches do not tell the place: zeros in its stead would be the place of another device.
         place = hasattr(props, "pci_bus_id")
         bus = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:00.0" if place else ""
         uuid = str(getattr(props, "uuid", ""))
         at = bus or f"{index}"
-        if uuid and told[uuid] > 1:  # partitions of one card may share its uuid, and its place: none may be lost
+        if uuid and uuid in told:  # partitions of one card may share its uuid, and its place: none may be lost
             uuid, at = "", f"{at}-{index}"
+        told.add(uuid)
         detail = {
             **({"bus_id": bus} if bus else {}),
             "memory_bytes": str(props.total_memory),

@@ -64,25 +64,35 @@ def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, want
     assert gpu.detail.get("bus_id") == wanted
 
 
+ONE, OTHER = "5d1a0b3e-0000-4000-8000-00000000beef", "5d1a0b3e-0000-4000-8000-00000000cafe"
+
+
 @pytest.mark.torch
-def test_partitions_that_share_a_uuid_are_told_apart(monkeypatch):
-    """Devices are kept by uuid: of eight partitions with that of their card, seven were never tested."""
+@pytest.mark.parametrize(
+    ("uuids", "named"),
+    [
+        ((ONE, OTHER, OTHER, OTHER), (f"GPU-{ONE}", f"GPU-{OTHER}", "0000:66:00.0-2", "0000:67:00.0-3")),
+        (("", ""), ("0000:64:00.0", "0000:65:00.0")),
+    ],
+)
+def test_devices_with_one_uuid_are_told_apart(monkeypatch, uuids, named):
+    """Devices are kept by uuid: of partitions with that of their card, one was tested. Others keep their names."""
     torch = pytest.importorskip("torch")
-    uuids = ["5d1a0b3e-0000-4000-8000-00000000beef", *["5d1a0b3e-0000-4000-8000-00000000cafe"] * 3]
 
     def properties(index):
         return SimpleNamespace(
             uuid=uuids[index], name="MI300X", total_memory=1, major=9, minor=4, multi_processor_count=38,
-            pci_domain_id=0, pci_bus_id=101,
+            pci_domain_id=0, pci_bus_id=100 + index,
         )  # fmt: skip
 
-    answers = {"is_available": lambda: True, "device_count": lambda: 4, "get_device_properties": properties}
+    answers = {"is_available": lambda: True, "device_count": lambda: len(uuids), "get_device_properties": properties}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     found = [d for d in discover()[0] if d.backend == "cuda"]
-    assert len({d.uuid for d in found}) == 4
-    assert [d.weak_identity for d in found] == [False, True, True, True]
-    assert [torch_device(d).index for d in found] == [0, 1, 2, 3]
+    for device, name in zip(found, named, strict=True):
+        assert device.uuid.endswith(name)
+        assert device.weak_identity == (not name.startswith("GPU-"))
+    assert [torch_device(d).index for d in found] == [*range(len(uuids))]
 
 
 @pytest.mark.torch
