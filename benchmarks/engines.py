@@ -266,31 +266,35 @@ def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tup
 # --- Served ----------------------------------------------------------------------------------------------------------
 
 
-def served(asked: Asked, models: Iterator[Model], level: str) -> tuple[int, Counter[tuple[str, str]]]:
-    """Let one server serve model after model; return how many, and answers and wrong ones, by how they were asked.
+def served(asked: Asked, models: Iterator[Model], level: str) -> tuple[Counter[tuple[str, str]], str]:
+    """Let one server serve model after model; return models, answers and wrong ones, by how it was asked, and why not.
 
-    Each is asked alone and beside clients; at quick alone, and each eighth beside clients only.
+    Each is asked alone and beside clients; at quick alone, and each eighth beside clients only. A server that kept the
+    model before would be wrong where it prints candidates (of two tiny seeds that were tried, one of the first five
+    differed at each of 40 words); by words alone nobody would see it, because all seeds have the same.
     """
     found: Counter[tuple[str, str]] = Counter()
-    count = 0
     with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work, contextlib.ExitStack() as running:
         server: Server | None = None
         for model in models:
             directory = Path(work) / f"{asked.server}-{model.seed}"
             export(model, directory, form=asked.form)
-            if server is None:
-                started = serving(asked.server, directory, Path(work), VLLM_SERVER_DEV_MODE="1")
-                server = running.enter_context(started)
-            else:
-                shutil.rmtree(server.directory)
-                server.turn_to(directory)
+            try:
+                if server is None:
+                    started = serving(asked.server, directory, Path(work), VLLM_SERVER_DEV_MODE="1")
+                    server = running.enter_context(started)
+                else:
+                    shutil.rmtree(server.directory)
+                    server.turn_to(directory)
+            except (AssertionError, OSError) as error:
+                return found, f"seed {model.seed} was not served: {error}"
             prompts = [question.text for question in load(directory).questions]
             for how in HOWS if level == "standard" else (BESIDE if model.seed % 8 == 0 else ALONE,):
                 with beside(server, prompts[: HOWS[how]]):
                     _ask(server, level, how, found)
-            count += 1
+                found[how, "models"] += 1
             print(f"seed {model.seed}: {dict(found)}", file=sys.stderr, flush=True)
-    return count, found
+    return found, ""
 
 
 def _ask(server: Server, level: str, how: str, found: Counter[tuple[str, str]]) -> None:
@@ -327,11 +331,14 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
         ):
             print(f"{name}, {size}", file=sys.stderr, flush=True)
             wanted = range(words.first, words.first + seeds)
-            models, found = served(asked, (asked.model(shape, s) for s in until(end, wanted)), words.level)
-            for how in HOWS if models else ():
-                of = [found[how, kind] for kind in ("cold", "warm", "at once")]
-                rows.append([program, size, form, how, models, *of, sum(of), found[how, "wrong"]])
-            if seeds and not models:
+            found, reason = served(asked, (asked.model(shape, s) for s in until(end, wanted)), words.level)
+            for how in HOWS:
+                of = [found[how, kind] for kind in ("models", "cold", "warm", "at once")]
+                if of[0]:
+                    rows.append([program, size, form, how, *of, sum(of[1:]), found[how, "wrong"]])
+            if reason:
+                absent.append(f"{name}, {size}: {reason}")
+            elif seeds and not found:
                 absent.append(f"{name}, {size}: the {words.minutes:g} minutes were over")
             absent += [f"{name}, {size}, {how}: {kind} ({n} runs)" for (how, kind), n in found.items() if ":" in kind]
     return rows, absent

@@ -158,7 +158,7 @@ class Server:
             if code is not None or late:
                 self.kill()
                 why = f"no answer within {within} s" if late else f"it ended with status {code}"
-                pytest.fail(f"{argv}: {why}:\n{self.log.read_text(errors='replace')[-4000:]}")
+                raise AssertionError(f"{argv}: {why}:\n{self.log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.2)
 
     def _answers(self, within: float) -> bool:

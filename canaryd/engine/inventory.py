@@ -6,6 +6,7 @@ makes one list of both; `changes` returns the differences. Both are pure functio
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,19 @@ from canaryd.config.settings import Config
 from canaryd.engine import endpoints
 from canaryd.judge import acks
 from canaryd.judge.watch import is_over
-from canaryd.model import NO_CUDA, NO_CUDA_CODE, UNDRIVEN, UNSEEN, UNSEEN_CODE, Ack, Device, Event, EventKind, Verdict
+from canaryd.model import (
+    NO_CUDA,
+    NO_CUDA_CODE,
+    SHARED,
+    UNDRIVEN,
+    UNSEEN,
+    UNSEEN_CODE,
+    Ack,
+    Device,
+    Event,
+    EventKind,
+    Verdict,
+)
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import Description, Listing, Reach
@@ -24,7 +37,7 @@ BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": 
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
-OF_NOW = (UNSEEN, UNSEEN_CODE)
+OF_NOW = (UNSEEN, UNSEEN_CODE, SHARED)
 """Keys of `Device.detail` that hold for one inventory alone."""
 UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
 """Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
@@ -125,7 +138,10 @@ def merge(
             told = {UNSEEN: why, UNSEEN_CODE: described.stack.get(NO_CUDA_CODE, "")}
             device = replace(device, detail={**device.detail, **told})  # noqa: PLW2901
         found.append(device)
-    found += from_torch
+    for device in from_torch:  # torch counts those that no vendor lists together with those above: names stay unique
+        taken = {d.index for d in found if d.backend == device.backend}
+        free = next(n for n in itertools.chain([device.index], itertools.count()) if n not in taken)
+        found.append(replace(device, index=free))
     # A device that was present before is missed under its own name, not as an unknown one in its place.
     missed = [d for uuid, d in known.items() if uuid in here]
     claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if UNDRIVEN not in d.detail}

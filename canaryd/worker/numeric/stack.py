@@ -8,11 +8,12 @@ import os
 import platform
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from canaryd.facts import beginning
-from canaryd.model import NO_CUDA, NO_CUDA_CODE, Device
+from canaryd.model import NO_CUDA, NO_CUDA_CODE, SHARED, Device
 from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_no_torch
 
 
@@ -74,32 +75,36 @@ def _cuda() -> list[Device]:
     if not torch.cuda.is_available():
         return []
     backend = "rocm" if torch.version.hip else "cuda"
-    found: list[Device] = []
-    told: set[str] = set()
-    for index in range(torch.cuda.device_count()):
-        props = torch.cuda.get_device_properties(index)
+    found = []
+    every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    told = Counter(str(getattr(props, "uuid", "")) for props in every)
+    made: Counter[str] = Counter()
+    for index, props in enumerate(every):
         # Older torches do not tell the place: zeros in its stead would be the place of another device.
         place = hasattr(props, "pci_bus_id")
         bus = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:00.0" if place else ""
         uuid = str(getattr(props, "uuid", ""))
-        at = bus or f"{index}"
-        if uuid and uuid in told:  # partitions of one card may share its uuid, and its place: none may be lost
-            uuid, at = "", f"{at}-{index}"
-        told.add(uuid)
+        shared = told[uuid] > 1  # partitions of one card may share its uuid, and its place: none may be lost
+        name = f"GPU-{uuid.removeprefix('GPU-')}"
+        if shared or not uuid:
+            name = f"GPU-at-{socket.gethostname()}-{bus or index}"
+            made[name] += 1
+            name += f"-{made[name]}" if made[name] > 1 else ""
         detail = {
             **({"bus_id": bus} if bus else {}),
+            **({SHARED: uuid} if shared and uuid else {}),
             "memory_bytes": str(props.total_memory),
             "capability": f"{props.major}.{props.minor}",
             "multiprocessors": str(props.multi_processor_count),
         }
         found.append(
             Device(
-                uuid=f"GPU-{uuid.removeprefix('GPU-')}" if uuid else f"GPU-at-{socket.gethostname()}-{at}",
+                uuid=name,
                 backend=backend,
                 index=index,
                 torch_index=index,
                 model=props.name,
-                weak_identity=not uuid,
+                weak_identity=shared or not uuid,
                 detail=detail,
             )
         )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.model import TORCH, Device
+from canaryd.model import SHARED, TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker import visible
 
@@ -188,16 +188,15 @@ def torch_device(device: Device) -> Any:
     index = device.index if device.torch_index is None else device.torch_index
     # CUDA may give an instance of a divided GPU under the GPU's uuid; only that instance is visible here.
     names = (device.uuid, device.parent) if device.parent and visible.is_narrowed() else (device.uuid,)
-    return torch.device(
-        kind, _index_now(kind, names, 0 if visible.is_narrowed() else index, by_place=device.weak_identity)
-    )
+    index = 0 if visible.is_narrowed() else index
+    return torch.device(kind, _index_now(kind, names, index, by_place=SHARED in device.detail))
 
 
 @functools.lru_cache(maxsize=64)
 def _index_now(kind: str, names: tuple[str, ...], index: int, *, by_place: bool) -> int:
     """Return the present number of the device that has one of these uuids; the first is its own.
 
-    One that gives no uuid of its own is known `by_place` alone.
+    One that shares its uuid with others is known `by_place` alone.
     """
     module = getattr(torch, kind)
     if not module.is_available():

@@ -4,12 +4,16 @@ import ctypes
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from canaryd.engine.inventory import merge
 from canaryd.model import Device
+from canaryd.supervisor.protocol import Description, Listing
+from canaryd.worker.numeric import tensors
 from canaryd.worker.numeric.stack import CHOOSERS, cpu, discover, library_version, stack
 from canaryd.worker.numeric.tensors import torch_device
 
@@ -67,32 +71,71 @@ def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, want
 ONE, OTHER = "5d1a0b3e-0000-4000-8000-00000000beef", "5d1a0b3e-0000-4000-8000-00000000cafe"
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize(
-    ("uuids", "named"),
-    [
-        ((ONE, OTHER, OTHER, OTHER), (f"GPU-{ONE}", f"GPU-{OTHER}", "0000:66:00.0-2", "0000:67:00.0-3")),
-        (("", ""), ("0000:64:00.0", "0000:65:00.0")),
-    ],
-)
-def test_devices_with_one_uuid_are_told_apart(monkeypatch, uuids, named):
-    """Devices are kept by uuid: of partitions with that of their card, one was tested. Others keep their names."""
+def lists(monkeypatch, *told):
+    """Let torch list GPUs with these uuids and buses."""
     torch = pytest.importorskip("torch")
-
-    def properties(index):
-        return SimpleNamespace(
-            uuid=uuids[index], name="MI300X", total_memory=1, major=9, minor=4, multi_processor_count=38,
-            pci_domain_id=0, pci_bus_id=100 + index,
-        )  # fmt: skip
-
-    answers = {"is_available": lambda: True, "device_count": lambda: len(uuids), "get_device_properties": properties}
+    tensors._index_now.cache_clear()
+    every = [
+        SimpleNamespace(
+            uuid=uuid, name="MI300X", total_memory=1, major=9, minor=4, multi_processor_count=38, pci_domain_id=0,
+            pci_bus_id=bus,
+        )
+        for uuid, bus in told
+    ]  # fmt: skip
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(every),
+        "get_device_properties": lambda index: every[index],
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    found = [d for d in discover()[0] if d.backend == "cuda"]
+    return [d for d in discover()[0] if d.backend == "cuda"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        (
+            [(ONE, 100), (OTHER, 101), (OTHER, 101), (OTHER, 102)],
+            [f"GPU-{ONE}", "-0000:65:00.0", "-0000:65:00.0-2", "-0000:66:00.0"],
+        ),
+        ([("", 100), ("", 101), ("", 101)], ["-0000:64:00.0", "-0000:65:00.0", "-0000:65:00.0-2"]),
+    ],
+)
+def test_devices_with_one_uuid_are_told_apart(monkeypatch, told, named):
+    """Devices are kept by uuid: of partitions with that of their card, one was tested. Others keep their names."""
+    found = lists(monkeypatch, *told)
     for device, name in zip(found, named, strict=True):
         assert device.uuid.endswith(name)
         assert device.weak_identity == (not name.startswith("GPU-"))
-    assert [torch_device(d).index for d in found] == [*range(len(uuids))]
+    assert [torch_device(d).index for d in found] == [*range(len(told))]
+
+
+@pytest.mark.torch
+def test_partitions_of_a_card_that_the_vendor_lists_are_found(monkeypatch):
+    """The vendor's card is the first of them, whatever its uuid; the others have numbers of their own."""
+    found = [replace(d, backend="rocm") for d in lists(monkeypatch, (OTHER, 101), (OTHER, 101), (ONE, 102))]
+    cards = [
+        Device(uuid=uuid, backend="rocm", index=n, model="MI300X", detail={"bus_id": f"0000:{65 + n}:00.0"})
+        for n, uuid in enumerate(("GPU-00c0ffee", "GPU-0badcafe"))
+    ]
+    described = Description(devices=tuple(found), stack={}, torch="2.13.0")
+    listed = merge(described, Listing(devices={"amd": tuple(cards)}), {}).devices
+    assert sorted(d.name for d in listed) == ["rocm:0", "rocm:1", "rocm:2"]
+    assert sorted(torch_device(d).index for d in listed) == [0, 1, 2]
+    assert [(d.index, torch_device(d).index) for d in listed if d.uuid in ("GPU-00c0ffee", f"GPU-{ONE}")] == [
+        (0, 0),
+        (1, 2),
+    ]
+
+
+@pytest.mark.torch
+def test_a_device_with_a_uuid_of_its_own_is_found_by_it(monkeypatch):
+    """Also where the vendor's driver gives no serial: its number may have moved, and another card has it now."""
+    first, _ = lists(monkeypatch, (ONE, 100), (OTHER, 101))
+    lists(monkeypatch, (OTHER, 101), (ONE, 100))
+    assert torch_device(replace(first, backend="rocm", weak_identity=True)).index == 1
 
 
 @pytest.mark.torch
