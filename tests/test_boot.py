@@ -248,6 +248,7 @@ def run(ctx):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cgroup.apart(None), reason="this kernel has no group of the scheduler for a session")
 def test_a_round_steps_back_under_the_unit(machine):
     """No line of the unit keeps a worker that computes from the lowest claim on cores and memory."""

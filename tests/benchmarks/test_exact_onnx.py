@@ -27,6 +27,7 @@ def installed():
         pytest.skip(reason)
 
 
+@pytest.mark.slow
 def test_every_logit_is_the_proved_one():
     """In one pass and from the cache, in each format that the provider has, by both kernels; families take turns."""
     tried = set()
