@@ -92,6 +92,11 @@ HOWS = {ALONE: 0, BESIDE: 8}
 """How a server is asked, and how many others ask it meanwhile."""
 
 
+def until(end: float, seeds: range) -> Iterator[int]:
+    """Return seeds until this moment of the monotonic clock."""
+    return itertools.takewhile(lambda _: time.monotonic() < end, seeds)
+
+
 # --- In process ------------------------------------------------------------------------------------------------------
 
 
@@ -114,9 +119,7 @@ def in_process(
         if compiled:
             exits.enter_context(compiler())  # torch's own cache does not tell instruction sets apart
         fused = torch.compile(_forward, dynamic=False)
-        for number, seed in enumerate(seeds):
-            if time.monotonic() > end:
-                break
+        for number, seed in enumerate(until(end, seeds)):
             family = FAMILIES[number // 4 % len(FAMILIES)]
             model = construct(replace(shape, family=family), seed, anchored=number % 4 != 3)
             rows = 1 if shape == LIKE else 1 + number // 2 % cases.MOST_ROWS
@@ -308,11 +311,6 @@ def _ask(server: Server, level: str, how: str, found: Counter[tuple[str, str]]) 
                 found[how, "wrong"] += fact.wrong_trials
     except Skip as error:
         found[how, f"not compared: {error}"] += 1
-
-
-def until(end: float, seeds: range) -> Iterator[int]:
-    """Return seeds until this moment of the monotonic clock."""
-    return itertools.takewhile(lambda _: time.monotonic() < end, seeds)
 
 
 def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
