@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -204,7 +205,7 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         facts["microcode"] = device.detail.get("microcode", "not given")
     if device.backend in ("cuda", "rocm"):
         facts["cuda"] = str(torch.version.cuda or torch.version.hip)
-        facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["cudnn"] = str(cudnn_version())
         facts["cublas"] = library_version(_read("/proc/self/maps"), "libcublas.so", "cublasGetProperty")
         if device.backend == "rocm":
             facts["rocm"] = _read("/opt/rocm/.info/version").strip() or "not given"
@@ -214,6 +215,19 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         facts["multiprocessors"] = device.detail.get("multiprocessors", "not given")
         facts["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
     return facts
+
+
+def cudnn_version() -> int | None:
+    """Return the number of cuDNN's version, None without it.
+
+    Where torch was built with a newer one, or cuDNN has no kernels for a visible device, torch raises at the first
+    question of a process and answers every later one (pytorch, torch/backends/cudnn/__init__.py, _init).
+    """
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):
+            found: int | None = torch.backends.cudnn.version()
+            return found
+    return None
 
 
 def library_version(maps: str, name: str, function: str) -> str:

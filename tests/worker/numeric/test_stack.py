@@ -53,6 +53,24 @@ def test_the_cores_that_a_container_has_just_now_are_no_part_of_a_gpus_stack(mon
 
 
 @pytest.mark.torch
+def test_a_cudnn_that_does_not_fit_torch_leaves_no_run_without_its_stack(monkeypatch):
+    """Torch raises at a process's first question alone: the first run of each worker had no stack, the others had."""
+    torch = pytest.importorskip("torch")
+    known = []
+
+    def version():
+        if not known:
+            known.append(90701)
+            raise RuntimeError("cuDNN version incompatibility: PyTorch was compiled against (9, 10, 2)")
+        return known[0]
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    first = stack(CUDA, "")
+    assert first["cudnn"] == "90701"
+    assert stack(CUDA, "") == first
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(("told", "wanted"), [({}, None), ({"pci_domain_id": 1, "pci_bus_id": 101}, "0001:65:00.0")])
 def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, wanted):
     """Every GPU was at 0000:00:00.0, which stood in the dossier where NVML did not answer."""
