@@ -31,6 +31,7 @@ from canaryd.facts import Exactness
 from canaryd.model import Device
 from canaryd.worker.numeric.integers import below, longest, permutation, signed, significant_bits
 from canaryd.worker.numeric.operands import Bound, Inexact, Problem
+from canaryd.worker.numeric.stack import cudnn_version
 from canaryd.worker.numeric.tensors import Format, torch
 
 GAP = 128.0
@@ -72,6 +73,12 @@ THREE_PRODUCTS = 20
 what the first one's rounding left (NVIDIA CUTLASS, example 27_ampere_3xtf32_fast_accurate_tensorop_gemm)."""
 
 
+SOUND_CUDNN = 9, 10, 2
+"""Oldest cuDNN whose attention may accuse a device. Before 9.10 minus infinity in a mask may give NaN, and NVIDIA keeps
+9.10.0 and 9.10.1 off for known errors (NVIDIA/cudnn-frontend, attn_score_modifiers.h, get_negative_inf_value;
+sdpa_support_surface.h; jax pull request 22078)."""
+
+
 def value_bits(device: Device, form: str, kernel: str) -> int:
     """Return how many significant bits of a value a kernel carries: memory-efficient float32 is made of TF32 products.
 
@@ -95,8 +102,10 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
     """Return the attention of operands on their device by one of torch's kernels ("": by torch's own choice).
 
     Where torch says only that it has no kernel, raises `NotImplementedError` with the reason, which torch gives as a
-    warning.
+    warning; and where cuDNN's kernel may give a healthy device's answer wrongly.
     """
+    if kernel == "CUDNN_ATTENTION" and (why := _unsound(query, causal=causal)):
+        raise NotImplementedError(why)
     options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     function = torch.nn.functional.scaled_dot_product_attention
     call = partial(function, query, key, value, attn_mask=mask, is_causal=causal, **options)
@@ -109,6 +118,24 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
             if "No available kernel" not in str(error):
                 raise
             raise NotImplementedError(_why_no_kernel(kernel, call) or str(error)) from error
+
+
+def _unsound(query: Any, *, causal: bool) -> str:
+    """Return why a wrong answer of cuDNN's kernel would say nothing of the device; "" where it would.
+
+    Sources: pytorch issue 193893 (other answers on B200, up to cuDNN 9.20 at least); cuDNN 9.18.1 release notes, "Known
+    Issues" (one query under a causal mask, where heads share keys).
+    """
+    if query.device.type != "cuda" or torch.version.hip:
+        return ""
+    number = cudnn_version() or 0
+    version = number // 10_000, number // 100 % 100, number % 100
+    if number and version < SOUND_CUDNN:
+        found, wanted = (".".join(map(str, each)) for each in (version, SOUND_CUDNN))
+        return f"cuDNN {found} has errors in its attention: tested from {wanted} on"
+    if torch.cuda.get_device_capability(query.device) >= (10, 0):
+        return "cuDNN's attention is wrong on healthy Blackwell GPUs (pytorch issue 193893)"
+    return "cuDNN may be wrong for one query under a causal mask" if causal and query.shape[2] == 1 else ""
 
 
 def _why_no_kernel(kernel: str, call: Any) -> str:

@@ -33,6 +33,7 @@ def stand_in(monkeypatch, torch):
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_properties": lambda index: SimpleNamespace(uuid=UUID),
+        "get_device_capability": lambda *_: (9, 0),
         "synchronize": lambda *_: None,
     }
     for name, answer in answers.items():
