@@ -253,8 +253,8 @@ def _attention(case: str, seed: int, device: Device) -> Exhibit:
     names = ("query", "key", "value", "mask") if mask in ("bool", "float") else ("query", "key", "value")
     compute = f"torch.nn.functional.scaled_dot_product_attention(query, key, value{options})"
     switches = (
-        f"kernel = torch.nn.attention.SDPBackend.{kernel.upper()}",
-        "torch.nn.attention.sdpa_kernel(kernel).__enter__()  # this kernel and no other",
+        f"only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.{kernel.upper()})",
+        'only.__enter__()  # this kernel and no other, as long as "only" is kept',
         "torch.backends.cuda.matmul.allow_tf32 = False",
     )
     return Exhibit(problem, compute, names, switches)

@@ -123,6 +123,14 @@ def test_the_script_computes_what_the_probe_computed(tmp_path, reader, probe, ca
     assert answer["exactness"] == made.problem.exactness.value
 
 
+def test_the_script_runs_the_kernel_that_was_wrong_and_no_other(tmp_path, reader):
+    """A processor has no memory-efficient kernel: the script says so, and no other kernel proves the device sound."""
+    laid_out(tmp_path, "exact_attention", "float32/onehot/prefill/efficient_attention/none@1x2x2x48x48x64")
+    done = reader(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("not run: RuntimeError: No viable backend for scaled_dot_product_attention")
+
+
 def test_the_script_names_the_wrong_element_and_its_bit(tmp_path):
     """One bit of the golden is flipped: exactly that element and bit are reported, in every run, with status 1."""
     laid_out(tmp_path, "exact_matmul", PRODUCT)
