@@ -31,9 +31,9 @@ LONGEST_REST = 0.5
 TAKEN = "busy or unavailable"
 """CUDA's message where the device's compute mode or its holder admits no further process (CUDA Runtime API,
 cudaErrorDevicesUnavailable)."""
-FULL = re.compile(r"(CUDA|HIP) error: out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
-"""What drivers and their libraries say where a device's memory is taken: not even a context may be left. torch's own
-allocator raises an error of a type of its own."""
+FULL = re.compile(r"(error|Error \[(CUDA|HIP)\]): out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
+"""What drivers and their libraries, and Triton, say where a device's memory is taken: not even a context may be left.
+torch's own allocator raises an error of a type of its own."""
 ENDPOINT_MEMORY = 1 << 30
 """Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`; it takes about 30 MiB)."""
 SKIPPED = "budget: "

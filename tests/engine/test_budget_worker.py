@@ -117,6 +117,7 @@ def test_memory_that_is_not_there_is_not_taken(tmp_path, probe):
         (GPU, {}, "CUDA out of memory. Tried to allocate 2 GiB", Outcome.OUT_OF_MEMORY),
         (GPU, LEAST, "CUDA error: out of memory", Outcome.SKIPPED),
         (GPU, {}, "CUDA error: out of memory", Outcome.OUT_OF_MEMORY),
+        (GPU, LEAST, "Triton Error [CUDA]: out of memory", Outcome.SKIPPED),
         (GPU, LEAST, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Outcome.SKIPPED),
         (CPU, LEAST, "out of memory", Outcome.OUT_OF_MEMORY),
         (GPU, {}, "CUDA error: CUDA-capable device(s) is/are busy or unavailable", Outcome.SKIPPED),

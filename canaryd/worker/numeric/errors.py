@@ -128,7 +128,7 @@ MESSAGES = (
     Message(_REFUSED, r"(BLAS|BLASLT|DNN)_STATUS_(NOT_SUPPORTED|ARCH_MISMATCH|INVALID_VALUE|BAD_PARAM)",
             "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic(ltHandle)`",
             "cuda rocm", f"{_BLAS}; {_DNN}"),
-    Message(_REFUSED, r"No (valid )?execution plans",
+    Message(_REFUSED, r"No (valid )?(execution plans|engine configs)",
             "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
             "cuda", "NVIDIA/cudnn-frontend, plans.h"),
     Message(_REFUSED, r"could not find valid hipblaslt solution", "could not find valid hipblaslt solution", "rocm",

@@ -101,6 +101,8 @@ def test_errors_of_the_runtime_are_told_apart(prefix, search, text):
         ("No viable backend for scaled_dot_product_attention was found.", ErrorKind.REFUSED),
         ("cumsum_cuda_kernel does not have a deterministic implementation, but you set", ErrorKind.REFUSED),
         ("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.", ErrorKind.REFUSED),
+        ("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.", ErrorKind.REFUSED),
+        ("cuDNN Frontend error: No valid engine configs for Matmul_MUL_Reduction_SUB_EXP_", ErrorKind.REFUSED),
         ("_int_mm_out_cuda not compiled for this platform.", ErrorKind.REFUSED),
         ("mm() got an unexpected keyword argument 'out_dtype'", ErrorKind.REFUSED),
         ("out of resource: shared memory, Required: 99, Hardware limit: 64. Reducing block sizes", ErrorKind.REFUSED),
