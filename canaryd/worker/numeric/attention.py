@@ -29,6 +29,7 @@ from typing import Any
 
 from canaryd.facts import Exactness
 from canaryd.model import Device
+from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import below, longest, permutation, signed, significant_bits
 from canaryd.worker.numeric.operands import Bound, Inexact, Problem
 from canaryd.worker.numeric.stack import cudnn_version
@@ -104,7 +105,8 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
     Where torch says only that it has no kernel, raises `NotImplementedError` with the reason, which torch gives as a
     warning; and where cuDNN's kernel may give a healthy device's answer wrongly.
     """
-    if kernel == "CUDNN_ATTENTION" and (why := _unsound(query, causal=causal)):
+    problem = (query.dtype, causal, *((t.shape, t.stride()) for t in (query, key, value, mask) if t is not None))
+    if kernel == "CUDNN_ATTENTION" and (why := _unsound(query, causal=causal) or _UNPLANNED.get(problem, "")):
         raise NotImplementedError(why)
     options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     function = torch.nn.functional.scaled_dot_product_attention
@@ -115,9 +117,16 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
         try:
             return call().contiguous()
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            raise NotImplementedError(_why_no_kernel(kernel, call) or str(error)) from error
+            if "No available kernel" in str(error):
+                raise NotImplementedError(_why_no_kernel(kernel, call) or str(error)) from error
+            if kernel == "CUDNN_ATTENTION" and is_refusal(error):
+                _UNPLANNED[problem] = str(error)
+            raise
+
+
+_UNPLANNED: dict[tuple[Any, ...], str] = {}
+"""Problems for which cuDNN has no plan → why. Some torches keep an empty plan of such a problem, and the process dies
+when it meets that (pytorch, aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop)."""
 
 
 def _unsound(query: Any, *, causal: bool) -> str:

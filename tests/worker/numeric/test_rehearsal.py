@@ -197,6 +197,22 @@ def test_cudnn_accuses_no_device_where_healthy_ones_are_wrong(probes, monkeypatc
         assert not refuses("FLASH_ATTENTION", "bfloat16", "none", (1, 4, 2, queries, 64, 64))
 
 
+def test_a_problem_that_cudnn_cannot_plan_is_put_to_it_once(probes, monkeypatch):
+    """Torch keeps the plan that failed, and the process dies of it the second time: another round asks the same."""
+    asked = []
+
+    def attention_of(query, key, value, **more):
+        asked.append((query.shape, key.shape, more["is_causal"]))
+        raise RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention_of)
+    refuses = partial(probes["exact_attention"].refuses, HOPPER, "CUDNN_ATTENTION", "bfloat16")
+    with fake(torch):
+        for mask in ("none", "causal", "none", "causal"):
+            assert "No valid execution plans built" in refuses(mask, (1, 4, 2, 8, 24, 64))
+    assert len(asked) == len(set(asked)) == 2
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_product_runs(probes, device, level):
