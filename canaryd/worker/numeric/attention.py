@@ -132,8 +132,8 @@ when it meets that (pytorch, aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_f
 def _unsound(query: Any, *, causal: bool) -> str:
     """Return why a wrong answer of cuDNN's kernel would say nothing of the device; "" where it would.
 
-    Sources: pytorch issue 193893 (other answers on B200, up to cuDNN 9.20 at least); cuDNN 9.18.1 release notes, "Known
-    Issues" (one query under a causal mask, where heads share keys).
+    Sources: pytorch issue 193893 (other answers on B200), for which newer torches refuse one query there (MHA.cpp,
+    check_cudnn_sdpa_decode); cuDNN 9.18.1 release notes, "Known Issues" (one query under a causal mask).
     """
     if query.device.type != "cuda" or torch.version.hip:
         return ""
