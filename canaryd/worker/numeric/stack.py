@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -166,8 +167,15 @@ CHOOSERS = (
     *("CUBLASLT_WORKSPACE_SIZE", "HIPBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"),
     *("ROCBLAS_TENSILE_LIBPATH", "HIPBLASLT_TENSILE_LIBPATH", "ROCBLAS_DEFAULT_ATOMICS_MODE"),
     "TORCH_CUDNN_SDPA_AVOID_RECOMPILE",
+    *("TORCH_DISABLE_NATIVE_JIT", "TORCH_NATIVE_SKIP_VERSION_CHECK", "TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN"),
 )
 """Environment variables by which a library chooses another kernel for the same product; the last bits may differ."""
+
+KERNEL_PACKAGES = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "nvmath-python", "triton")
+"""Packages with which torch writes some of its CUDA kernels anew where they are there, in versions that it knows.
+
+Source: pytorch 2.13, torch/_native/cutedsl_utils.py, triton_utils.py and ops: RMS norm, topk, scatter_add, products.
+"""
 
 
 def surroundings(device: Device) -> dict[str, str]:
@@ -215,7 +223,16 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         facts["capability"] = device.detail.get("capability", "not given")
         facts["multiprocessors"] = device.detail.get("multiprocessors", "not given")
         facts["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
+        if hasattr(torch, "_native"):
+            facts["kernel_packages"] = _listed({name: _installed(name) for name in KERNEL_PACKAGES})
     return facts
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def cudnn_version() -> int | None:

@@ -71,6 +71,24 @@ def test_a_cudnn_that_does_not_fit_torch_leaves_no_run_without_its_stack(monkeyp
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("native", [False, True])
+def test_a_package_with_which_torch_writes_kernels_makes_another_stack(monkeypatch, tmp_path, native):
+    """Torch 2.13 writes RMS norm and topk anew once CuTe DSL is there; a vLLM brings it. Older torches never do."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.delattr(torch, "_native", raising=False)
+    if native:
+        monkeypatch.setattr(torch, "_native", SimpleNamespace(), raising=False)
+    gpu, host = stack(CUDA, ""), stack(cpu(), "")
+    told = tmp_path / "nvidia_cutlass_dsl-4.4.77.dist-info" / "METADATA"
+    told.parent.mkdir()
+    told.write_text("Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: 4.4.77\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert ("nvidia-cutlass-dsl=4.4.77" in stack(CUDA, "").get("kernel_packages", "")) is native
+    assert (stack(CUDA, "") != gpu) is native
+    assert stack(cpu(), "") == host
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(("told", "wanted"), [({}, None), ({"pci_domain_id": 1, "pci_bus_id": 101}, "0001:65:00.0")])
 def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, wanted):
     """Every GPU was at 0000:00:00.0, which stood in the dossier where NVML did not answer."""
