@@ -272,9 +272,9 @@ def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tup
 def served(asked: Asked, models: Iterator[Model], level: str) -> tuple[Counter[tuple[str, str]], str]:
     """Let one server serve model after model; return models, answers and wrong ones, by how it was asked, and why not.
 
-    Each is asked alone and beside clients; at quick alone, and each eighth beside clients only. A server that kept the
-    model before would be wrong where it prints candidates (of two tiny seeds that were tried, one of the first five
-    differed at each of 40 words); by words alone nobody would see it, because all seeds have the same.
+    Each is asked alone and beside clients; at quick alone, and each eighth beside clients only. All seeds have the same
+    right words, so words alone do not tell the model before from this one: `test_exact_real` shows of each server that
+    it serves what it turns to. Candidates' log probabilities differ, where a server prints them.
     """
     found: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work, contextlib.ExitStack() as running:

@@ -109,7 +109,7 @@ def devices_unlisted(case: Case) -> Iterator[Finding]:
 def no_fresh_evidence(case: Case) -> Iterator[Finding]:
     """No probe is enabled, none has run, or the last run is too old: unknown."""
     if not case.wanted and not case.divided and not case.unlisted and not any(unreached(case)):
-        text, action = "No enabled probe tests this device", "Enable a probe for it; canaryd probes lists them"
+        text, action = "None of the chosen probes tests this device", "Choose one that does: canaryd probes lists them"
         yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action)
     for probe in sorted(case.wanted):
         completed = [r for r in case.scheduled(probe) if r.outcome is Outcome.COMPLETED]

@@ -25,7 +25,14 @@ DEGRADED, HARDWARE = (State.DEGRADED, Cause.UNDETERMINED), (State.DEGRADED, Caus
 CHECK_APPLICATION = "Check the application, then the device."
 CHECK_LINK = "Check seating, riser and slot."
 LINES: Mapping[tuple[str, str], Line] = {
-    ("oom", ""): Line(*ENVIRONMENT, "The kernel killed a process because memory ran out", "Free memory on the host."),
+    ("oom", ""): Line(
+        *ENVIRONMENT, "The kernel killed a process because the host's memory ran out", "Free memory on the host."
+    ),
+    ("oom", "cgroup"): Line(
+        *ENVIRONMENT,
+        "The kernel killed a process of a container or service at its memory limit",
+        "Raise that limit, or let it use less.",
+    ),
     ("nvme", ""): Line(*ENVIRONMENT, "A disk did not answer", "Check the disk."),
     ("lockup", ""): Line(*DEGRADED, "A processor was stuck in the kernel", "Check the kernel log."),
     ("hang", ""): Line(*DEGRADED, "A call into the driver hung", "Check the driver and kernel log."),

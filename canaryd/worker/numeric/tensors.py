@@ -303,9 +303,10 @@ def allowing(attribute: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_any_order() -> Iterator[None]:
-    """Let torch add and scatter in any order: held to one, CUDA's sorts where serving uses atomics.
+    """Let torch add and scatter in any order: held to one, CUDA's sorts where serving uses atomics, and has no cuDNN.
 
-    Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu, index_add_cuda_impl; TensorAdvancedIndexing.cpp, scatter.
+    Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu, index_add_cuda_impl; TensorAdvancedIndexing.cpp, scatter;
+    transformers/cuda/sdp_utils.cpp, check_cudnn_deterministic.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

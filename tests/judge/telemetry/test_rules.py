@@ -50,6 +50,17 @@ def test_scenario(name):
     assert told(signs) == sorted(expected), [f.message for f in findings(signs)]
 
 
+def test_a_container_at_its_limit_says_nothing_of_the_hosts_memory():
+    """The kernel kills in both cases; what helps differs."""
+    for name, words, action in (
+        ("system", "host's memory", "Free memory on the host."),
+        ("cgroup", "memory limit", "Raise that limit, or let it use less."),
+    ):
+        (found,) = findings(sign(event("oom", name)))
+        assert words in found.message
+        assert found.action == action
+
+
 def failing():
     return any(told(signs) != sorted(expected) for signs, expected in (build() for build in SCENARIOS.values()))
 

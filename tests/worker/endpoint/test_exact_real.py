@@ -194,6 +194,23 @@ def test_one_flipped_exponent_bit_on_disk_is_seen_in_the_first_answers(exported,
     assert [c for c in compared if c.wrong], f"{tensor.name} at {at - tensor.begin}"
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_server_that_turns_to_another_checkpoint_serves_its_weights(exported, tmp_path, name):
+    """All seeds have the same right words, so only a weight that is wrong shows that a server serves the next one."""
+    shutil.copytree(exported(name), tmp_path / "canary")
+    served = tmp_path / "canary" / ("model.gguf" if name == "llama" else "")
+    norm = next(t for t in checkpoint.tensors(served) if t.name in ("model.norm.weight", "output_norm.weight"))
+    data = bytearray(norm.file.read_bytes())
+    data[norm.end - 1] ^= 1  # a bit of the last weight's exponent, in bfloat16 and in float32
+    norm.file.write_bytes(data)
+    with serving(name, exported(name), tmp_path, VLLM_SERVER_DEV_MODE="1") as server:
+        assert [c for c in ask(server, exported(name), seed=0) if c.wrong] == []
+        server.turn_to(tmp_path / "canary")
+        assert [c for c in ask(server, exported(name), seed=0) if c.wrong]
+        server.turn_to(exported(name))
+        assert [c for c in ask(server, exported(name), seed=1) if c.wrong] == []
+
+
 def test_another_template_of_llama_cpp_is_told_from_a_fault(exported, tmp_path):
     """It is named, and nobody is accused."""
     template = "{% for message in messages %}anchor {{ message['content'] }}{% endfor %}"

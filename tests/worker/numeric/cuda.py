@@ -110,6 +110,7 @@ def attention_rules(torch, chosen):
         yield "cuDNN attention kernel", (
             "cuDNN attention has been runtime disabled." if chosen() != "CUDNN_ATTENTION"
             else "cuDNN SDPA is not deterministic." if torch.are_deterministic_algorithms_enabled()
+            else "Expected query, key and value to all be of dtype: {Half, BFloat16}." if query.dtype not in half
             else ""
         )  # fmt: skip
 

@@ -66,15 +66,14 @@ def test_a_flash_kernel_is_tested_with_a_causal_mask_where_it_takes_one(probes, 
 
 
 def test_no_refusing_kernel_ends_the_attention_probe(probes, cuda_rules):
-    """Formats that a kernel lacks, and cuDNN under deterministic algorithms, are skipped as one each; the rest runs."""
+    """Formats that a kernel lacks are skipped as one each; the rest runs, cuDNN's kernel in no fixed order."""
     facts = list(probes["exact_attention"].run(context()))
     refused = {f.case: f.reason for f in facts if isinstance(f, Skipped) and "budget" not in f.reason}
     assert {"flash_attention/float64", "flash_attention/float32", "efficient_attention/float64"} <= set(refused)
     assert "dtype: {Half, BFloat16}" in refused["flash_attention/float32"]
-    for form in ("float64", "float32", "bfloat16", "float16"):
-        assert refused[f"cudnn_attention/{form}"].endswith("cuDNN SDPA is not deterministic.")
-    kernels = {f.case.partition("@")[0].split("/")[3] for f in facts if isinstance(f, Comparison)}
-    assert kernels == {"math", "flash_attention", "efficient_attention"}
+    ran = [f.case.partition("@")[0].split("/") for f in facts if isinstance(f, Comparison)]
+    assert {words[3] for words in ran} == {"math", "flash_attention", "efficient_attention", "cudnn_attention"}
+    assert {words[0] for words in ran if words[3] == "cudnn_attention"} == {"bfloat16", "float16"}
     assert [f.name for f in facts if getattr(f, "name", "") == "golden_fingerprint"]
 
 

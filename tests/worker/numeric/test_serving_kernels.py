@@ -48,7 +48,7 @@ def ran():
     return found
 
 
-def context(*cases, seed=3, budget=60.0, level="quick", **more):
+def context(*cases, seed=3, budget=600.0, level="quick", **more):
     return Context(device=cpu(), level=level, seed=seed, budget=budget, cases=cases, **more)
 
 
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_run_process_core_or_threads(probe):
         "import sys, json; sys.path[:0] = [{0!r}, {0!r} + '/probes']\n"
         "import recorded_kernels; from canaryd.model import Recording; from canaryd.probe import Context\n"
         "from canaryd.worker.numeric.stack import cpu\n"
-        "ctx = Context(device=cpu(), level='quick', seed=9, budget=60.0)\n"
+        "ctx = Context(device=cpu(), level='quick', seed=9, budget=600.0)\n"
         "print(json.dumps({{f.case: f.digest for f in recorded_kernels.run(ctx) if isinstance(f, Recording)}}))\n"
     ).format(str(ROOT))
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_run_process_core_or_threads(probe):
 def test_learning_repeats_and_shows_every_mode(probe):
     """30 recordings of each case where time allows, three where it does not."""
     case = "exp/float32"
-    for budget, count in ((60.0, 30), (1e-6, 3)):
+    for budget, count in ((600.0, 30), (1e-6, 3)):
         facts = list(probe.run(context(case, "gemm/float32/decode1", budget=budget, baselining=True)))
         assert [len(of(Recording, facts)), len(bit_sets(facts))] == [2 * count, 2]
         assert {c.trials for c in of(Comparison, facts)} == {count}
