@@ -164,7 +164,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
-        complain(*mistakes, *engine.problems)
+        complain(*engine.problems, *mistakes)
         unsure = engine.failing or engine.unloaded & {*options.probe}
         return exit_code(State.UNKNOWN) if unsure else USAGE
     if options.fault and not options.device:

@@ -17,7 +17,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
         Cause.ENVIRONMENT,
         "was skipped",
-        "If that is expected, disable the probe: probes.{}.enabled: false",
+        "Remove that reason. If it is expected, disable the probe: probes.{}.enabled: false",
     ),
     Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Fix what the error names, or report a bug of canaryd"),
     Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", f"Read the kernel log: {KERNEL_LOG}"),
@@ -171,9 +171,8 @@ def record_unread(case: Case) -> Iterator[Finding]:
     if case.unread:
         yield finding(
             *("record-unread", State.UNKNOWN, Cause.HARNESS),
-            "The record of this machine cannot be read; earlier faults are unknown",
-            "Make it readable: canaryd then reads it by itself",
-            f"{case.unread}.",
+            f"Earlier faults are unknown: {case.unread}",
+            "Remove that reason; canaryd then reads the record by itself",
         )
 
 

@@ -19,6 +19,7 @@ BESIDE = DAY
 """Seconds by which what a fault explains may have begun before it was seen itself (ours); no verdict rests on it."""
 WRONG = ("exact-mismatch-confirmed", "exact-mismatch", "golden-disagreement", "comparator-disagreement")
 """Rules that accuse the device of wrong results; the first that speaks leads the incident."""
+NOT_COMPLETED = "not-completed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,11 @@ FAMILIES = (
     Family(
         leads=("gpu-lost", "device-vanished", "keeps-vanishing"),
         explains=(
-            *("telemetry-stale", "stale-evidence", NO_EVIDENCE, "not-completed", "unreached", "device-error"),
+            *("telemetry-stale", "stale-evidence", NO_EVIDENCE, NOT_COMPLETED, "unreached", "device-error"),
             *("xid-recovery", "recovery-action", "keeps-failing", "pcie-aer", "kernel-pcie"),
         ),
     ),
-    Family(leads=("keeps-failing",), explains=("not-completed", "stale-evidence", NO_EVIDENCE)),
+    Family(leads=("keeps-failing",), explains=(NOT_COMPLETED, "stale-evidence", NO_EVIDENCE)),
     Family(
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
         explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),
@@ -124,10 +125,15 @@ def incidents(verdict: Verdict) -> tuple[Incident, ...]:
                 left = [f for f in left if f not in members]
                 found.append(tuple(members))
 
-    def alike(finding: Finding) -> tuple[str, str]:
-        return finding.rule, finding.cause.value
+    ended = {f.probe: f for f in left if f.rule == NOT_COMPLETED}
 
-    found += [tuple(group) for _, group in itertools.groupby(sorted(left, key=alike), key=alike)]
+    def alike(finding: Finding) -> tuple[str, str]:
+        # That a probe has no fresh result follows from how its newest run ended.
+        lead = ended.get(finding.probe, finding) if finding.rule in (NO_EVIDENCE, "stale-evidence") else finding
+        return lead.rule, lead.cause.value
+
+    left.sort(key=lambda f: (*alike(f), f.rule != NOT_COMPLETED))
+    found += [tuple(group) for _, group in itertools.groupby(left, key=alike)]
     made = [Incident(findings=each, since=_since(each, verdict)) for each in found]
     return tuple(sorted(made, key=lambda i: (-i.state.severity, CAUSES.index(i.cause), i.since, i.lead.rule)))
 

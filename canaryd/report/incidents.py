@@ -104,17 +104,23 @@ def step(incident: Incident, *devices: Device) -> Step:
     first, each = devices[0], " for each" if len(devices) > 1 and not devices[0].weak_identity else ""
     there = lead.wrong.elsewhere if lead.wrong else None
     if first.is_endpoint and wrong:
-        return Step(sentence(lead.action))
+        return _parted(lead.action)
     if lead.state is State.FAULTY and wrong and incident.cause is Cause.HARDWARE:
         case = f"{out_of_service(devices)}, then {whom_to_tell(first)}{each}:"
         return Step(case, f"canaryd report {first.name} -o ./case")
     if lead.state is State.FAULTY and there and incident.cause is Cause.UNDETERMINED:
         return Step(f"{out_of_service(devices)}. Repeat the test on {identical(first, there)}:", _repeated(there))
     if lead.state is State.FAULTY:
-        return Step(f"{precaution(incident.cause, devices)} {sentence(lead.action)}".rstrip())
+        return _parted(f"{precaution(incident.cause, devices)} {lead.action}".rstrip())
     if wrong and there and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come:
         return Step(f"{lead.action}:", _repeated(there))
-    return Step(sentence(lead.action))
+    return _parted(lead.action)
+
+
+def _parted(action: str) -> Step:
+    """Return an action as a step: a command at its end apart, since people copy it."""
+    text, _, command = action.rpartition(": ")
+    return Step(f"{text}:", command) if text and command.startswith(COMMANDS) else Step(sentence(action))
 
 
 def _repeated(there: Elsewhere) -> str:

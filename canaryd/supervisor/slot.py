@@ -84,7 +84,7 @@ class Slot:
         try:
             self._worker = worker = Worker(spec, self.instruction_set)
         except OSError as error:
-            raise LostError(Outcome.ERRORED, f"{where} cannot be started: {error}") from error
+            raise LostError(Outcome.ERRORED, f"{where} cannot be started: {error.strerror or error}") from error
         self.workers_started += 1
         try:
             message = self.receive(worker, deadline)

@@ -209,6 +209,17 @@ def test_equal_findings_about_several_probes_are_one_incident():
     assert (incident.rules, incident.probes) == (("no-evidence",), PROBES)
 
 
+def test_a_probe_that_was_skipped_does_not_wait_for_its_first_run():
+    """Its newest run says why it has no result; another probe's is another thing to know."""
+    skipped = run(MINUTE, outcome=Outcome.SKIPPED, detail="no torch")
+    verdict = ask(skipped, wanted=dict.fromkeys((skipped.probe, "memory_sweep"), 900.0))
+    found = [(i.rules, i.probes, i.cause) for i in incidents(verdict)]
+    assert found == [
+        (("not-completed", "no-evidence"), (skipped.probe,), Cause.ENVIRONMENT),
+        (("no-evidence",), ("memory_sweep",), Cause.UNDETERMINED),
+    ]
+
+
 def test_a_healthy_device_has_no_incident():
     """Notes are none."""
     note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off")

@@ -19,6 +19,7 @@ from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import find_cause
 from canaryd.model import (
     Confirmation,
+    Finding,
     Ground,
     PlaceTally,
     Rival,
@@ -28,7 +29,7 @@ from canaryd.model import (
     Tally,
 )
 from canaryd.report import status, status_page
-from canaryd.report.incidents import state_lines, step, told
+from canaryd.report.incidents import incidents_json, state_lines, step, told
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
 from canaryd.store.store import Store
@@ -54,6 +55,13 @@ def test_a_confirmed_fault_is_one_paragraph():
         "Do now:  Take cuda:3 out of service, then open a vendor case:",
         "         canaryd report cuda:3 -o ./case",
     ]
+
+
+def test_a_command_at_the_end_of_an_action_stands_on_its_own_line():
+    """Whole, however long: people copy it."""
+    found = verdict(Finding(rule="x", state=State.UNKNOWN, cause=U, message="Bad", action="Try: canaryd check --x y"))
+    assert lines(found, width=20)[-2:] == ["Do now:  Try:", "         canaryd check --x y"]
+    assert incidents_json(found, GPU)[0]["command"] == "canaryd check --x y"
 
 
 @pytest.mark.parametrize("width", [79, 110])

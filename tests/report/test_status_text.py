@@ -144,7 +144,7 @@ def test_several_devices_that_need_different_steps_keep_their_own(store):
     seen = replace(ask(store), daemon=True)
     both = "Send cuda:0 and cuda:1 no new work, and hold back their results."
     assert advice(seen) == f"{both} Restart the machine. For cuda:1, see below."
-    assert "Do now:  Run: canaryd check --x\n" in status_text(seen)
+    assert "Do now:  Run:\n         canaryd check --x\n" in status_text(seen)
 
 
 def test_the_first_line_says_what_is_wrong_with_what(store):

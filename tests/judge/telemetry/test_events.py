@@ -366,6 +366,7 @@ def test_a_line_of_the_kernel_log_keeps_its_fields():
         (event("amdgpu", "ras-corrected"), ""),
         (event("intel", "hang"), "Intel hang"),
         (event("oom", "system"), ""),
+        (event("oom", "cgroup"), ""),
     ],
 )
 def test_what_calls_for_exact_goldens(made, reason):
