@@ -150,6 +150,17 @@ def cgroup(controller, limits):
 # --- Disks and rights ------------------------------------------------------------------------------------------------
 
 
+def test_a_full_disk_is_named_by_a_command_that_would_write(tmp_path):
+    """Not taken for a record without devices."""
+    disk = tmp_path / "disk"
+    with mounted(disk, "-t", "tmpfs", "-o", "size=1m", "tmpfs"):
+        common = ("--config", configure(tmp_path, "passes"), "--state-dir", disk / "state")
+        assert canaryd("check", *common).code == 0
+        fill(disk / "filler")
+        answer = canaryd("ack", "cpu:0", "--reason", "seen", *common)
+        assert (answer.code, "bytes are free on its disk" in answer.err) == (3, True), answer
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_nothing_but_durability(tmp_path):
     """A file system without a free byte under database, log and locks; then room again, and all of it is on disk."""

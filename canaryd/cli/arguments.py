@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
                 if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  it has no public name
                     named += filter(None, [action.choices.get(getattr(options, action.dest))])
             there = [word for each in named for word in each._option_string_actions if word.startswith("--")]  # noqa: SLF001
-            hint = did_you_mean(unknown[0], there)
+            alike = did_you_mean(unknown[0].lstrip("-"), [word[2:] for word in there])  # dashes make no likeness
+            hint = did_you_mean(unknown[0], there) if alike else ""
             if getattr(options, "of_one_device", "") and not unknown[0].startswith("-"):
                 hint = f"; for one device: {options.of_one_device} {unknown[0]}"
             named[-1].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

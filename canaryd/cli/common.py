@@ -96,6 +96,8 @@ def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]
                 raise Unreadable(store.unreadable)
             return
     with open_store(settings) as store:
+        if store.unreadable:
+            raise Unreadable(store.unreadable)
         yield store
 
 

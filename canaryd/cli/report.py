@@ -40,8 +40,9 @@ def report_command(options: argparse.Namespace, settings: Config) -> int:
     A worker recomputes the operands of the failures, where one can be started.
     """
     with open_record(settings) as store:
+        recorded = {r.device.uuid for r in store.devices()}  # those that are gone too; nothing is known of others
         engine = make_engine(settings, store)
-        known = {r.device.uuid: r.device for r in store.devices()}  # those that are gone too
+        known = {r.device.uuid: r.device for r in store.devices() if r.device.uuid in recorded}
         device = one_device("report", options.device, known)
         if device is None:
             return USAGE

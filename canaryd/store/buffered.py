@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from canaryd.facts import printable
 from canaryd.store.clock import Clock
 from canaryd.store.database import READ_ONLY, REFUSED, Database, connect
-from canaryd.store.locks import refusal
+from canaryd.store.locks import reason, refusal
 from canaryd.store.migrations import Migration
 from canaryd.store.rows import (
     ACK,
@@ -189,7 +189,7 @@ class BufferedDatabase:
 
     def _fail(self, error: Exception) -> None:
         (runs,) = self._memory.execute("SELECT count(*) FROM runs").fetchone()
-        self.problem = f"{self.path}: {error}; runs waiting in memory: {runs}"
+        self.problem = f"{self.path}: {reason(self.path, error)}; runs waiting in memory: {runs}"
 
     def _fail_to_read(self, error: Exception) -> None:
         missing, why = isinstance(error, FileNotFoundError), refusal(self.path, error)

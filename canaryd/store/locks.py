@@ -15,6 +15,8 @@ from pathlib import Path
 
 RETRY = 0.05
 """Seconds between two tries for a lock: flock has no timeout of its own."""
+FULL = 1024 * 1024
+"""Free bytes below which a disk is said to be full: SQLite needs some for every file of a database."""
 
 
 class Busy(TimeoutError):
@@ -33,13 +35,23 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
+def reason(path: Path, error: Exception) -> str:
+    """Return why a file could not be used; where its disk is full, which SQLite may call an I/O error, also that."""
+    why = f"{getattr(error, 'strerror', None) or error}"
+    try:
+        there = os.statvfs(path.parent)
+    except OSError:
+        return why
+    free = there.f_bavail * there.f_frsize
+    return f"{why} ({free:,} bytes are free on its disk)" if free < FULL else why
+
+
 def refusal(path: Path, error: Exception) -> str:
     """Return what cannot be read and why, with what to type where another user may read it."""
     if not isinstance(error, PermissionError):
         # Exactly this class is what SQLite raises for a damaged file (`database.py`).
         aside = "; canaryd check keeps it under another name and begins a new record"
-        why = getattr(error, "strerror", None) or error
-        return f"cannot read {path}: {why}{aside if type(error) is sqlite3.DatabaseError else ''}"
+        return f"cannot read {path}: {reason(path, error)}{aside if type(error) is sqlite3.DatabaseError else ''}"
     return f"cannot read {path.parent} as user {user_name()}: {'use sudo' if os.geteuid() else error.strerror}"
 
 

@@ -371,6 +371,16 @@ def test_a_built_in_probe_names_its_nearest_cases(tmp_path):
     assert "--case int64/cumsumm: no such case in exact_integer; the nearest are int64/cumsum/fresh" in answer.err
 
 
+def test_nothing_is_reported_of_a_device_without_a_record(tmp_path):
+    """A processor that is there, and a state directory that is mistyped: an empty dossier would look like evidence."""
+    (tmp_path / "empty.yaml").touch()
+    pytest.importorskip("torch")
+    common = ("--config", tmp_path / "empty.yaml", "--state-dir", tmp_path / "state")
+    answer = canaryd("report", "cpu:0", "-o", tmp_path / "case", *common)
+    assert (answer.code, answer.out, (tmp_path / "case").exists()) == (64, "", False)
+    assert 'report: no device "cpu:0"; nothing is recorded yet' in answer.err
+
+
 def test_a_skipped_probe_is_named_where_it_can_be_disabled(tmp_path):
     """The advice can be typed as it stands."""
     config = configure(tmp_path, "skips")

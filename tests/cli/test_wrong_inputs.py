@@ -68,6 +68,7 @@ TABLE = (
     Wrong(("check", "--wait", "30"), ("--wait", '"30" has no unit', 'write "30s"')),
     Wrong(("check", "--seed", "1e3"), ("--seed", "'1e3' is not a seed", "write a whole number")),
     Wrong(("check", "--instruction-set", "avx9"), ("--instruction-set", "'avx9'", "choose from native, avx2")),
+    Wrong(("status", "--since", "3"), ("unrecognized arguments: --since 3; type",)),
     Wrong(("drill", "--fault", "flop"), ("--fault", "'flop'", 'did you mean "flip"?')),
     Wrong(
         ("drill", "--fault", "stuck-at-1", "--probe", "exact_matmul", "--state-dir", "@new"),

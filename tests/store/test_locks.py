@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sqlite3
+from pathlib import Path
 
 import pytest
 
-from canaryd.store.locks import Busy
+from canaryd.store.locks import Busy, reason
 
 
 def test_a_held_device_names_its_holder(store, holder):
@@ -45,3 +47,11 @@ def test_an_error_under_the_lock_is_not_taken_for_a_lock_problem(store):
         raise OSError("mine")
     with store.lock("GPU-1"):
         assert store.problems == []
+
+
+def test_a_full_disk_is_said_whatever_the_error_is_called(tmp_path):
+    """SQLite calls it an I/O error where it cannot map its index."""
+    error = sqlite3.OperationalError("disk I/O error")
+    assert reason(tmp_path / "canaryd.db", error) == "disk I/O error"
+    assert reason(Path("/proc/canaryd.db"), error) == "disk I/O error (0 bytes are free on its disk)"
+    assert reason(tmp_path / "gone/canaryd.db", error) == "disk I/O error"
