@@ -42,6 +42,7 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
 }
 """Backend → what to do with a faulty part, after what the vendors publish (docs/dossier.md)."""
 OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
+NOTHING_TO_DO = xids.BUCKETS["IGNORE"]
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 NO_RMA: Mapping[Cause, str] = {
     Cause.SOFTWARE: "No RMA: the software is at fault, other parts give the same wrong results with it. Report it to "
@@ -63,7 +64,8 @@ def commands(facts: Facts, failures: Sequence[Mapping[str, Any]]) -> list[dict[s
     for failure in worst:
         by_command.setdefault(failure["repro"], f"{failure['probe']} {failure['case']}")
     for finding in facts.verdict.findings:
-        if finding.repro and finding.state is not State.HEALTHY and not facts.drill:
+        here = "--repeat" in finding.repro  # it names a run on record, which only this host has
+        if finding.repro and finding.state is not State.HEALTHY and not facts.drill and not (here and worst):
             by_command.setdefault(finding.repro, finding.rule)
     return [{"command": command, "what": what} for command, what in by_command.items()][: EXHIBITS + 3]
 
@@ -94,7 +96,8 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
     else:
         steps.append(NO_RMA[verdict.cause])
     for code in sorted({e.code for e in facts.events if e.kind == "xid" and e.code is not None}):
-        if known := xids.catalogue().get(code):
+        known = xids.catalogue().get(code)
+        if known and known.advice != NOTHING_TO_DO:
             steps.append(f"Xid {code} ({known.title}). NVIDIA's catalogue: {known.advice}.")
     return steps
 

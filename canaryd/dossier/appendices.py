@@ -43,7 +43,7 @@ Document = Mapping[str, Any]
 def appendices(document: Document) -> str:
     """Return the appendices; those without content are left out."""
     found = (
-        ("Further steps", bullets(document["next_step"]) if cut(document["next_step"]) else ""),
+        ("Further steps", bullets(rest) if (rest := cut(document["next_step"])) else ""),
         ("All failing cases", _cases(document)),
         ("All places", _places(document)),
         ("Wrong elements", _elements(document)),
@@ -139,6 +139,7 @@ def _rates(document: Document) -> str:
         return "<p>No run is on record, so nothing is ruled out.</p>"
     columns = ("test", "runs", "results wrong", "uploads wrong", "fault rate ruled out", "last run")
     note = (
+        "This counts all that is on record; the verdict counts from the first wrong run to the last. "
         "A test with 0 wrong results would have caught any more frequent fault with 95 % probability, at the load and "
         "temperature of its runs. It does not prove that the device is healthy."
     )

@@ -6,7 +6,6 @@ The page, the OCP output and the archive are all made from this document.
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from canaryd.dossier.text import ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
-from canaryd.formatting import format_duration, format_time
+from canaryd.formatting import format_duration, format_time, time_zone
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
 from canaryd.judge.node import DRILL_EXPIRY, node
@@ -64,7 +63,7 @@ def gather(
         "schema": SCHEMA,
         "canaryd": __version__,
         "generated": now,
-        "timezone": time.strftime("%Z (UTC%z)", time.localtime(now)),
+        "timezone": time_zone(),
         "kind": kind,
         "why_not_rma": why_not,
         "drill": ", ".join(sorted({r.drill for r in facts.runs if r.drill})),
@@ -180,9 +179,10 @@ def _kind(facts: Facts) -> tuple[str, str]:
 
 
 def _title(document: Mapping[str, Any]) -> str:
-    name = document["identity"]["name"]
+    identity = document["identity"]
+    name, number = identity["name"], f"serial {identity['serial']}" if identity["serial"] else identity["uuid"]
     return {
-        "rma": f"RMA dossier of {name}",
+        "rma": f"RMA dossier of {identity['model']}, {number}",
         "evidence": f"{name}: evidence, not an RMA dossier",
         "health": f"{name}: health report",
         "drill": f"DRILL of {name}: the device is not at fault",

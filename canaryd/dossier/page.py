@@ -44,6 +44,7 @@ h2.part { border-top: 3px solid var(--ink); margin-top: 3rem; }
   .sheet .facts { table-layout: fixed; }
   .sheet .facts td { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
   th, td { padding: .18rem .6rem .18rem 0; }
+  h2.part ~ section :is(th, td) { overflow-wrap: break-word; }
   h2.part { border: 0; margin: 0; } figure, tr, pre { break-inside: avoid; } .pair { grid-template-columns: 1fr 1fr; }
   .maps { grid-template-columns: 1fr 1fr; } details::details-content { content-visibility: visible; display: block; }
 }

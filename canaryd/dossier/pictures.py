@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from canaryd.dossier.text import share
 from canaryd.judge.phrases import count
 from canaryd.report.html import escape
 
@@ -25,6 +26,8 @@ figure { margin: 0 0 1rem; } figcaption { color: var(--soft); font-size: .94rem;
 .bars svg { display: block; width: 100%; max-width: 26rem; height: auto; }
 .bars .bar { fill: rgb(var(--heat)); } .bars .part { fill: var(--soft); opacity: .5; }
 """
+TITLE = 48
+"""Letters of the title of a row that fit into a chart."""
 FORMATS = 3
 """Formats in the chart of bits at most: it shares a sheet of paper."""
 LAYOUTS = {
@@ -121,7 +124,9 @@ def bit_chart(formats: Sequence[Mapping[str, Any]]) -> str:
 
 def _most_flipped(flips: Mapping[str, Any]) -> str:
     top, total = max(flips["bits"], key=lambda b: b["count"]), sum(b["count"] for b in flips["bits"])
-    return f"{flips['format']}: bit {top['bit']}{_part(top)}, {top['count']:,} of {count(total, 'flip')}"
+    whole = f"{flips['format']}: bit {top['bit']}{_part(top)}, {top['count']:,} of {count(total, 'flip')}"
+    short = f"{flips['format']}: bit {top['bit']}, {share(top['count'] / total)} of {count(total, 'flip')}"
+    return whole if len(whole) <= TITLE else short
 
 
 def _bit_row(flips: Mapping[str, Any], title: str, room: float, step: float, top: float) -> Iterator[str]:

@@ -34,6 +34,6 @@ def told_places(failure: Mapping[str, Any]) -> str:
 
 
 def shared_lines(failure: Mapping[str, Any]) -> str:
-    """Return what all wrong elements of a case have in common, as a sentence; "" for nothing."""
+    """Return in which rows, columns and the like all wrong elements of a case lie, as a sentence; "" for nothing."""
     shared = "; ".join(f"{axis} {text}" for axis, text in failure["lines"].items())
-    return f"All wrong elements share: {shared}." if shared else ""
+    return f"All wrong elements lie in {shared}." if shared else ""

@@ -78,13 +78,13 @@ def _verdict(document: Document) -> str:
 
 
 def _steps(steps: Sequence[str]) -> str:
-    more = soft("“Further steps” has all of them.") if cut(steps) else ""
+    more = soft("“Further steps” has the rest.") if cut(steps) else ""
     return bullets([clipped(step, STEP) for step in steps[:STEPS]]) + more
 
 
-def cut(steps: Sequence[str]) -> bool:
-    """Return whether the next steps do not all fit on the first page."""
-    return len(steps) > STEPS or any(len(step) > STEP for step in steps)
+def cut(steps: Sequence[str]) -> list[str]:
+    """Return the next steps that do not stand whole on the first page."""
+    return [step for number, step in enumerate(steps) if number >= STEPS or len(step) > STEP]
 
 
 def _identity(document: Document) -> str:
@@ -139,7 +139,7 @@ def _compared(document: Document, worst: Sequence[Mapping[str, Any]]) -> str:
         ("Its wrong results", [counted(f["results"]) for f in shown]),
         ("Its wrong uploads", [rated(f["uploads"]) for f in shown]),
         ("Its wrong runs", [counted(f["runs"]) for f in shown]),
-        ("Immediate retest", [f["reproduced"] for f in shown]),
+        ("Repeated at once", [f["reproduced"] for f in shown]),
         ("Where", [told_places(f) or "not known" for f in shown]),
         ("Flipped bits", [flipped_bits(f) for f in shown]),
         ("Pattern", [f["pattern"] for f in shown]),

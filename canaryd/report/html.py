@@ -27,6 +27,7 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .6rem; }
 .banner { border: 2px solid var(--calm); padding: .6rem .9rem; margin: 0 0 1rem; font-weight: 600; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); }
 thead th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; white-space: nowrap; }
+@media screen and (min-width: 48rem) { th, td { overflow-wrap: break-word; } }
 tbody th { font-weight: 600; } .facts th { width: 11rem; color: var(--soft); }
 @media (max-width: 30rem) {
   body { padding: 1rem .7rem 2rem; } .facts th { width: 7rem; }

@@ -19,7 +19,7 @@ from tests.dossier.made import GPU, HOST, HOUR, NOW, PEER, SERIAL, SIBLING, UUID
 def test_the_facts_are_those_of_the_store(store, tmp_path):
     """State, identity, case, element, bit, rates, times, stack change and conditions, as they were recorded."""
     _, document, _ = written(store, tmp_path)
-    assert (document["kind"], document["title"]) == ("rma", "RMA dossier of cuda:3")
+    assert (document["kind"], document["title"]) == ("rma", f"RMA dossier of NVIDIA H200, serial {SERIAL}")
     assert document["verdict"]["state"] == "faulty"
     assert document["identity"]["serial"] == SERIAL
     assert document["identity"]["host"] == HOST
@@ -36,6 +36,14 @@ def test_the_facts_are_those_of_the_store(store, tmp_path):
     where = failure["map"]
     assert where["counts"] == [[17 * 32 // 64, 40 * 32 // 96, 2]]
     assert (failure["first"], failure["last"]) == (NOW - 25 * HOUR, NOW - 23 * HOUR)
+
+
+def test_a_run_of_this_record_is_no_command_for_a_vendor(store, tmp_path):
+    """Only this host can repeat a run by its id; where a failing case has a command, that one is enough."""
+    (finding,) = verdict().findings
+    store.set_verdict(verdict(findings=(replace(finding, repro="canaryd check --repeat 1-a"),)))
+    _, document, _ = written(store, tmp_path)
+    assert [c["command"] for c in document["reproduce"]] == [run(0).repro]
 
 
 def test_a_finding_shows_message_action_and_evidence(store, tmp_path):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.dossier import redact
+from canaryd.dossier import pictures, redact
 from canaryd.dossier.page import page
 from canaryd.dossier.pictures import heat_map
 from canaryd.dossier.places import failing_core
-from canaryd.dossier.summary import FIRMWARE, PART
+from canaryd.dossier.summary import FIRMWARE, PART, STEP, STEPS
 from canaryd.facts import Place, Span
-from canaryd.model import Cause, State
-from tests.dossier.made import CASE, GPU, PEER, SERIAL, SIBLING, evidence, run, verdict, written
+from canaryd.model import Cause, Event, State
+from tests.dossier.made import CASE, GPU, NOW, PEER, SERIAL, SIBLING, evidence, run, verdict, written
 from tests.places import place
 
 
@@ -316,3 +316,29 @@ def test_one_row_is_no_rows(store, tmp_path):
     m = {"rows": 4, "columns": 64, "row_bins": 4, "column_bins": 32, "axes": ["row", "column"], "elements": 1}
     failure = {"case": "c", "wrong_elements": 1, "map": {**m, "counts": [[2, 5, 1]]}}
     assert "Fullest cells: row 2, columns 10…11: 1." in heat_map(failure)
+
+
+def test_the_title_of_a_chart_fits_into_it():
+    """With the name of the bit where there is room; always the bit, its share and of how many."""
+    few = {"format": "bfloat16", "width": 16, "bits": [{"bit": 11, "name": "exponent", "count": 7}]}
+    many = {
+        "format": "float8_e4m3fn",
+        "width": 8,
+        "bits": [{"bit": 0, "name": "lowest of the mantissa", "count": 10**7}],
+    }
+    drawn = pictures.bit_chart([few, many])
+    titles = re.findall(r'<text x="0" y="[0-9]+">(.*?)</text>', drawn)
+    assert titles == ["float8_e4m3fn: bit 0, 100 % of 10,000,000 flips", "bfloat16: bit 11 (exponent), 7 of 7 flips"]
+    assert max(map(len, titles)) <= pictures.TITLE
+
+
+def test_further_steps_are_those_that_the_first_page_does_not_have(store, tmp_path):
+    """Said once; and an Xid about which there is nothing to do is no step."""
+    store.add_events(
+        [Event(device=GPU.uuid, kind="xid", name=n, code=int(n), first=NOW, last=NOW) for n in ("63", "48")]
+    )
+    _, document, html = written(store, tmp_path)
+    assert not [step for step in document["next_step"] if "nothing to do" in step]
+    further = html.split("<h2>Further steps</h2>")[1].split("</section>")[0]
+    assert further.count("<li>") == sum(len(step) > STEP or n >= STEPS for n, step in enumerate(document["next_step"]))
+    assert "Open a case with NVIDIA" not in further
