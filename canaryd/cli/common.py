@@ -18,6 +18,7 @@ from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
+from canaryd.judge.phrases import count
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import typed
 from canaryd.store.locks import Busy, Unreadable, user_name
@@ -160,8 +161,8 @@ class ProgressPrinter:
 
 def _summary(run: Run) -> str:
     """Return the outcome of a run in one line."""
-    counts = [f"{run.trials:,} results"] if run.trials or not run.recordings else []
-    counts += [f"{len(run.recordings):,} recordings"] if run.recordings else []
+    counts = [count(run.trials, "result")] if run.trials or not run.recordings else []
+    counts += [count(len(run.recordings), "recording")] if run.recordings else []
     wrong = f", {sum(c.wrong_trials for c in run.comparisons):,} WRONG" if run.wrong else ""
     why = f": {run.detail.splitlines()[-1]}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
     ended = "completed" if run.outcome is Outcome.COMPLETED else OUTCOMES[run.outcome][1]

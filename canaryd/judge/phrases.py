@@ -70,7 +70,8 @@ def find_cause(device: Device, elsewhere: Elsewhere | None) -> str:
 def reason_of(run: Run) -> str:
     """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
     lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
-    return lines[-1 if lines[0].startswith("Traceback") else 0][:DETAIL] if lines else ""
+    line = lines[-1 if lines[0].startswith("Traceback") else 0] if lines else ""
+    return line if len(line) <= DETAIL else f"{line[:DETAIL].rstrip(' ;,:')}…"
 
 
 def count(number: int, thing: str) -> str:

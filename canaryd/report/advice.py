@@ -165,7 +165,7 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         idle = "Nothing." if status.daemon else "Nothing urgent."
         yield Step("Nothing is wrong with the devices." if _problems(status) else idle)
         if not status.daemon:
-            yield Step("The daemon is not running: start it (canaryd run).")
+            yield Step("The daemon is not running. Start it:", "canaryd run")
     elif all(d.acknowledged for d in worst):
         until = format_time(min(d.acknowledged_until for d in worst), seconds=False)
         yield Step(f"Nothing new: {names} {is_} acknowledged until {until}.")
@@ -176,7 +176,7 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         if all(d.verdict.state in (State.FAULTY, State.HEALTHY) for d in status.devices):  # else there is more to read
             yield _for_vendor(worst)
         if not status.daemon:
-            yield Step("The daemon is not running, so nothing else is tested: start it (canaryd run).")
+            yield Step("The daemon is not running, so nothing else is tested. Start it:", "canaryd run")
     elif state is State.SUSPECT:
         yield Step(f"Send {names} no new work, and hold back {its} results.")
         yield _step_for_suspect(status, worst, todo)

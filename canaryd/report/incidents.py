@@ -91,7 +91,7 @@ def told(incident: Incident) -> str:
     """Return what is wrong, how it was confirmed, its cause, and which other explanations were rejected."""
     wrong = incident.wrong
     if wrong is None:
-        return f"{headline(incident)}."
+        return sentence(headline(incident))
     return " ".join(filter(None, (f"{headline(incident)}.", _confirmed(wrong), _cause(incident, wrong))))
 
 
@@ -159,7 +159,7 @@ def sentence(text: str) -> str:
 
     A command at its end gets none, since people copy it.
     """
-    as_it_is = not text or text[-1] in ".:!?" or text.rpartition(": ")[2].startswith(COMMANDS)
+    as_it_is = not text or text[-1] in ".:!?…" or text.rpartition(": ")[2].startswith(COMMANDS)
     return text if as_it_is else f"{text}."
 
 

@@ -119,6 +119,7 @@ def test_the_accused_host_is_named():
             "error: ValueError: boom",
         ),
         ({"outcome": Outcome.SKIPPED, "detail": "torch is missing"}, "exact_matmul was skipped: torch is missing"),
+        ({"outcome": Outcome.SKIPPED, "detail": "x" * 301}, f"skipped: {'x' * 300}…"),
         ({"outcome": Outcome.SKIPPED, "skipped": (Skipped(case="a", reason="no such kernel"),)}, "no such kernel"),
         (
             {"outcome": Outcome.UNKILLABLE, "instruction_set": "avx2"},

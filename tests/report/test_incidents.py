@@ -57,6 +57,12 @@ def test_a_confirmed_fault_is_one_paragraph():
     ]
 
 
+def test_a_reason_that_was_cut_gets_no_full_stop():
+    """Its mark ends the sentence."""
+    found = verdict(Finding(rule="x", state=State.UNKNOWN, cause=U, message="It was skipped: too…"))
+    assert lines(found)[-1].endswith("It was skipped: too…")
+
+
 def test_a_command_at_the_end_of_an_action_stands_on_its_own_line():
     """Whole, however long: people copy it."""
     found = verdict(Finding(rule="x", state=State.UNKNOWN, cause=U, message="Bad", action="Try: canaryd check --x y"))

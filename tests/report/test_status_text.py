@@ -28,7 +28,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
     [
         ([SOUND], True, "YES, trust this node's numbers: cuda:0 is healthy", "Nothing."),
         ([SOUND] * 3, True, "YES, trust this node's numbers: 3 devices are healthy", "Nothing."),
-        ([SOUND], False, "YES, trust", "The daemon is not running: start it (canaryd run)."),
+        ([SOUND], False, "YES, trust", "The daemon is not running. Start it: canaryd run"),
         (
             [SOUND, (State.DEGRADED, H)],
             True,
@@ -61,7 +61,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
             "Take cuda:1 out of service. Mend it.",
         ),
         ([(State.FAULTY, S)], True, "NO", "Do not use the results of cuda:0. Mend it."),
-        ([(State.FAULTY, S)], False, "NO", "nothing else is tested: start it (canaryd run)."),
+        ([(State.FAULTY, S)], False, "NO", "nothing else is tested. Start it: canaryd run"),
         ([(State.FAULTY, U)], True, "NO", "Take cuda:0 out of service. Mend it."),
         (
             [(State.FAULTY, H)] * 8,
