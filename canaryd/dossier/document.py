@@ -21,6 +21,7 @@ from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
 from canaryd.formatting import format_duration, format_time, time_zone
+from canaryd.judge import acks
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
 from canaryd.judge.node import DRILL_EXPIRY, node
@@ -101,13 +102,20 @@ def _gather_facts(
     drill: bool,
     engine: Engine | None,
 ) -> Facts:
-    runs = sorted(store.runs(device.uuid, drill=drill), key=lambda r: (r.started, r.id))
+    before = 0.0 if drill else acks.cut(device, acks.heeded(store.acks(device.uuid), now))
+    runs = sorted(
+        (r for r in store.runs(device.uuid, drill=drill) if r.started > before), key=lambda r: (r.started, r.id)
+    )
     if drill and not runs:
         raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
     if drill:
         verdict, note = _drilled(device, runs, config, now, Claims(store.met())), ""
     else:
         verdict, note = _judged(store, engine, device, runs, now)
+        older = (
+            f"Results before its repair or replacement, recorded {format_time(before)}, do not count and are left out."
+        )
+        note = f"{note} {older}".strip() if before else note
     return Facts(
         store=store,
         config=config,

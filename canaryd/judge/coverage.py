@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from canaryd.facts import TRIALS, Subject
 from canaryd.formatting import format_duration, format_utc
+from canaryd.judge.acks import cut
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import NO_EVIDENCE, finding, make_finding
@@ -116,7 +117,8 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
         if not completed and any(unreached(case)):
             continue
         if not completed:
-            text = f"{probe} has not completed a run on this device yet"
+            since = "since it was repaired or replaced" if cut(case.device, case.acks) else "on this device yet"
+            text = f"{probe} has not completed a run {since}"
             action = "Wait for the first run, or run it now: canaryd check"
             yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
         elif (old := age(completed[-1], case.now)) > case.limit(probe):

@@ -11,7 +11,7 @@ from canaryd.config.settings import Config
 from canaryd.dossier.document import DossierError, gather
 from canaryd.engine.engine import Engine
 from canaryd.judge.phrases import PROVIDER
-from canaryd.model import Cause, State
+from canaryd.model import Ack, Cause, State
 from canaryd.store.store import Store
 from tests.dossier.made import GPU, HOST, HOUR, NOW, PEER, SERIAL, SIBLING, UUID, run, verdict, written
 
@@ -44,6 +44,17 @@ def test_a_run_of_this_record_is_no_command_for_a_vendor(store, tmp_path):
     store.set_verdict(verdict(findings=(replace(finding, repro="canaryd check --repeat 1-a"),)))
     _, document, _ = written(store, tmp_path)
     assert [c["command"] for c in document["reproduce"]] == [run(0).repro]
+
+
+def test_what_was_before_a_repair_is_left_out_and_said(store, tmp_path):
+    """As in judging: a healthy part with failures beside it would contradict itself."""
+    store.add_ack(Ack(device=UUID, kind="repaired", at=NOW - HOUR, until=0.0, reason="reseated", by="bob"))
+    store.add_run(run(30, started=NOW - 60))
+    store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=()))
+    _, document, html = written(store, tmp_path)
+    assert (document["kind"], document["failures"]) == ("health", [])
+    assert [p["results"] for p in document["probes"]] == [{"wrong": 0, "total": 100}]
+    assert "do not count and are left out" in html
 
 
 def test_a_finding_shows_message_action_and_evidence(store, tmp_path):
