@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from canaryd.formatting import DAY, HOUR, format_time, number, scale
+from canaryd.formatting import DAY, HOUR, format_time, number, scale, time_zone
 from canaryd.judge.phrases import count
 from canaryd.judge.trends.change import Change
 from canaryd.report.history import MOST_ITEMS, MOST_READINGS, DeviceHistory, History, Trend, counter, is_telling
@@ -52,8 +52,8 @@ def as_text(history: History, width: int, *, verbose: bool = False, color: bool 
         lines += [*paragraph("", NOTHING if history.asked is None else NO_DEVICE, room), ("", "")]
     for problem in history.problems:
         lines += paragraph("problem: ", problem, room, role="calm")
-    span = f"from {format_time(history.since, seconds=False)} to {format_time(history.now, seconds=False)}, local time"
-    lines += paragraph("", f"{span}; everything: canaryd history --json", room)
+    span = f"from {format_time(history.since, seconds=False)} to {format_time(history.now, seconds=False)}"
+    lines += [*paragraph("", f"{span}; times: {time_zone()}. Everything:", room), ("", typed("canaryd history --json"))]
     return paint(lines, color=color)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.facts import Comparison, Evidence, Exactness, Reading
-from canaryd.formatting import DAY, HOUR, format_time
+from canaryd.formatting import DAY, HOUR, format_time, time_zone
 from canaryd.judge.trends import change
 from canaryd.judge.trends.days import Key, Point, summary
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
@@ -147,12 +147,16 @@ def test_what_is_older_or_of_the_future_is_not_told(store):
 
 
 def test_the_text_begins_with_the_verdict_and_fits(store):
-    """80 columns, local time, sentences; the course of the speed with an arrow where it fell."""
+    """80 columns, the zone of its times, sentences; the course of the speed with an arrow where it fell."""
     eventful(store)
     text = as_text(look(store), 80)
     lines = text.splitlines()
     assert lines[0] == f"FAULTY   cuda:3  NVIDIA H200  since {format_time(NOW - 4 * HOUR, seconds=False)} (hardware)"
     assert max(map(len, lines)) <= 80
+    assert (lines[-2].partition("; ")[2], lines[-1]) == (
+        f"times: {time_zone()}. Everything:",
+        "canaryd history --json",
+    )
     assert text.index("exact-mismatch in x") < text.index("What happened") < text.index("Readings, by the day")
     row = next(line for line in lines if SPARK.search(line))
     assert "3.0" in row
