@@ -217,8 +217,9 @@ class Event:
     """What was decoded from the newest line of the kernel log (`LogRecord.fields`)."""
 
 
-MPS_CLIENT = "mps_client"
-"""In `Run.environment` where the worker shared its GPU with other processes through NVIDIA's MPS."""
+MPS_CLIENT, IN_USE = "mps_client", "in_use"
+"""In `Run.environment`: the worker shared its GPU with other processes through NVIDIA's MPS; how busy others kept the
+accelerator just before a run that timed out."""
 
 
 NOTHING: Mapping[str, str] = types.MappingProxyType({})

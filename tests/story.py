@@ -1012,7 +1012,8 @@ class Host:
                 "persistence_mode": 1.0,
             }
         for key, value in {**base, **chip.counters, **chip.readings}.items():
-            yield _reading(key, value)
+            if not math.isnan(value):
+                yield _reading(key, value)
 
 
 def _reading(key: str, value: float) -> Reading:
@@ -1155,7 +1156,7 @@ def _counters(host: Host, what: Happening, *, first: bool) -> None:
 
 
 def _readings(host: Host, what: Happening, *, first: bool) -> None:
-    """Gauges of telemetry say something else from now on."""
+    """Gauges of telemetry say something else from now on; the driver refuses to give those that are .nan."""
     del first
     for chip in host.of(what.device):
         chip.readings.update(what.readings)

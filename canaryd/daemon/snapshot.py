@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.metrics import families
 from canaryd.model import Ack, Device, Outcome, Run, State, Verdict
+from canaryd.store.store import Store
 
 STEADY = 5
 """Newest runs whose recorded fingerprints must agree to be shown: as many as are kept with their recordings."""
@@ -54,7 +56,7 @@ def device_view(
         periods=engine.periods(device),
         stacks={r.stack_id: r.stack for r in newest if r.stack},
         mismatches={r.probe: r for r in plain if r.wrong},
-        acknowledged=is_acknowledged(ack, verdict),
+        acknowledged=is_acknowledged(ack, verdict, engine.store),
         acknowledged_at=ack.at if ack else None,
         polls=poll_views(engine.watch.polls(uuid), engine.telemetry_periods()),
         readings=(*engine.watch.readings(uuid, now), *newest_readings(device, plain)),
@@ -173,11 +175,17 @@ def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
         yield from run.readings
 
 
-def is_acknowledged(ack: Ack | None, verdict: Verdict | None) -> bool:
-    """Return whether an acknowledgement covers the device's present state; it does not cover a later fault."""
+def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> bool:
+    """Return whether an acknowledgement covers the device's present state; it does not cover a later fault.
+
+    A fault whose cause becomes known later is the same fault.
+    """
     if ack is None:
         return False
-    return verdict is None or verdict.state is not State.FAULTY or verdict.since <= ack.at
+    if verdict is None or verdict.state is not State.FAULTY or verdict.since <= ack.at:
+        return True
+    newest_first = reversed(store.verdict_history(verdict.device))
+    return any(v.since <= ack.at for v in itertools.takewhile(lambda v: v.state is State.FAULTY, newest_first))
 
 
 def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:

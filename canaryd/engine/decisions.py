@@ -207,7 +207,7 @@ class Decisions:
             policy=host.config.telemetry,
         )
         # Only for what several devices may have together the events of all others are asked for.
-        if not (signs.losses or signs.seen("xid") or signs.seen("aer")):
+        if not (signs.losses or signs.seen("xid") or signs.seen("aer") or signs.rises("pcie_aer_errors_total")):
             return signs
         others = (d for d in host.devices.values() if d.part != device.part and d.is_whole)
         return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})

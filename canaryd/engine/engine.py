@@ -28,7 +28,7 @@ from canaryd.engine.workers import Workers
 from canaryd.free_memory import available
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.drift import Drift
-from canaryd.model import Device, Event, EventKind, Outcome, Reason, Run, Verdict
+from canaryd.model import IN_USE, Device, Event, EventKind, Outcome, Reason, Run, Verdict
 from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest, new_run_id
 
@@ -262,6 +262,7 @@ class Engine(Host):
 
         yields = self._yields(plan)
         nice = budget.NICE if yields else 0
+        in_use = self._in_use(plan.device)
         series = self.workers.start(plan.instruction_set, report, numeric=plan.numeric, device=plan.device, nice=nice)
         try:
             for step in plan.steps:
@@ -279,6 +280,8 @@ class Engine(Host):
                 if mistyped:
                     runs.append(run)
                     continue
+                if run.outcome is Outcome.TIMED_OUT and in_use:
+                    run = replace(run, environment={**run.environment, IN_USE: in_use})
                 parts = schedule.shares(run, plan, lambda at=run.started: new_run_id(at))  # type: ignore[misc]
                 added = [self.add(part) for part in parts]
                 runs += added
@@ -290,6 +293,13 @@ class Engine(Host):
                 took = budget.device_seconds(plan.device, series.wall_seconds, series.processor_seconds, runs)
                 self.account.spend(plan.device.physical, took, purpose)
         return runs
+
+    def _in_use(self, device: Device) -> str:
+        """Return how busy others keep an accelerator now; "" where they do not, or where that is not known."""
+        now = self.clock()
+        facts = budget.facts(device, self.watch.readings(device.physical, now), now=now, spent=0.0, expected=0.0)
+        known = facts.accelerator and facts.busy is not None and facts.busy >= self.config.budget.busy
+        return f"{100 * (facts.busy or 0.0):.0f} %" if known else ""
 
     def _request(self, device: Device, step: Step, *, yields: bool) -> tuple[RunRequest, float]:
         """Return what to ask a worker for, and the seconds after which the run is killed.

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd.config.settings import Config
@@ -69,8 +69,8 @@ class _Lane:
     """Monotonic time before which it is not polled again."""
     recorded: Run | None = None
     """The newest completed poll whose events this process or another recorded: the next is compared with it."""
-    known: dict[str, Reading] = field(default_factory=dict)
-    """The newest value by then of every reading, also of those that this poll lacks."""
+    known: Mapping[str, tuple[Reading, float]] = field(default_factory=dict)
+    """Key → the newest reading by then, also of those that this poll lacks, and when its poll began."""
     kept: Run | None = None
     """The newest completed poll that was stored."""
     mark: tuple[tuple[str, float | str], ...] | None = None
@@ -93,15 +93,16 @@ class _Lane:
             at = run.started
             return [Event(device=run.device, kind=EventKind.OFF_BUS, name="driver", first=at, last=at, detail=reason)]
         if run.outcome is Outcome.COMPLETED and self.recorded is not None:
-            return changes(replace(self.recorded, readings=tuple(self.known.values())), run)
+            return changes(replace(self.recorded, readings=tuple(r for r, _ in self.known.values())), run)
         return []
 
     def recall(self, polls: Sequence[Run]) -> None:
         """Go on from the completed `polls` on record, oldest first, where they are newer than what is known."""
         if polls and (self.recorded is None or polls[-1].started > self.recorded.started):
             self.kept = self.recorded = polls[-1]
-            self.known |= {r.key: r for run in polls for r in run.readings}
             self.mark = None
+            for run in polls:
+                self._know(run)
 
     def take(self, run: Run, *, recorded: bool) -> None:
         """Make a poll the newest one; `recorded`: whether this process records what happened since the one before."""
@@ -111,11 +112,15 @@ class _Lane:
             self.completed = run
         if completed and recorded:
             self.recorded = run
-            self.known |= {r.key: r for r in run.readings}
+            self._know(run)
         self.rest_until = 0.0
         if run.outcome in TAKEN_DOWN:
             self.rest_until = time.monotonic() + min(BACKOFF, self.period * 2 ** min(self.failures, 10))
         self.uncounted[run.outcome] += 1
+
+    def _know(self, run: Run) -> None:
+        """Make the readings of a poll the newest; a new mapping each time, because the judge iterates over the old."""
+        self.known = {**self.known, **{r.key: (r, run.started) for r in run.readings}}
 
 
 class Watch:
@@ -250,6 +255,7 @@ class Watch:
                     period=lane.period,
                     newest=lane.newest,
                     completed=lane.completed,
+                    known=lane.known,
                     failures=lane.failures,
                     since=lane.since,
                 )

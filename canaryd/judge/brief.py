@@ -14,7 +14,7 @@ from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Rea
 from canaryd.judge.characterised import FOLDED
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import ENDPOINT, MPS_CLIENT, NOTHING, Outcome, Run
+from canaryd.model import ENDPOINT, IN_USE, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
 """Recordings of an endpoint, or of a part of a probe, that are kept with their run."""
@@ -60,7 +60,7 @@ def _without_words(run: Run) -> Run:
         run,
         readings=tuple(map(_short, run.readings)),
         skipped=() if run.comparisons else run.skipped,
-        environment={MPS_CLIENT: run.environment[MPS_CLIENT]} if MPS_CLIENT in run.environment else NOTHING,
+        environment={k: run.environment[k] for k in (MPS_CLIENT, IN_USE) if k in run.environment} or NOTHING,
         detail="" if run.outcome is Outcome.COMPLETED else run.detail,
         repro=run.repro if run.drill else "",  # a drill cannot be repeated from the record
     )

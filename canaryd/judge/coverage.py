@@ -12,7 +12,19 @@ from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import NO_EVIDENCE, finding, make_finding
 from canaryd.judge.phrases import KERNEL_LOG, reason_of
-from canaryd.model import KERNEL_DRIVER, TORCH, UNDRIVEN, UNSEEN, UNSEEN_CODE, Cause, Finding, Outcome, Run, State
+from canaryd.model import (
+    IN_USE,
+    KERNEL_DRIVER,
+    TORCH,
+    UNDRIVEN,
+    UNSEEN,
+    UNSEEN_CODE,
+    Cause,
+    Finding,
+    Outcome,
+    Run,
+    State,
+)
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
@@ -51,6 +63,9 @@ def not_completed(case: Case) -> Iterator[Finding]:
             message = f"{run.probe}{lane} {text}" + (f": {reason}" if reason else "")
             if run.outcome is Outcome.SKIPPED and case.device.is_endpoint:
                 action = ENDPOINT_SKIPPED
+            if in_use := run.environment.get(IN_USE):
+                message = f"{run.probe}{lane} {text} while other programs kept the device busy ({in_use})"
+                action = "Test it when it is free: canaryd check --device {device}"
             action = action.format(run.probe, device=case.device.name)
             yield make_finding("not-completed", State.UNKNOWN, cause, message, action, run)
 

@@ -11,7 +11,7 @@ from canaryd.judge.cause import ALONE
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
 from canaryd.judge.phrases import KERNEL_LOG, count
-from canaryd.model import Cause, Finding, Outcome, Run, State
+from canaryd.model import IN_USE, Cause, Finding, Outcome, Run, State
 
 HANGS = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT, Outcome.UNKILLABLE})
 """Outcomes of a device that does not answer; what a machine lacks or canaryd does wrong is not among them."""
@@ -22,6 +22,14 @@ RUNS = 20
 SELDOM = 5
 """Times within `watch`, each more than `repeat_window` after the last, that count where no sibling ever failed so
 (ours). More are needed where they would all be of one device by chance more often than `ALONE`."""
+
+
+def tells(run: Run) -> bool:
+    """Return whether a run shows if its device answers.
+
+    One that timed out while others kept the device busy does not: the driver shares the time out among them.
+    """
+    return run.outcome is not Outcome.SKIPPED and not (run.outcome is Outcome.TIMED_OUT and IN_USE in run.environment)
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
@@ -48,7 +56,7 @@ def _always(case: Case, probe: str, met: Sequence[Sequence[Run]]) -> list[Findin
     Where most did not, what they share may be at fault, and `not_completed` says what is known. The finding rests on
     the run that answered last, so what is acknowledged stays so when it hangs again.
     """
-    tried = [r for r in case.scheduled(probe) if r.outcome is not Outcome.SKIPPED]
+    tried = [*filter(tells, case.scheduled(probe))]
     hung = [*itertools.takewhile(lambda r: r.outcome in HANGS, reversed(tried))]
     if len(hung) < TIMES:
         return []
@@ -111,7 +119,7 @@ def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Seq
 
     def ended(runs: Sequence[Run]) -> list[Run]:
         within = [r for r in runs if r.outcome is not Outcome.COMPLETED and r.probe == probe and r.whole]
-        found = [r for r in within if r.outcome in outcomes and age(r, case.now) <= case.policy.watch]
+        found = [r for r in within if r.outcome in outcomes and tells(r) and age(r, case.now) <= case.policy.watch]
         return sorted(found, key=lambda r: -age(r, case.now))
 
     failed = ended(case.runs)
@@ -133,6 +141,7 @@ def _apart(case: Case, before: Run, after: Run) -> bool:
 
 
 def _recent(case: Case, runs: Sequence[Run]) -> Sequence[Run]:
+    runs = [r for r in runs if r.outcome is Outcome.SKIPPED or tells(r)]
     within = [r for r in runs if age(r, case.now) <= case.policy.repeat_window]
     return within if len(within) >= RUNS else runs[-RUNS:]
 

@@ -43,7 +43,7 @@ from canaryd.judge.selftest import vendor_selftest
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.telemetry import rules
 from canaryd.judge.vanishing import keeps_vanishing
-from canaryd.model import AckKind, Cause, Finding, Run, State, Verdict
+from canaryd.model import AckKind, Cause, EventKind, Finding, Run, State, Verdict
 
 
 def telemetry(case: Case) -> Iterator[Finding]:
@@ -102,10 +102,28 @@ def _acknowledged(case: Case, finding: Finding) -> Finding:
     ack = acks.standing(case.acks, case.certain)
     if ack is None or not acks.covers(ack, finding):
         return finding
-    times = [case.node.at.get(run, case.now) for run in finding.runs]
-    if not times and case.signs is not None:  # what the device reports about itself
-        times = [e.last for e in case.signs.events]
-    return finding if max(times, default=0.0) > ack.at else acks.covered(ack, finding)
+    if finding.runs:
+        again = max(case.node.at.get(run, case.now) for run in finding.runs) > ack.at
+    else:
+        again = _reported_again(case, finding.rule, ack.at)
+    return finding if again else acks.covered(ack, finding)
+
+
+def _reported_again(case: Case, rule: str, at: float) -> bool:
+    """Return whether what the device has reported since a time makes it suspect by a rule, with nothing from before.
+
+    What it reported besides, such as a corrected error, is no news of what an operator knows.
+    """
+    if case.signs is None:
+        return False
+    since = [e for e in case.signs.events if e.last > at]
+    if any(e.reading.replace("_", "-") == rule for e in since):  # another advice, another health
+        return True
+    # A reset tells again of the errors that it wiped out.
+    since = [replace(e, labels={}) if e.kind == EventKind.RESET else e for e in since]
+    signs = replace(case.signs, events=tuple(since), polls={})
+    told = (*rules.findings(signs), *keeps_vanishing(replace(case, signs=signs)))
+    return any(f.rule == rule and f.state.severity >= State.SUSPECT.severity for f in told)
 
 
 Rule = Callable[[Case], Iterator[Finding]]

@@ -29,6 +29,10 @@ KEPT = 100
 them one device that fails all day would make another healthy, whose few failures are older."""
 
 
+SPARE = "number NOT IN (SELECT max(number) FROM polls WHERE completed GROUP BY device, probe)"
+"""Polls other than each device's newest completed ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """How long runs are kept, in seconds since they were stored.
@@ -41,14 +45,15 @@ class Retention:
     drills: float = 1 * DAY
     """Runs with an injected fault, whatever their outcome."""
     polls: float = 14 * DAY
-    """Telemetry: readings over time; what they showed to have happened is kept as events."""
+    """Telemetry: readings over time; what they showed to have happened is kept as events. The newest one that completed
+    is kept like a failure: flags that the device set there hold for 30 days, also where the driver hangs meanwhile."""
 
 
 DEFAULT = Retention()
 
 
 def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> None:
-    """Delete what `keep` allows to, then polls and the oldest successes until the file is below `max_bytes`.
+    """Delete what `keep` allows to, then spare polls and the oldest successes until the file is below `max_bytes`.
 
     Failures go before their time only when nothing else is left to go, with a problem, and never the newest of their
     kind. `now` is in seconds since the epoch. Raises `REFUSED`.
@@ -71,12 +76,12 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         ("days WHERE day < ?", oldest // DAY),
     ):
         database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once
-    while _delete(database, "started < ?", now - keep.polls, table="polls"):
+    while _delete(database, f"{SPARE} AND started < ? OR started < ?", now - keep.polls, oldest, table="polls"):
         pass
     newest = f"SELECT number, row_number() OVER (PARTITION BY device, {KIND} ORDER BY number DESC) AS place FROM runs"
     spare = f"number IN (SELECT number FROM ({newest} WHERE {FAILURE}) WHERE place > {KEPT})"
     while database.attempt(used) >= max_bytes:
-        if _delete(database, "1", table="polls") or _delete(database, SUCCESS):
+        if _delete(database, SPARE, table="polls") or _delete(database, SUCCESS):
             continue
         if not _delete(database, spare):
             database.problems["size"] = (

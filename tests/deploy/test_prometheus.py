@@ -222,6 +222,13 @@ def test_no_alerts_silence_each_other():
     assert any(graph.values())
 
 
+def test_a_faulty_device_mutes_only_its_own_alerts():
+    """It stays faulty, and acknowledged, for weeks: what an endpoint on other devices answers meanwhile is told."""
+    for rule in yaml.safe_load(ALERTMANAGER.read_text())["inhibit_rules"]:
+        if any(name.startswith("CanarydDeviceFaulty") for name in alerts_of(rule["source_matchers"])):
+            assert "device" in rule["equal"], rule
+
+
 def test_what_is_not_inhibited_is_told():
     """Only pages of a known fault, or of a host that explains them, are ever held back by what is not a page itself."""
     severity = {name: alert["labels"]["severity"] for (_, name), alert in ALERTS.items()}

@@ -8,11 +8,12 @@ import pytest
 
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.settings import Config
+from canaryd.daemon.snapshot import is_acknowledged
 from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Evidence, Exactness, Reading
 from canaryd.judge import acks
 from canaryd.judge.acks import cut, heeded, retired, standing
-from canaryd.model import Ack, Cause, Device, Event, Outcome, Run, State
+from canaryd.model import Ack, Cause, Device, Event, Outcome, Run, State, Verdict
 from canaryd.store.store import Store
 from tests.command import canaryd
 from tests.places import place
@@ -141,6 +142,23 @@ def test_a_replaced_part_stands_while_it_is_found_and_is_not_waited_for_when_it_
     engine.recall()
     assert GPU.uuid not in engine.devices
     assert len(store.runs(GPU.uuid)) == 2
+
+
+def test_a_cause_that_becomes_known_is_no_later_fault(host):
+    """Else it pages again for what an operator knows; a device that was better meanwhile is news."""
+    store, _ = host
+
+    def become(state, cause, ago):
+        verdict = Verdict(device=GPU.uuid, state=state, cause=cause, findings=(), decided=NOW - ago, since=NOW - ago)
+        store.set_verdict(verdict)
+        return verdict
+
+    ack = word("acknowledged", 3 * HOUR, NOW + DAY)
+    assert is_acknowledged(ack, become(State.FAULTY, Cause.UNDETERMINED, 4 * HOUR), store)
+    assert is_acknowledged(ack, become(State.FAULTY, Cause.HARDWARE, 2 * HOUR), store)
+    become(State.HEALTHY, Cause.NONE, HOUR)
+    assert not is_acknowledged(ack, become(State.FAULTY, Cause.HARDWARE, 60.0), store)
+    assert not is_acknowledged(None, None, store)
 
 
 def test_the_command_keeps_the_word_and_says_what_follows(host, tmp_path):

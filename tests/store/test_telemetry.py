@@ -155,15 +155,18 @@ def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch)
 
 
 def test_polls_go_by_age_and_first_when_space_runs_out(tmp_path):
-    """Old polls are forgotten; beyond the size all polls go before a single run does."""
+    """Old polls are forgotten; beyond the size they go before a single run does. The newest that completed stays."""
     with Store.open(tmp_path) as store:
+        lost = {"outcome": Outcome.TIMED_OUT, "probe": "nvidia_telemetry"}
+        store.add_poll(run("n0", started=NOW - 30 * DAY, probe="nvidia_telemetry"), {})
+        store.add_poll(run("n1", started=NOW - 20 * DAY, **lost), {})
         for i in range(3):
-            store.add_poll(run(f"p{i}", started=NOW - i * 10 * DAY), {})
+            store.add_poll(run(f"p{i}", started=NOW - (20 - 10 * i) * DAY), {})
         store.add_run(run("r"))
         store.add_events([event(), event(name="old", first=NOW - 500 * DAY, last=NOW - 500 * DAY)])
         store.prune(NOW)
-        assert ids(store.polls("GPU-1")) == ["p0", "p1"]
+        assert ids(store.polls("GPU-1")) == ["n0", "p1", "p2"]
         assert [e.name for e in store.events()] == ["31"]
         store.max_bytes = used(store._database.connection) - 1
         store.prune(NOW)
-        assert store.polls("GPU-1") == []
+        assert ids(store.polls("GPU-1")) == ["n0", "p2"]

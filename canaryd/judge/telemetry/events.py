@@ -234,7 +234,12 @@ def _trigger_of_counter(event: Event) -> str:
 
 def numbers(run: Run) -> dict[str, Reading]:
     """Return the readings of a poll that are numbers a device can have, by key."""
-    return {r.key: r for r in run.readings if isinstance(r.value, (int, float)) and abs(r.value) < LARGEST}
+    return {r.key: r for r in run.readings if is_number(r)}
+
+
+def is_number(reading: Reading) -> bool:
+    """Return whether a reading is a number that a device can have."""
+    return isinstance(reading.value, (int, float)) and abs(reading.value) < LARGEST
 
 
 def _is_judged(reading: Reading) -> bool:

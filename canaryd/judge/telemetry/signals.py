@@ -15,7 +15,7 @@ from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
-from canaryd.judge.telemetry.events import numbers, within
+from canaryd.judge.telemetry.events import is_number, numbers, within
 from canaryd.model import Cause, Device, Event, EventKind, Reason, Run
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
@@ -49,6 +49,8 @@ class Poll:
     """The newest poll, whatever its outcome."""
     completed: Run | None
     """The newest poll that completed."""
+    known: Mapping[str, tuple[Reading, float]] = field(default_factory=dict)
+    """Key → the newest reading, also of those that this poll lacks, and when its poll began."""
     failures: int = 0
     """Polls in a row that did not complete, the newest included."""
     since: float = 0.0
@@ -111,8 +113,14 @@ class Signs:
             if poll.completed is not None:
                 age, limit = self.now - poll.completed.started, stale_after(poll.period)
                 # The age of a poll from the future is unknown: it counts as just stale, so only lasting flags hold.
-                age = max(0.0, age) if age >= -POLL_AHEAD else math.nextafter(limit, math.inf)
-                found |= {k: (r, age, limit) for k, r in numbers(poll.completed).items()}
+                stale = math.nextafter(limit, math.inf)
+                age = max(0.0, age) if age >= -POLL_AHEAD else stale
+                read = numbers(poll.completed)
+                names = {r.name for r in read.values()}
+                # What this poll lacks altogether, because the driver refused the call, counts as stale at least.
+                older = {k: (r, at) for k, (r, at) in poll.known.items() if r.name not in names and is_number(r)}
+                found |= {k: (r, max(self.now - at, stale), limit) for k, (r, at) in older.items()}
+                found |= {k: (r, age, limit) for k, r in read.items()}
         return found
 
     @cached_property

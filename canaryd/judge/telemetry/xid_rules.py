@@ -58,7 +58,7 @@ def xid_application(signs: Signs) -> Iterator[Finding]:
 
 
 def xid_repeated(signs: Signs) -> Iterator[Finding]:
-    """An application's Xid comes back on one device, or Xid 13 came twice from one place of the chip."""
+    """An application's Xid comes back on one device alone, or Xid 13 came twice from one place of its chip."""
     for incident in signs.incidents:
         if incident.grade == "application" and (how := _repeated(signs, incident)):
             action, since = _tested_since(signs, incident)
@@ -228,13 +228,13 @@ def _advice(signs: Signs, incident: Incident) -> str:
 def _repeated(signs: Signs, incident: Incident) -> str:
     """Return in words how an Xid repeated within a day, by occasions and not by lines; "" where it did not.
 
-    An application's own fault repeats on any device, and Xid 45 comes with every killed process: neither counts.
+    An application's own fault repeats on any device, and Xid 45 comes with every killed process: neither counts. Nor
+    does what other devices of this host had with it: a job that uses them all crashes on them all.
     """
     if incident.xid.nature not in ("either", "hardware") or incident.xid.code == 45:
         return ""
-    moments = [
-        m for e in incident.events for m in ((e.first, e.before), (e.last, e.after)) if signs.now - e.last <= DAY
-    ]
+    own = [e for e in incident.events if signs.now - e.last <= DAY and not _company(signs, e)]
+    moments = [m for e in own for m in ((e.first, e.before), (e.last, e.after))]
     occasions: list[tuple[float, str]] = []
     for at, place in sorted(moments):
         if not occasions or at - occasions[-1][0] >= APART:

@@ -274,6 +274,19 @@ SCENARIOS = {
     "Xid 31 on three occasions": lambda: (
         sign(xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31)), [("xid-repeated", DEGRADED, U)],
     ),
+    "three on another device too, which one job may use both": lambda: (
+        sign(
+            *(each := [xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31)]), beside={"cuda:1": each}
+        ), [("xid-application", HEALTHY, U)],
+    ),
+    "three, of which another device had one too": lambda: (
+        sign(xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31), beside={"cuda:1": [xid(31)]}),
+        [("xid-application", HEALTHY, U)],
+    ),
+    "three alone, and one that another device had too": lambda: (
+        sign(xid(31, 20 * HOUR), xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31), beside={"cuda:1": [xid(31)]}),
+        [("xid-repeated", DEGRADED, U)],
+    ),
     "Xid 31 on three occasions, two in one hour": lambda: (
         sign(event("xid", "31", 5 * HOUR, lasted=MINUTE, count=2.0), xid(31)), [("xid-repeated", DEGRADED, U)],
     ),
