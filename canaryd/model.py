@@ -217,9 +217,9 @@ class Event:
     """What was decoded from the newest line of the kernel log (`LogRecord.fields`)."""
 
 
-MPS_CLIENT, IN_USE = "mps_client", "in_use"
+MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
 """In `Run.environment`: the worker shared its GPU with other processes through NVIDIA's MPS; how busy others kept the
-accelerator just before a run that timed out."""
+accelerator just before a run that timed out; the same, where no identical one is known to have been as busy."""
 
 
 NOTHING: Mapping[str, str] = types.MappingProxyType({})

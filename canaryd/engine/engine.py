@@ -28,7 +28,7 @@ from canaryd.engine.workers import Workers
 from canaryd.free_memory import available
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.drift import Drift
-from canaryd.model import IN_USE, Device, Event, EventKind, Outcome, Reason, Run, Verdict
+from canaryd.model import IN_USE, IN_USE_ALONE, Device, Event, EventKind, Outcome, Reason, Run, Verdict
 from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest, new_run_id
 
@@ -280,8 +280,8 @@ class Engine(Host):
                 if mistyped:
                     runs.append(run)
                     continue
-                if run.outcome is Outcome.TIMED_OUT and in_use:
-                    run = replace(run, environment={**run.environment, IN_USE: in_use})
+                if run.outcome is Outcome.TIMED_OUT:
+                    run = replace(run, environment={**run.environment, **in_use})
                 parts = schedule.shares(run, plan, lambda at=run.started: new_run_id(at))  # type: ignore[misc]
                 added = [self.add(part) for part in parts]
                 runs += added
@@ -294,12 +294,18 @@ class Engine(Host):
                 self.account.spend(plan.device.physical, took, purpose)
         return runs
 
-    def _in_use(self, device: Device) -> str:
-        """Return how busy others keep an accelerator now; "" where they do not, or where that is not known."""
+    def _in_use(self, device: Device) -> dict[str, str]:
+        """Return how busy others keep an accelerator now, for `Run.environment`; nothing where that is not known."""
+        busy, limit = self._busy(device), self.config.budget.busy
+        if device.unit == "cpu" or busy is None or busy < limit:
+            return {}
+        alike = [d for d in self.devices.values() if d.kind == device.kind and d.part != device.part]
+        alone = not any((other := self._busy(d)) is not None and other >= limit for d in alike)
+        return dict.fromkeys((IN_USE, IN_USE_ALONE) if alone else (IN_USE,), f"{100 * busy:.0f} %")
+
+    def _busy(self, device: Device) -> float | None:
         now = self.clock()
-        facts = budget.facts(device, self.watch.readings(device.physical, now), now=now, spent=0.0, expected=0.0)
-        known = facts.accelerator and facts.busy is not None and facts.busy >= self.config.budget.busy
-        return f"{100 * (facts.busy or 0.0):.0f} %" if known else ""
+        return budget.facts(device, self.watch.readings(device.physical, now), now=now, spent=0.0, expected=0.0).busy
 
     def _request(self, device: Device, step: Step, *, yields: bool) -> tuple[RunRequest, float]:
         """Return what to ask a worker for, and the seconds after which the run is killed.

@@ -14,7 +14,7 @@ from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Rea
 from canaryd.judge.characterised import FOLDED
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import ENDPOINT, IN_USE, MPS_CLIENT, NOTHING, Outcome, Run
+from canaryd.model import ENDPOINT, IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
 """Recordings of an endpoint, or of a part of a probe, that are kept with their run."""
@@ -24,6 +24,8 @@ ELEMENTS = 4
 """Wrong elements of a comparison that stay in memory; the store keeps all."""
 KEPT = frozenset({FINGERPRINT, *READINGS})
 """Readings that stay in memory."""
+JUDGED = (MPS_CLIENT, IN_USE, IN_USE_ALONE)
+"""Entries of a run's environment that stay in memory."""
 LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
 """Readings of an endpoint that are compared with those of later runs."""
 
@@ -60,7 +62,7 @@ def _without_words(run: Run) -> Run:
         run,
         readings=tuple(map(_short, run.readings)),
         skipped=() if run.comparisons else run.skipped,
-        environment={k: run.environment[k] for k in (MPS_CLIENT, IN_USE) if k in run.environment} or NOTHING,
+        environment={k: v for k, v in run.environment.items() if k in JUDGED} or NOTHING,
         detail="" if run.outcome is Outcome.COMPLETED else run.detail,
         repro=run.repro if run.drill else "",  # a drill cannot be repeated from the record
     )

@@ -11,7 +11,7 @@ from canaryd.judge.cause import ALONE
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
 from canaryd.judge.phrases import KERNEL_LOG, count
-from canaryd.model import IN_USE, Cause, Finding, Outcome, Run, State
+from canaryd.model import IN_USE_ALONE, Cause, Finding, Outcome, Run, State
 
 HANGS = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT, Outcome.UNKILLABLE})
 """Outcomes of a device that does not answer; what a machine lacks or canaryd does wrong is not among them."""
@@ -27,9 +27,10 @@ SELDOM = 5
 def tells(run: Run) -> bool:
     """Return whether a run shows if its device answers.
 
-    One that timed out while others kept the device busy does not: the driver shares the time out among them.
+    One that timed out while others kept this device alone busy does not: the driver shares the time out among them, and
+    no idle sibling is a witness.
     """
-    return run.outcome is not Outcome.SKIPPED and not (run.outcome is Outcome.TIMED_OUT and IN_USE in run.environment)
+    return run.outcome is not Outcome.SKIPPED and IN_USE_ALONE not in run.environment
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
