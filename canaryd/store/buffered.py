@@ -119,6 +119,11 @@ class BufferedDatabase:
         return self._database.writable
 
     @property
+    def files(self) -> int:
+        """How many databases were open so far; at each further one, what was read before is outdated."""
+        return self._database.files
+
+    @property
     def problems(self) -> list[str]:
         """What happened to the store since it was opened that an operator should know, one sentence each."""
         return list(self._problems.values())

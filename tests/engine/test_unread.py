@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import shutil
 import threading
 import time
 
@@ -96,6 +98,45 @@ def test_a_loss_of_the_record_is_not_forgotten(host):
     assert "history-lost" in host.rules
     with out_of_reach(host.place):
         assert "history-lost" in host.rules
+
+
+def test_what_an_operator_said_outlives_the_record(host):
+    """The old fault of a repaired device does not come back because the state directory was deleted."""
+    fail(host)
+    host.now += HOUR
+    host.say(AckKind.REPAIRED, "a new board")
+    host.live(DAY / 4)
+    said = host.store.acks()
+    shutil.rmtree(host.place)
+    host.add()
+    assert (host.verdict.state, "history-lost" in host.rules) == (State.UNKNOWN, True)
+    assert host.store.acks() == said
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_record_that_is_mounted_late_is_read(host, stored):
+    """A fault on record counts as after a restart, whether or not a record was begun where it is mounted."""
+    since = fail(host).since
+    host.store.close()
+    aside = host.place.with_name("aside")
+    host.place.rename(aside)
+    if stored:
+        host.place.mkdir()
+    else:
+        host.place.touch()  # for root no directory is closed
+    host.now += HOUR
+    late = Host(host.place, host.now)
+    late.engine.looked = True
+    late.numbers = itertools.count(1000)
+    late.live(HOUR)
+    assert late.verdict.state is State.HEALTHY
+    host.place.rename(host.place.with_name("beneath"))
+    aside.rename(host.place)
+    late.live(HOUR)
+    assert late.verdict.state is State.FAULTY
+    assert late.store.verdict(GPU.uuid).since == since or not stored
+    assert len(late.engine.evidence(GPU.uuid)) > 12, "the runs of before and after"
+    late.store.close()
 
 
 @pytest.mark.parametrize("restarted", [False, True])
