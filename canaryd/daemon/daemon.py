@@ -108,8 +108,8 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signals.put(number))
         _place_workers()
+        self.engine.watch.history.running = True
         self.engine.recall(runs=False)  # stored verdicts are served at once; runs are read with the first inventory
-        self.engine.watch.history.note_running(running=True)
         self._publisher.changed()
         server.start()
         log.info(
@@ -217,7 +217,7 @@ class Daemon:
     def _stop(self, releases: threading.Thread) -> None:
         self.engine.stop()
         self._quit.set()
-        self.engine.watch.history.note_running(running=False)
+        self.engine.watch.history.note_stop()
         self._server.close()
         done = threading.Event()
 

@@ -14,7 +14,7 @@ from canaryd.config.settings import Config, DevicesConfig
 from canaryd.daemon.release import Releases
 from canaryd.engine.engine import Engine
 from canaryd.model import AckKind, State
-from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
+from canaryd.store.notes import BOOT_NOTE, RELEASE_NOTE, RELEASED_NOTE, RUNNING_NOTE
 from canaryd.store.store import Store
 from tests.command import eventually
 from tests.engine.test_engine import carry_out, settings, start, the_cpu, verdict
@@ -199,6 +199,23 @@ def test_events_are_kept_and_counted_once(tmp_path):
     again.recall()
     again.read_log(until_end=True)
     assert (again.unread, heard(again), again.watch.kernel_log.problem) == (False, [("thermal", 3.0)], "")
+    again.store.close()
+    host.close()
+
+
+def test_an_unclean_reboot_is_not_forgotten(tmp_path):
+    """A daemon that starts without the record must not overwrite what the one before it left there."""
+    host = Polled(tmp_path)
+    host.engine.recall()
+    host.store.add_events((), notes={BOOT_NOTE: "before", RUNNING_NOTE: "before"})
+    with out_of_reach(host.engine.config.state_dir):
+        again = Engine(host.engine.config, Store.open(host.engine.config.state_dir))
+        again.watch.history.running = True
+        again.recall()
+    again.recall()
+    boots = [e for e in again.watch.history.of(host.device) if e.before == "before"]
+    assert [e.name for e in boots] == ["unclean"]
+    assert again.store.note(RUNNING_NOTE) == again.store.note(BOOT_NOTE) != "before"
     again.store.close()
     host.close()
 
