@@ -81,11 +81,27 @@ def open_store(settings: Config, *, for_reading: bool = False) -> Store:
     )
 
 
+class Unstored(Exception):
+    """What a command was to store is not on disk; the message says why."""
+
+
+@contextlib.contextmanager
+def open_to_change(settings: Config) -> Iterator[Store]:
+    """Open the store for a change. Raises `Unstored` where that is not on disk when the store is closed.
+
+    Only then is it certain: closing tries once more what the disk refused before.
+    """
+    with open_store(settings) as store:
+        yield store
+    if store.waiting:
+        raise Unstored(f"not stored: {store.problem}")
+
+
 @contextlib.contextmanager
 def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]:
     """Open what is recorded and create nothing; `to_change` allows writing to a record that exists.
 
-    Raises `Unreadable` where the record cannot be read: a command must not take it for an empty one.
+    Raises `Unreadable` where the record cannot be read: a command must not take it for an empty one. Raises `Unstored`.
     """
     with open_store(settings, for_reading=True) as store:
         if store.unreadable:
@@ -95,7 +111,7 @@ def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]
             if store.unreadable:
                 raise Unreadable(store.unreadable)
             return
-    with open_store(settings) as store:
+    with open_to_change(settings) as store:
         yield store
 
 

@@ -72,10 +72,9 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
             say(f"nothing to release: no daemon runs on {settings.state_dir}")
             return 0
         until = 0.0 if options.end else time.time() + options.seconds
-        if not store.set_note(RELEASE_NOTE, str(until)):
-            complain(f"release: cannot ask the daemon: {store.problem}")
-            return exit_code(State.UNKNOWN)
-        wanted = "" if options.end else str(until)
+        store.set_note(RELEASE_NOTE, str(until))
+    wanted = "" if options.end else str(until)
+    with open_record(settings) as store:
         deadline = time.monotonic() + RELEASE_PATIENCE
         while store.note(RELEASED_NOTE) != wanted:
             if time.monotonic() > deadline:
