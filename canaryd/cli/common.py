@@ -25,6 +25,8 @@ from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
+RELEASE_PERIOD = 1.0
+"""Seconds between two looks at what `canaryd release` asks for."""
 ANSWER_PATIENCE = 3600.0
 """Seconds that a capture or a comparison may take: a large model is read from a disk."""
 
@@ -131,6 +133,25 @@ def is_released(command: str, store: Store) -> bool:
         " wait, or type canaryd release --end"
     )
     return True
+
+
+@contextlib.contextmanager
+def stopped_by_release(engine: Engine) -> Iterator[None]:
+    """Stop the engine within a second of `canaryd release`, as the daemon does."""
+    done = threading.Event()
+
+    def follow() -> None:
+        while not (engine.stopping or done.wait(RELEASE_PERIOD)):
+            if daemon_runs(engine.store) and released_until(engine.store, time.time()):
+                engine.stop("devices are released (canaryd release)")
+
+    thread = threading.Thread(target=follow, name="canaryd-release")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class ProgressPrinter:

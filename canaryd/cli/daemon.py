@@ -17,10 +17,11 @@ from canaryd.formatting import format_duration, format_time, time_zone
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.store import notes
+from canaryd.store.locks import Busy
 from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
 
 RELEASE_PATIENCE = 30.0
-"""Seconds that `canaryd release` waits for the daemon's answer."""
+"""Seconds that `canaryd release` waits until the daemon, and every command beside it, has let go."""
 
 
 def add_parsers(commands: Commands) -> None:
@@ -81,6 +82,13 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
                 complain(f"release: the daemon did not answer within {RELEASE_PATIENCE:.0f} s; see its log")
                 return exit_code(State.UNKNOWN)
             time.sleep(0.1)
+        try:
+            for device in {r.device.physical for r in store.devices()} if not options.end else ():
+                with store.lock(device, deadline - time.monotonic()):
+                    pass  # another command let go of it too
+        except Busy as busy:
+            complain(f"release: another command still uses a device: {busy}")
+            return exit_code(State.UNKNOWN)
     if options.end:
         print("release ended: devices are tested again")
     else:
