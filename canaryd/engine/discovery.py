@@ -107,14 +107,16 @@ class Discovery:
         """Store the devices that were found; those `here` were present before."""
         host, store = self._host, self._host.store
         now, known = host.clock(), self._known()
-        devices = [d for d in found.devices if host.is_included(d)]
+        devices = [d for d in found.devices if inventory.is_included(d, host.config)]
         devices += endpoints.listed(host.config, devices)
         host.present = {d.uuid for d in devices}
         if found.devices or devices:
             records = self._read()
-            kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
+            # What this configuration leaves out may be another's, as where a check has one of its own.
+            out = {u for u, r in records.items() if not inventory.is_included(r.device, host.config)}
+            kept = {u for u, r in records.items() if r.present and (u in out or r.device.backend in found.uncertain)}
             gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
-            gone = [r for r in gone if host.is_included(r.device) and UNDRIVEN not in r.device.detail]
+            gone = [r for r in gone if UNDRIVEN not in r.device.detail]
             for device in devices:
                 store.see_device(device, now)
             store.set_present(host.present | kept, now)
@@ -148,8 +150,7 @@ class Discovery:
             records = [
                 r
                 for r in known
-                if host.is_included(r.device)
-                and inventory.remembered(
+                if inventory.remembered(
                     r, host.store, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid)
                 )
             ]
