@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import threading
@@ -13,7 +14,7 @@ import pytest
 from canaryd.config.settings import Config, DevicesConfig
 from canaryd.daemon.release import Releases
 from canaryd.engine.engine import Engine
-from canaryd.model import AckKind, State
+from canaryd.model import AckKind, Cause, State
 from canaryd.store.notes import BOOT_NOTE, RELEASE_NOTE, RELEASED_NOTE, RUNNING_NOTE
 from canaryd.store.store import Store
 from tests.command import eventually
@@ -233,6 +234,34 @@ def test_an_inventory_meanwhile_forgets_no_device(tmp_path):
         assert len(engine.evidence(before.device)) == known
         after = engine.decide()[the_cpu(engine).uuid]
         assert (after.state, after.since) == (State.FAULTY, before.since)
+
+
+def test_what_was_taken_out_on_purpose_is_not_missed(host):
+    """Neither a part that was replaced, nor one that the record has outlived."""
+    host.say(AckKind.REPLACED, "a new board")
+    host.engine.store.set_present((), host.now)
+    host.engine.present = set()
+    host.engine.recall()
+    assert host.engine.devices == {}
+    with out_of_reach(host.place):
+        host.engine.recall()
+        assert host.engine.devices == {}
+    host.engine.recall()
+    assert host.engine.devices == {}
+
+
+def test_what_is_watched_though_its_part_is_divided_anew_stays(host):
+    """The verdict against an instance that is no more cannot be read; it is known all the same."""
+    gone = dataclasses.replace(GPU, uuid="MIG-1", parent=GPU.uuid)
+    host.store.see_device(gone, host.now)
+    host.store.set_present((GPU.uuid,), host.now)
+    doubted = dataclasses.replace(host.verdict, device=gone.uuid, state=State.FAULTY, cause=Cause.HARDWARE)
+    host.store.set_verdict(doubted)
+    host.engine.recall()
+    assert gone.uuid in host.engine.devices
+    with out_of_reach(host.place):
+        host.engine.recall()
+        assert gone.uuid in host.engine.devices
 
 
 def test_a_release_is_not_over(tmp_path):
