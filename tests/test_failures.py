@@ -34,7 +34,7 @@ from canaryd.model import Outcome
 from canaryd.store.locks import Busy
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
-from tests.command import MARK, ROOT, Daemon, canaryd, configure, environment, eventually, running
+from tests.command import MARK, ROOT, Daemon, canaryd, catalogue, configure, environment, eventually, running
 from tests.daemon.test_telemetry import Site
 
 pytestmark = pytest.mark.skipif(
@@ -295,7 +295,7 @@ def test_a_database_of_somebody_else_is_no_health(tmp_path, state):
 
 def begun_anew(daemon, state):
     """Wait until a daemon has devices and locks in a fresh record, knows of its loss, and calls nothing healthy."""
-    daemon.line("is a new database: taking its locks and looking for devices again")
+    daemon.line("is another database: taking its locks and looking for devices again")
     eventually(lambda: is_in(daemon, "unknown"))
     with Store.open(state) as store:
         assert store.lost is not None
@@ -358,6 +358,23 @@ def test_a_state_directory_that_comes_back_late_is_begun_anew(tmp_path, state):
         eventually(lambda: daemon.value("canaryd_store_problem") == 1)
         state.unlink()
         begun_anew(daemon, state)
+        assert daemon.end()[0] == 0
+
+
+def test_a_record_that_is_mounted_late_is_read(tmp_path, state):
+    """Its faults count, and its lock shows that a daemon runs; no restart is needed."""
+    config, aside = configure(tmp_path, "mismatches", each={"mismatches": {"period": "1h"}}), tmp_path / "aside"
+    assert canaryd("check", "--config", config, "--state-dir", aside).code == 2
+    shutil.copy(catalogue(tmp_path / "other", "passes:mismatches") / "mismatches.py", tmp_path / "probes.d")
+    state.symlink_to(tmp_path / "nowhere")
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: is_in(daemon, "healthy"))
+        state.unlink()
+        aside.rename(state)
+        eventually(lambda: is_in(daemon, "faulty"))
+        daemon.line("is another database: taking its locks and looking for devices again")
+        with Store.open(state) as store, pytest.raises(Busy), store.lock(DAEMON_LOCK):
+            pass
         assert daemon.end()[0] == 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canaryd.cli.arguments import USAGE, Commands, add_json
-from canaryd.cli.common import complain, open_record, open_store, say
+from canaryd.cli.common import complain, open_record, open_to_change, say
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.facts import printable, whole
@@ -331,11 +331,13 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
             complain(f'baseline {options.what}: no device "{options.device}"; baselines exist for {known}{near}')
             return USAGE
         if options.what in ("accept", "pin", "unpin"):
-            if not store.writable:
-                complain(f"baseline {options.what}: {store.problem or 'cannot write to the database'}")
-                return exit_code(State.UNKNOWN)
-            return _accept(store, selection, why) if options.what == "accept" else _pin(store, selection, why)
-        found, met = chosen(store, selection), met_by(store, selection)
+            lines, code = (_accept if options.what == "accept" else _pin)(store, selection, why)
+        else:
+            found, met = chosen(store, selection), met_by(store, selection)
+    if options.what in ("accept", "pin", "unpin"):
+        for line in lines:
+            say(line)
+        return code
     if options.json or options.what == "export":
         print(json.dumps(document(found, met), indent=2))
     else:
@@ -343,29 +345,27 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
     return 0
 
 
-def _accept(store: Store, selection: Selection, why: str) -> int:
-    changed = accept_unknown(store, selection, why)
-    for device, one, count in changed:
+def _accept(store: Store, selection: Selection, why: str) -> tuple[list[str], int]:
+    """Accept what is selected; return what to say about it, and the exit code."""
+    lines = []
+    for device, one, count in accept_unknown(store, selection, why):
         what = f"{count} result{'s' * (count > 1)} accepted" if count else "accepted with its changed model or software"
-        say(f"{device.name} {one.probe} {one.case}: {what}")
+        lines.append(f"{device.name} {one.probe} {one.case}: {what}")
+    nothing = "nothing to accept: no selected case has a result that differs from its baseline, or it is pinned"
+    return [*lines, "the next run updates the verdict" if lines else nothing], 0
+
+
+def _pin(store: Store, selection: Selection, why: str) -> tuple[list[str], int]:
+    """Pin or unpin what is selected; return what to say about it, and the exit code."""
+    what = "pinned: it takes no further result and is never deleted" if why else "no longer pinned"
+    changed = pin(store, selection, why)
     if changed:
-        print("the next run updates the verdict")
-    else:
-        print("nothing to accept: no selected case has a result that differs from its baseline, or it is pinned")
-    return 0
-
-
-def _pin(store: Store, selection: Selection, why: str) -> int:
-    for one in (changed := pin(store, selection, why)):
-        what = "pinned: it takes no further result and is never deleted" if why else "no longer pinned"
-        say(f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}")
-    if not changed:
-        found = [one.baseline for one in chosen(store, selection)]
-        learning = sum(not b.complete for b in found)
-        what = f"{learning} of {len(found)} have too few samples to be pinned" if learning else ""
-        say(f"nothing changed: {what or 'no matching baseline needs it'} (see canaryd baseline list)")
-        return 0 if found and not learning else exit_code(State.UNKNOWN)
-    return 0
+        return [f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}" for one in changed], 0
+    found = [one.baseline for one in chosen(store, selection)]
+    learning = sum(not b.complete for b in found)
+    what = f"{learning} of {len(found)} have too few samples to be pinned" if learning else ""
+    told = f"nothing changed: {what or 'no matching baseline needs it'} (see canaryd baseline list)"
+    return [told], 0 if found and not learning else exit_code(State.UNKNOWN)
 
 
 def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
@@ -374,21 +374,21 @@ def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     try:
         text = sys.stdin.read() if options.device == "-" else Path(options.device).read_text(encoding="utf-8")
-        with open_record(settings):
-            pass  # a new host may have none, but one that cannot be read is not replaced
-        with open_store(settings) as store:
-            if not store.writable:
-                complain(f"baseline import: {store.problem or 'cannot write to the database'}")
-                return exit_code(State.UNKNOWN)
-            before = _classes(store)
-            fresh, known = import_document(store, text)
-            met = _classes(store) - before
     except UnicodeDecodeError:
         complain(f"baseline import {options.device}: not text; {EXPORTED}")
         return USAGE
-    except (OSError, ValueError) as error:
-        why = f"{error.strerror}; {EXPORTED}" if isinstance(error, OSError) else error
-        complain(f"baseline import {options.device}: {why}")
+    except OSError as error:
+        complain(f"baseline import {options.device}: {error.strerror}; {EXPORTED}")
+        return USAGE
+    with open_record(settings):
+        pass  # a new host may have none, but one that cannot be read is not replaced
+    try:
+        with open_to_change(settings) as store:
+            before = _classes(store)
+            fresh, known = import_document(store, text)
+            met = _classes(store) - before
+    except ValueError as error:
+        complain(f"baseline import {options.device}: {error}")
         return USAGE
     classes = f", {met} classes of exact tests that were met" * bool(met)
     follows = "; the next run updates the verdict" * bool(fresh or met)

@@ -21,6 +21,7 @@ from canaryd.cli.common import (
     open_store,
     refuse_beside_daemon,
     stop_on_signals,
+    stopped_by_release,
     use_color,
     write_report,
 )
@@ -158,9 +159,17 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
     stop_on_signals(engine)
+    with stopped_by_release(engine):
+        result = _tested(options, engine, printer, again)
+    store.close()
+    return result if isinstance(result, int) else _told(options, result, printer, stopped=bool(engine.stopping))
+
+
+def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter, again: Run | None) -> Result | int:
+    """Find the devices and test those that were asked for; return the result, or the exit code of a refusal."""
     engine.discover(complain, keep=True)
     if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
-        complain(repeat.elsewhere(again, store))
+        complain(repeat.elsewhere(again, engine.store))
         return USAGE
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
@@ -169,14 +178,17 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         return exit_code(State.UNKNOWN) if unsure else USAGE
     if options.fault and not options.device:
         devices = [d for d in devices if not d.is_endpoint]
-    refuse_beside_daemon(store, devices)
+    refuse_beside_daemon(engine.store, devices)
     wanted = _engine_options(options, devices)
     engine.only, engine.cases, engine.intensity = frozenset(wanted.probes), wanted.cases, wanted.intensity
-    result = check.run(engine, wanted, devices, printer.waiting)
-    store.close()
-    if wanted.cases and result.without_case:
+    return check.run(engine, wanted, devices, printer.waiting)
+
+
+def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter, *, stopped: bool) -> int:
+    """Print and write what a check found; return the exit code."""
+    if options.case and result.without_case:
         printer.clear()
-        complain(_no_case(wanted.cases, result.without_case))
+        complain(_no_case(options.case, result.without_case))
         return USAGE
     _write_files(result, options.report, options.textfile)
     if options.json:
@@ -184,7 +196,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     else:
         print(as_text(result, verbose=options.verbose, color=use_color()))
     if options.fault and not check.alarmed(result):
-        if check.ended(result) and not engine.stopping:
+        if check.ended(result) and not stopped:
             complain(
                 f"drill: the fault {options.fault!r} raised no alarm: it hit no result, or the probe tolerates it;"
                 " try --probe exact_matmul, or another --fault"

@@ -26,6 +26,8 @@ from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
+RELEASE_PERIOD = 1.0
+"""Seconds between two looks at what `canaryd release` asks for."""
 ANSWER_PATIENCE = 3600.0
 """Seconds that a capture or a comparison may take: a large model is read from a disk."""
 
@@ -82,11 +84,27 @@ def open_store(settings: Config, *, for_reading: bool = False) -> Store:
     )
 
 
+class Unstored(Exception):
+    """What a command was to store is not on disk; the message says why."""
+
+
+@contextlib.contextmanager
+def open_to_change(settings: Config) -> Iterator[Store]:
+    """Open the store for a change. Raises `Unstored` where that is not on disk when the store is closed.
+
+    Only then is it certain: closing tries once more what the disk refused before.
+    """
+    with open_store(settings) as store:
+        yield store
+    if store.waiting:
+        raise Unstored(f"not stored: {store.problem}")
+
+
 @contextlib.contextmanager
 def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]:
     """Open what is recorded and create nothing; `to_change` allows writing to a record that exists.
 
-    Raises `Unreadable` where the record cannot be read: a command must not take it for an empty one.
+    Raises `Unreadable` where the record cannot be read: a command must not take it for an empty one. Raises `Unstored`.
     """
     with open_store(settings, for_reading=True) as store:
         if store.unreadable:
@@ -96,7 +114,7 @@ def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]
             if store.unreadable:
                 raise Unreadable(store.unreadable)
             return
-    with open_store(settings) as store:
+    with open_to_change(settings) as store:
         if store.unreadable:
             raise Unreadable(store.unreadable)
         yield store
@@ -118,6 +136,25 @@ def is_released(command: str, store: Store) -> bool:
         " wait, or type canaryd release --end"
     )
     return True
+
+
+@contextlib.contextmanager
+def stopped_by_release(engine: Engine) -> Iterator[None]:
+    """Stop the engine within a second of `canaryd release`, as the daemon does."""
+    done = threading.Event()
+
+    def follow() -> None:
+        while not (engine.stopping or done.wait(RELEASE_PERIOD)):
+            if daemon_runs(engine.store) and released_until(engine.store, time.time()):
+                engine.stop("devices are released (canaryd release)")
+
+    thread = threading.Thread(target=follow, name="canaryd-release")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class ProgressPrinter:

@@ -17,10 +17,11 @@ from canaryd.formatting import format_duration, format_time, time_zone
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.store import notes
+from canaryd.store.locks import Busy
 from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
 
 RELEASE_PATIENCE = 30.0
-"""Seconds that `canaryd release` waits for the daemon's answer."""
+"""Seconds that `canaryd release` waits until the daemon, and every command beside it, has let go."""
 
 
 def add_parsers(commands: Commands) -> None:
@@ -72,16 +73,22 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
             say(f"nothing to release: no daemon runs on {settings.state_dir}")
             return 0
         until = 0.0 if options.end else time.time() + options.seconds
-        if not store.set_note(RELEASE_NOTE, str(until)):
-            complain(f"release: cannot ask the daemon: {store.problem}")
-            return exit_code(State.UNKNOWN)
-        wanted = "" if options.end else str(until)
+        store.set_note(RELEASE_NOTE, str(until))
+    wanted = "" if options.end else str(until)
+    with open_record(settings) as store:
         deadline = time.monotonic() + RELEASE_PATIENCE
         while store.note(RELEASED_NOTE) != wanted:
             if time.monotonic() > deadline:
                 complain(f"release: the daemon did not answer within {RELEASE_PATIENCE:.0f} s; see its log")
                 return exit_code(State.UNKNOWN)
             time.sleep(0.1)
+        try:
+            for device in {r.device.physical for r in store.devices()} if not options.end else ():
+                with store.lock(device, deadline - time.monotonic()):
+                    pass  # another command let go of it too
+        except Busy as busy:
+            complain(f"release: another command still uses a device: {busy}")
+            return exit_code(State.UNKNOWN)
     if options.end:
         print("release ended: devices are tested again")
     else:

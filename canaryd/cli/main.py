@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from canaryd import __version__
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, Parser
-from canaryd.cli.common import complain, overrides
+from canaryd.cli.common import Unstored, complain, overrides
 from canaryd.config import load
 from canaryd.config.load import ConfigError
 from canaryd.config.settings import Config
@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         complain(*error.problems)
         return USAGE
+    except Unstored as error:
+        complain(f"{options.command}: {error}")
+        return exit_code(State.UNKNOWN)
     except Unreadable as error:
         complain(str(error))
         return exit_code(State.UNKNOWN)

@@ -92,8 +92,8 @@ class Daemon:
         self._daemon_lock = contextlib.ExitStack()
         self._problem = ""
         """The store's problem that was logged last."""
-        self._lost: tuple[float, str] | None = None
-        """The store's loss that this daemon knows of."""
+        self._files = 0
+        """`Store.files` when this daemon took its lock."""
         self._server: Server
 
     def run(self) -> int:
@@ -108,8 +108,8 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signals.put(number))
         _place_workers()
+        self.engine.watch.history.running = True
         self.engine.recall(runs=False)  # stored verdicts are served at once; runs are read with the first inventory
-        self.engine.watch.history.note_running(running=True)
         self._publisher.changed()
         server.start()
         log.info(
@@ -217,7 +217,7 @@ class Daemon:
     def _stop(self, releases: threading.Thread) -> None:
         self.engine.stop()
         self._quit.set()
-        self.engine.watch.history.note_running(running=False)
+        self.engine.watch.history.note_stop()
         self._server.close()
         done = threading.Event()
 
@@ -246,8 +246,8 @@ class Daemon:
     def _look(self) -> None:
         if self.engine.unread:
             self.engine.recall()
-        if self.engine.devices and not self.store.problem and self.store.lost != self._lost:
-            self._follow_new_database()
+        if self.engine.devices and not self.store.problem and self.store.files != self._files:
+            self._follow_database()
         elsewhere = self.store.changed_elsewhere()
         if elsewhere:
             self.engine.watch.history.recall(time.time())
@@ -261,9 +261,9 @@ class Daemon:
             self.engine.decide()
             self._publisher.changed()
 
-    def _follow_new_database(self) -> None:
-        """Take the locks of the new database: the old one was removed while this daemon ran, or set aside."""
-        log.warning("%s is a new database: taking its locks and looking for devices again", self.store.path)
+    def _follow_database(self) -> None:
+        """Take the locks of another database: the old one was removed or set aside, or this one was mounted late."""
+        log.warning("%s is another database: taking its locks and looking for devices again", self.store.path)
         self._daemon_lock.close()
         self._take_lock()
         self.engine.watch.disown()
@@ -271,7 +271,7 @@ class Daemon:
 
     def _take_lock(self) -> None:
         """Take the lock that shows `canaryd release` a running daemon; warn about a second daemon."""
-        self._lost = self.store.lost
+        self._files = self.store.files
         try:
             self._daemon_lock.enter_context(self.store.lock(DAEMON_LOCK))
         except Busy as busy:

@@ -126,6 +126,8 @@ class Decisions:
             for run in self._host.store.news():
                 if run.device in self._host.devices:
                     self.take(run)
+            if self._evidence.outdated:
+                self._evidence.recall()
         store = self._host.store
         failed = store.failed_reads
         verdicts, lost = store.verdicts(), store.lost

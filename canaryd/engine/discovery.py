@@ -107,14 +107,16 @@ class Discovery:
         """Store the devices that were found; those `here` were present before."""
         host, store = self._host, self._host.store
         now, known = host.clock(), self._known()
-        devices = [d for d in found.devices if host.is_included(d)]
+        devices = [d for d in found.devices if inventory.is_included(d, host.config)]
         devices += endpoints.listed(host.config, devices)
         host.present = {d.uuid for d in devices}
         if found.devices or devices:
             records = self._read()
-            kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
+            # What this configuration leaves out may be another's, as where a check has one of its own.
+            out = {u for u, r in records.items() if not inventory.is_included(r.device, host.config)}
+            kept = {u for u, r in records.items() if r.present and (u in out or r.device.backend in found.uncertain)}
             gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
-            gone = [r for r in gone if host.is_included(r.device) and UNDRIVEN not in r.device.detail]
+            gone = [r for r in gone if UNDRIVEN not in r.device.detail]
             for device in devices:
                 store.see_device(device, now)
             store.set_present(host.present | kept, now)
@@ -133,6 +135,25 @@ class Discovery:
         self._records = found if store.failed_reads == failed else self._records | found
         return self._records
 
+    def _remembered(self, now: float) -> list[DeviceRecord]:
+        """Return the devices that are still known; where the store cannot be read, those that were, and what is found.
+
+        Only then are those that were replaced, or outlived, told from those that are missing.
+        """
+        host, store = self._host, self._host.store
+        failed, known = store.failed_reads, self._read().values()
+        here = {r.device.uuid for r in known if r.present} | host.present
+        acknowledged, verdicts = acks.heeded(store.acks(), now), store.verdicts()
+        found = [
+            r
+            for r in known
+            if inventory.remembered(r, store, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid))
+        ]
+        if store.failed_reads == failed:
+            return found
+        before = host.devices.keys() | host.present
+        return [r for r in known if r.device.uuid in before and inventory.is_included(r.device, host.config)]
+
     def recall(self, *, runs: bool = True) -> None:
         """Load from the store what is known of devices and runs, so that a faulty device stays faulty after a start.
 
@@ -141,18 +162,7 @@ class Discovery:
         host = self._host
         with host.mutex:
             now = host.clock()
-            known = self._read().values()
-            here = {r.device.uuid for r in known if r.present} | host.present
-            acknowledged = acks.heeded(host.store.acks(), now)
-            verdicts = host.store.verdicts()
-            records = [
-                r
-                for r in known
-                if host.is_included(r.device)
-                and inventory.remembered(
-                    r, host.store, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid)
-                )
-            ]
+            records = self._remembered(now)
             # A new mapping each time: other threads iterate over the old one.
             host.devices = {r.device.uuid: r.device for r in records}
             host.in_place = {r.device.uuid for r in records if r.present}

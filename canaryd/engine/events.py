@@ -39,6 +39,8 @@ class EventHistory:
         """Device → why its exact goldens should run now; the one who runs them removes it."""
         self.instances: Mapping[str, Sequence[str]] = {}
         """Divided device → its instances: what happens to it happens to them."""
+        self.running = False
+        """Whether a daemon runs on this history, so that a boot that ends before it is unclean."""
         self.unread = ""
         """Why no event on record could be read so far; "" once they were."""
         self._read = False
@@ -127,7 +129,10 @@ class EventHistory:
         with contextlib.suppress(OSError):
             current, failed = _boot(boot_id), self._store.failed_reads
             before, running = self._store.note(BOOT_NOTE), self._store.note(RUNNING_NOTE)
-            if current and current != before and self._store.failed_reads == failed:
+            if self._store.failed_reads != failed:
+                return
+            mark = current if self.running else ""
+            if current and current != before:
                 unclean = bool(running) and running == before
                 started = now - _uptime()
                 event = Event(
@@ -141,12 +146,14 @@ class EventHistory:
                     detail="the machine went down without stopping canaryd" if unclean else "the machine was rebooted",
                 )
                 events = [replace(event, device=uuid) for uuid in devices if before]
-                self.record(events, notes={BOOT_NOTE: current, RUNNING_NOTE: ""})
+                self.record(events, notes={BOOT_NOTE: current, RUNNING_NOTE: mark})
+            elif mark and running != mark:
+                self._store.set_note(RUNNING_NOTE, mark)
 
-    def note_running(self, *, running: bool, boot_id: Path = BOOT_ID) -> None:
-        """Note that a daemon runs on this boot, or that it stopped in good order."""
-        with contextlib.suppress(OSError):
-            self._store.set_note(RUNNING_NOTE, _boot(boot_id) if running else "")
+    def note_stop(self) -> None:
+        """Note that the daemon stopped in good order."""
+        self.running = False
+        self._store.set_note(RUNNING_NOTE, "")
 
 
 def _boot(boot_id: Path) -> str:

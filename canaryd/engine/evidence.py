@@ -46,10 +46,17 @@ class Acknowledgements:
         """Rises whenever `read` finds a change."""
 
     def read(self) -> None:
-        """Read all acknowledgements from the store; those that are dated in the future are void from now on."""
+        """Read all acknowledgements from the store; those that are dated in the future are void from now on.
+
+        Nobody deletes one: what the store lacks was said before another database took the place of the first.
+        """
         store = self._host.store
         failed = store.failed_reads
         found = tuple(store.acks())
+        if store.failed_reads == failed and (lost := {a for a in self._all if not a.void} - {*found}):
+            for ack in lost:
+                store.add_ack(ack)
+            found = tuple(store.acks())
         if ahead := acks.ahead(found, self._host.clock(), store.reached):
             store.void_acks(ahead)
             found = tuple(store.acks())
@@ -86,16 +93,30 @@ class Evidence:
         """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._recalled: set[str] = set()
         """Devices whose record has been read from the store."""
+        self._files = 0
+        """`Store.files` at that time."""
         self.unread: Mapping[str, str] = {}
         """Device → why runs of it that may be on record could not be read; the next `recall` tries again."""
         self._clock_offset = 0.0
         """Seconds added to the start of a run while the clock is behind the last confirmed time."""
 
+    @property
+    def outdated(self) -> bool:
+        """Whether another database has taken the place of the one that was read, as when a disk is mounted late."""
+        return self._files != self._host.store.files
+
     def recall(self) -> None:
-        """Read the runs of new devices from the store, and of those that could not be read before."""
+        """Read the runs of new devices from the store, and of those that could not be read before.
+
+        From another database, those of all devices; what was found before stays in memory.
+        """
         store, devices = self._host.store, self._host.devices
         failed = store.failed_reads
-        onsets = store.onsets()
+        onsets, files = store.onsets(), store.files
+        before: Mapping[str, Sequence[Run]] = {}
+        if self.outdated:
+            before = self._runs
+            self._recalled.clear()
         if store.failed_reads == failed:
             self._mismatched = frozenset(uuid for uuid, *_ in onsets)
             self._onsets.clear()
@@ -105,9 +126,9 @@ class Evidence:
         self._met.read()
         new = [uuid for uuid in devices if uuid not in self._recalled]
         for uuid in new:
-            self._runs[uuid] = self._load(uuid)
+            self._runs[uuid] = self._load(uuid, before.get(uuid, ()))
         if store.failed_reads == failed:
-            self._recalled, self.unread = set(devices), {}
+            self._recalled, self._files, self.unread = set(devices), files, {}
         else:
             self._recalled &= devices.keys()
             self.unread = dict.fromkeys(new, store.failure)
@@ -156,8 +177,11 @@ class Evidence:
         """Return how many clean runs of one kind count: many where the device or a sibling has a mismatch."""
         return RECORD if self._host.kin(uuid) & self._mismatched else NEWEST
 
-    def _load(self, uuid: str) -> list[Run]:
-        """Read from the store what the judge needs: all failures, the newest of the rest, and recent drills."""
+    def _load(self, uuid: str, before: Iterable[Run] = ()) -> list[Run]:
+        """Read from the store what the judge needs: all failures, the newest of the rest, and recent drills.
+
+        Runs that were in memory `before` are added to it.
+        """
         store = self._host.store
         # What passed long ago by a probe that is switched off is not shown beside what is tested now.
         clean = [r for r in store.newest_clean(uuid, NEWEST) if self._host.settings(r.probe).enabled is not False]
@@ -168,7 +192,7 @@ class Evidence:
         found += store.runs(uuid, drill=True, since=self._host.clock() - DRILL_EXPIRY)
         if learnt := self._met.learn(found):  # of a release that kept no such record
             store.set_met(learnt)
-        runs = {run.id: fold(run) for run in found}
+        runs = {run.id: run for run in before} | {run.id: fold(run) for run in found}
         return self._kept(uuid, [runs[name] for name in sorted(runs)])
 
     def _kept(self, uuid: str, runs: Sequence[Run], known: frozenset[str] = frozenset()) -> list[Run]:

@@ -72,13 +72,6 @@ class Host:
         enabled = self.settings(spec.name).enabled
         return not spec.opt_in if enabled is None else enabled
 
-    def is_included(self, device: Device) -> bool:
-        """Return whether `devices.include` names a device, or is empty, and its runtime is one that is asked for."""
-        if device.runtime != TORCH and device.runtime not in self.config.worker.runtimes.each:
-            return False
-        wanted = self.config.devices.include
-        return not wanted or any(w in (device.uuid, device.name, device.backend) for w in wanted)
-
     def levels(self, level: str | None = None) -> dict[str, str]:
         """Return probe → level: `level` for all, or each probe's own setting."""
         return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}

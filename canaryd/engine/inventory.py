@@ -20,6 +20,7 @@ from canaryd.model import (
     NO_CUDA,
     NO_CUDA_CODE,
     SHARED,
+    TORCH,
     UNDRIVEN,
     UNSEEN,
     UNSEEN_CODE,
@@ -43,6 +44,16 @@ UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
 """Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
 
 
+def is_included(device: Device, config: Config) -> bool:
+    """Return whether `devices.include` names a device, or is empty; its runtime, or endpoint, has to be configured."""
+    if device.is_endpoint and device.uuid.partition(":")[2] not in endpoints.named(config):
+        return False
+    if device.runtime != TORCH and device.runtime not in config.worker.runtimes.each:
+        return False
+    wanted = config.devices.include
+    return not wanted or any(w in (device.uuid, device.name, device.backend) for w in wanted)
+
+
 def remembered(
     record: DeviceRecord,
     store: Store,
@@ -55,13 +66,14 @@ def remembered(
 ) -> bool:
     """Return whether a device is still known: it is `here`, or it disappeared recently and was not removed on purpose.
 
+    One that the configuration leaves out is not.
     `acknowledged` are the operators' acknowledgements, `verdict` is the newest of this device, `now` is in seconds
     since the epoch. Recently: not before the daemon has tested others here on as many days as the judge watches.
     """
     device = record.device
-    if device.is_endpoint:  # it exists because it is configured
-        return device.uuid.partition(":")[2] in endpoints.named(config)
-    if device.uuid in here:
+    if not is_included(device, config):
+        return False
+    if device.uuid in here or device.is_endpoint:  # an endpoint exists because it is configured
         return True
     planned = device.uuid in config.devices.absent or UNDRIVEN in device.detail
     planned |= acks.retired(device, acknowledged, record.last_seen)

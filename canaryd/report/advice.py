@@ -135,12 +135,12 @@ def advice(status: Status) -> str:
 
 def steps(status: Status) -> Iterator[Step]:
     """Yield what to do now about the worst devices."""
-    if status.first_tests or (status.daemon and not status.devices):
+    if status.unreadable and status.state is State.UNKNOWN:
+        yield Step("Make the stored record readable, then ask again.")
+    elif status.first_tests or (status.daemon and not status.devices):
         yield Step("Wait some minutes, then ask again. No device counts as healthy before it is judged.")
     elif status.devices:
         yield from (todo for todo in _steps_for_devices(status) if todo.text)
-    elif status.unreadable:
-        yield Step("Make the stored record readable, then ask again.")
     else:
         yield _start()
     if many := _problems(status):

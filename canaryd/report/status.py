@@ -157,7 +157,7 @@ def gather(
     the daemon itself knows both.
     """
     now = time.time() if now is None else now
-    certain = store.certain(now)
+    failed, certain = store.failed_reads, store.certain(now)
     verdicts = store.verdicts()
     records = store.devices()
     here = {r.device.uuid for r in records if r.present}
@@ -204,7 +204,8 @@ def gather(
         released_until=released_until(store, now),
         devices=_worst_first(found),
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
-        unreadable=store.unreadable,
+        # Where nothing is on record yet, as on a disk that is full from the start, the daemon has all of it in memory.
+        unreadable="" if itself and store.failed_reads == failed else store.unreadable,
         absent="" if os.path.exists(store.state_dir) else str(store.state_dir),  # noqa: PTH110  never raises
         not_tested=_not_tested(store, config, found),
     )
@@ -297,7 +298,6 @@ def as_of(status: Status, now: float) -> Status:
             for d in status.devices
         ),
         problems=(*([stalled] if old > STALLED else []), *status.problems),
-        unreadable="",  # the daemon, which shows it, has all of it in memory
         absent="",
     )
 

@@ -96,7 +96,8 @@ class BufferedDatabase:
         self._lock = self._database.lock
         self._problems = self._database.problems
         self._memory = connect("file::memory:")
-        self._waiting = False  # for the disk, in `_memory`
+        self.waiting = False
+        """Whether something in memory waits for the disk."""
         self._own: set[str] = set()  # runs that this process has stored and `RunTables.news` has not passed yet
         self._passed: tuple[int, str] | None = None  # number and id of the newest run on disk that it has passed
         self._looked = now()  # when it looked last
@@ -117,6 +118,11 @@ class BufferedDatabase:
     def writable(self) -> bool:
         """False while the database is open for reading only, or not at all."""
         return self._database.writable
+
+    @property
+    def files(self) -> int:
+        """How many databases were open so far; at each further one, what was read before is outdated."""
+        return self._database.files
 
     @property
     def problems(self) -> list[str]:
@@ -147,7 +153,7 @@ class BufferedDatabase:
                 self._commit(write)
             except REFUSED as error:
                 write(self._memory)
-                self._waiting = True
+                self.waiting = True
                 self._fail(error)
                 return False
             self.problem = ""
@@ -219,7 +225,7 @@ class BufferedDatabase:
 
     def _move_to_disk(self) -> None:
         memory = self._memory
-        while self._waiting:
+        while self.waiting:
             runs = memory.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {BATCH}").fetchall()
             verdicts = memory.execute(f"SELECT {VERDICT} FROM verdicts ORDER BY number").fetchall()
             met = memory.execute(f"SELECT {MET} FROM met").fetchall()
@@ -241,7 +247,7 @@ class BufferedDatabase:
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
             for table in ("verdicts", "met", *(name for name, _, _ in _COPIED)):
                 memory.execute(f"DELETE FROM {table}")
-            self._waiting = len(runs) == BATCH
+            self.waiting = len(runs) == BATCH
 
 
 def _may_exist(path: Path) -> bool:

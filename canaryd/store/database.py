@@ -72,6 +72,8 @@ class Database:
         self.lock = threading.RLock()
         """One thread at a time uses the connection."""
         self.connection: sqlite3.Connection | None = None
+        self.files = 0
+        """How many databases were open so far; at each further one, what was read before is outdated."""
         self.now = now
         self._on_open = on_open
         self._opened = 0
@@ -187,7 +189,7 @@ class Database:
         db = self._open("mode=rwc", read_only=False)
         version = self._schema_version(db)
         self._opened += 1
-        self._identity = _identity(self.path)
+        self._identify()
         outdated = 0 < version < max(self.migrations)
         if outdated:
             copies.check_room(db, self.path, version)
@@ -223,7 +225,7 @@ class Database:
 
     def _open_to_read(self, mode: str) -> sqlite3.Connection:
         db = self._open(mode, read_only=True)
-        self._identity = _identity(self.path)
+        self._identify()
         try:
             version = self._schema_version(db)
         except sqlite3.OperationalError as error:
@@ -268,6 +270,11 @@ class Database:
         self.problems[aside.name] = f"{self.path}: damaged ({error}); kept as {aside}; started a new, empty database"
 
     # The file at its path
+
+    def _identify(self) -> None:
+        """Note which file was opened, and whether it is another one than before."""
+        before, self._identity = self._identity, _identity(self.path)
+        self.files += self._identity != before or self._replaced
 
     def _moved(self) -> bool:
         return _identity(self.path) != self._identity

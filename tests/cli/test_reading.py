@@ -6,13 +6,16 @@ import contextlib
 import fcntl
 import os
 import re
+import sqlite3
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from canaryd.cli.main import main
 from canaryd.model import Cause, Device, State, Verdict
+from canaryd.store.buffered import BufferedDatabase
 from canaryd.store.database import DATABASE
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
@@ -197,3 +200,26 @@ def test_two_readers_are_no_daemon(tmp_path):
     with (state / f"locks/{DAEMON_LOCK}.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # as a reader does for a moment
         assert canaryd("status", "--json", "--state-dir", state).document["daemon_running"] is False
+
+
+@pytest.mark.parametrize("freed", [True, False], ids=["at the end", "never"])
+def test_what_is_said_of_a_record_that_another_process_locks_is_true(tmp_path, monkeypatch, capsys, freed):
+    """A command tries once more when it closes the record, and only then says whether its word is stored."""
+    state = recorded(tmp_path)
+    monkeypatch.setattr("canaryd.store.database.BUSY_TIMEOUT", 1.0)
+    failed = BufferedDatabase._fail
+    with contextlib.closing(sqlite3.connect(state / DATABASE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+
+        def fail(store, error):
+            failed(store, error)
+            if freed and other.in_transaction:
+                other.execute("ROLLBACK")
+
+        monkeypatch.setattr(BufferedDatabase, "_fail", fail)
+        code = main(["ack", "cpu:0", "--reason", "seen", "--state-dir", str(state)])
+    told = capsys.readouterr()
+    with Store.open(state) as store:
+        assert [a.reason for a in store.acks()] == ["seen"] * freed
+    assert code == (0 if freed else 3)
+    assert ("acknowledged until" in told.out, "ack: not stored" in told.err) == (freed, not freed)

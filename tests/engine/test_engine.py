@@ -37,6 +37,7 @@ from canaryd.judge.recordings import speed
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.probe import ProbeSpec
+from canaryd.report.status import gather
 from canaryd.store import database
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
@@ -646,6 +647,21 @@ def test_the_last_included_device_can_be_gone(idle):
     assert "device-vanished" in {f.rule for f in idle.verdict(gpu.uuid).findings}
     idle._discovery._take_inventory(Found(devices=(), uncertain=frozenset()), ())
     assert gpu.uuid in idle.devices
+
+
+def test_a_configuration_of_fewer_devices_changes_nothing_for_the_others(tmp_path):
+    """A check may have one of its own: what it leaves out is not gone for the daemon, nor back at its next look."""
+    config = settings(tmp_path, "passes")
+    served = EndpointsConfig(each={"main": EndpointConfig(url="http://127.0.0.1:1/v1")})
+    engine = start(dataclasses.replace(config, endpoints=served))
+    before = [(r.device.uuid, r.present) for r in engine.store.devices()]
+    check = start(dataclasses.replace(config, devices=DevicesConfig(include=("cuda",))))
+    assert (check.devices, check.in_place) == ({}, set())
+    assert [(r.device.uuid, r.present) for r in engine.store.devices()] == before
+    assert gather(engine.store, check.config).devices == ()
+    engine.discover()
+    assert engine.in_place == {uuid for uuid, _ in before}
+    assert not engine.watch.history.of(the_cpu(engine))
 
 
 def test_a_drill_is_judged_by_its_own_runs(idle):

@@ -269,15 +269,14 @@ def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
     boot = tmp_path / "boot_id"
     boot.write_text("one\n")
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
-    host.watch.history.note_running(running=True, boot_id=boot)
+    host.watch.history.running = True
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     boot.write_text("two\n")
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     boots = [e for e in host.watch.history.of(host.device) if e.after == "two"]
     assert [(e.name, e.before, e.after) for e in boots] == [("unclean", "one", "two")]
     assert boots[0].last == pytest.approx(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), abs=5)
-    host.watch.history.note_running(running=True, boot_id=boot)
-    host.watch.history.note_running(running=False, boot_id=boot)
+    host.watch.history.note_stop()
     boot.write_text("three\n")
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     assert "clean" in {e.name for e in host.watch.history.of(host.device) if e.kind == "boot" and e.after == "three"}
@@ -364,8 +363,8 @@ def test_a_containers_own_boot_id_is_no_reboot(host, tmp_path):
     """systemd-nspawn mounts a new one for each container that it starts: the machine was up all the time."""
     boot, own = tmp_path / "boot_id", Path("/dev/shm", f"canaryd-{os.getpid()}")
     boot.write_text("one\n")
+    host.watch.history.running = True
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
-    host.watch.history.note_running(running=True, boot_id=boot)
     own.write_text("two\n")
     try:
         if subprocess.run(["mount", "--bind", own, boot], capture_output=True, check=False).returncode:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import shutil
 import threading
 import time
 
@@ -11,8 +14,8 @@ import pytest
 from canaryd.config.settings import Config, DevicesConfig
 from canaryd.daemon.release import Releases
 from canaryd.engine.engine import Engine
-from canaryd.model import AckKind, State
-from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
+from canaryd.model import AckKind, Cause, State
+from canaryd.store.notes import BOOT_NOTE, RELEASE_NOTE, RELEASED_NOTE, RUNNING_NOTE
 from canaryd.store.store import Store
 from tests.command import eventually
 from tests.engine.test_engine import carry_out, settings, start, the_cpu, verdict
@@ -98,6 +101,45 @@ def test_a_loss_of_the_record_is_not_forgotten(host):
         assert "history-lost" in host.rules
 
 
+def test_what_an_operator_said_outlives_the_record(host):
+    """The old fault of a repaired device does not come back because the state directory was deleted."""
+    fail(host)
+    host.now += HOUR
+    host.say(AckKind.REPAIRED, "a new board")
+    host.live(DAY / 4)
+    said = host.store.acks()
+    shutil.rmtree(host.place)
+    host.add()
+    assert (host.verdict.state, "history-lost" in host.rules) == (State.UNKNOWN, True)
+    assert host.store.acks() == said
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_record_that_is_mounted_late_is_read(host, stored):
+    """A fault on record counts as after a restart, whether or not a record was begun where it is mounted."""
+    since = fail(host).since
+    host.store.close()
+    aside = host.place.with_name("aside")
+    host.place.rename(aside)
+    if stored:
+        host.place.mkdir()
+    else:
+        host.place.touch()  # for root no directory is closed
+    host.now += HOUR
+    late = Host(host.place, host.now)
+    late.engine.looked = True
+    late.numbers = itertools.count(1000)
+    late.live(HOUR)
+    assert late.verdict.state is State.HEALTHY
+    host.place.rename(host.place.with_name("beneath"))
+    aside.rename(host.place)
+    late.live(HOUR)
+    assert late.verdict.state is State.FAULTY
+    assert late.store.verdict(GPU.uuid).since == since or not stored
+    assert len(late.engine.evidence(GPU.uuid)) > 12, "the runs of before and after"
+    late.store.close()
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_baseline_is_not_replaced(host, restarted):
     """Neither under a running engine nor by one that has started without it."""
@@ -162,6 +204,23 @@ def test_events_are_kept_and_counted_once(tmp_path):
     host.close()
 
 
+def test_an_unclean_reboot_is_not_forgotten(tmp_path):
+    """A daemon that starts without the record must not overwrite what the one before it left there."""
+    host = Polled(tmp_path)
+    host.engine.recall()
+    host.store.add_events((), notes={BOOT_NOTE: "before", RUNNING_NOTE: "before"})
+    with out_of_reach(host.engine.config.state_dir):
+        again = Engine(host.engine.config, Store.open(host.engine.config.state_dir))
+        again.watch.history.running = True
+        again.recall()
+    again.recall()
+    boots = [e for e in again.watch.history.of(host.device) if e.before == "before"]
+    assert [e.name for e in boots] == ["unclean"]
+    assert again.store.note(RUNNING_NOTE) == again.store.note(BOOT_NOTE) != "before"
+    again.store.close()
+    host.close()
+
+
 def test_an_inventory_meanwhile_forgets_no_device(tmp_path):
     """Nor its runs, although the store cannot give them."""
     engine = start(settings(tmp_path, "mismatches"))
@@ -175,6 +234,34 @@ def test_an_inventory_meanwhile_forgets_no_device(tmp_path):
         assert len(engine.evidence(before.device)) == known
         after = engine.decide()[the_cpu(engine).uuid]
         assert (after.state, after.since) == (State.FAULTY, before.since)
+
+
+def test_what_was_taken_out_on_purpose_is_not_missed(host):
+    """Neither a part that was replaced, nor one that the record has outlived."""
+    host.say(AckKind.REPLACED, "a new board")
+    host.engine.store.set_present((), host.now)
+    host.engine.present = set()
+    host.engine.recall()
+    assert host.engine.devices == {}
+    with out_of_reach(host.place):
+        host.engine.recall()
+        assert host.engine.devices == {}
+    host.engine.recall()
+    assert host.engine.devices == {}
+
+
+def test_what_is_watched_though_its_part_is_divided_anew_stays(host):
+    """The verdict against an instance that is no more cannot be read; it is known all the same."""
+    gone = dataclasses.replace(GPU, uuid="MIG-1", parent=GPU.uuid)
+    host.store.see_device(gone, host.now)
+    host.store.set_present((GPU.uuid,), host.now)
+    doubted = dataclasses.replace(host.verdict, device=gone.uuid, state=State.FAULTY, cause=Cause.HARDWARE)
+    host.store.set_verdict(doubted)
+    host.engine.recall()
+    assert gone.uuid in host.engine.devices
+    with out_of_reach(host.place):
+        host.engine.recall()
+        assert gone.uuid in host.engine.devices
 
 
 def test_a_release_is_not_over(tmp_path):

@@ -28,6 +28,7 @@ from canaryd.store.notes import LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from canaryd.web.server import Answer, Server
 from tests.command import Daemon, canaryd, configure, eventually, running
+from tests.engine.test_unread import out_of_reach
 from tests.nvml_stand_in import StandIn
 
 NOW = 1_790_000_000.0
@@ -476,3 +477,20 @@ def test_the_page_answers_like_every_route(served):
     connection.close()
     assert daemon.get("/metrics")[0] == 200
     assert "use one of /, /healthz, /metrics, /readyz" in daemon.get("/nowhere")[1]
+
+
+def test_a_record_that_cannot_be_read_is_the_answer(tmp_path):
+    """Waiting does not help; only where nothing is on record yet, the daemon knows all."""
+    state = tmp_path / "state"
+    with Store.open(state) as store:
+        with out_of_reach(state):
+            seen = status.gather(store, Config(), NOW, daemon=True, evidence={}, itself=True)
+        words = " ".join(" ".join(Read(status_page.render(seen, NOW).decode()).words).split())
+        assert f"UNKNOWN whether this node's numbers are right: {store.failure}" in words
+        assert "cannot read" in store.failure
+        assert "Do now: Make the stored record readable, then ask again" in words
+    new = tmp_path / "new"
+    new.symlink_to(tmp_path / "nowhere")
+    with Store.open(new) as store:
+        assert store.problem
+        assert status.gather(store, Config(), NOW, daemon=True, evidence={}, itself=True).unreadable == ""
