@@ -105,8 +105,10 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
     Where torch says only that it has no kernel, raises `NotImplementedError` with the reason, which torch gives as a
     warning; and where cuDNN's kernel may give a healthy device's answer wrongly.
     """
-    problem = (query.dtype, causal, *((t.shape, t.stride()) for t in (query, key, value, mask) if t is not None))
-    if kernel == "CUDNN_ATTENTION" and (why := _unsound(query, causal=causal) or _UNPLANNED.get(problem, "")):
+    cudnn = kernel == "CUDNN_ATTENTION" and query.device.type == "cuda"
+    tensors = (t for t in (query, key, value, mask) if t is not None)
+    problem = (causal, *((t.device, t.dtype, t.shape, t.stride()) for t in tensors)) if cudnn else ()
+    if cudnn and (why := _unsound(query, causal=causal) or _UNPLANNED.get(problem, "")):
         raise NotImplementedError(why)
     options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     function = torch.nn.functional.scaled_dot_product_attention
@@ -119,7 +121,7 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
         except RuntimeError as error:
             if "No available kernel" in str(error):
                 raise NotImplementedError(_why_no_kernel(kernel, call) or str(error)) from error
-            if kernel == "CUDNN_ATTENTION" and is_refusal(error):
+            if cudnn and is_refusal(error):
                 _UNPLANNED[problem] = str(error)
             raise
 
@@ -135,7 +137,7 @@ def _unsound(query: Any, *, causal: bool) -> str:
     Sources: pytorch issue 193893 (other answers on B200), for which newer torches refuse one query there (MHA.cpp,
     check_cudnn_sdpa_decode); cuDNN 9.18.1 release notes, "Known Issues" (one query under a causal mask).
     """
-    if query.device.type != "cuda" or torch.version.hip:
+    if torch.version.hip:
         return ""
     number = cudnn_version() or 0
     version = number // 10_000, number // 100 % 100, number % 100

@@ -30,7 +30,8 @@ LONGEST = 1024
 class TorchOperators:
     """Norms, rotations and softmax of 16-bit formats in float32, as serving does; attention as `attend` has it.
 
-    Attention is exact in any order, and held to one, torch refuses cuDNN's kernel, its own first choice on an H100.
+    Attention is exact in any order, and held to one, torch refuses cuDNN's kernel, which several torches prefer on an
+    H100 (pytorch, sdp_utils.cpp, check_prefer_cudnn_attention).
     """
 
     compiles = True

@@ -200,6 +200,7 @@ def test_cudnn_accuses_no_device_where_healthy_ones_are_wrong(probes, monkeypatc
 def test_a_problem_that_cudnn_cannot_plan_is_put_to_it_once(probes, monkeypatch):
     """Torch keeps the plan that failed, and the process dies of it the second time: another round asks the same."""
     asked = []
+    monkeypatch.setattr(attention, "_UNPLANNED", {})
 
     def attention_of(query, key, value, **more):
         asked.append((query.shape, key.shape, more["is_causal"]))
@@ -211,6 +212,10 @@ def test_a_problem_that_cudnn_cannot_plan_is_put_to_it_once(probes, monkeypatch)
         for mask in ("none", "causal", "none", "causal"):
             assert "No valid execution plans built" in refuses(mask, (1, 4, 2, 8, 24, 64))
     assert len(asked) == len(set(asked)) == 2
+    host = stack.cpu()
+    for _ in range(2):
+        assert probes["exact_attention"].refuses(host, "CUDNN_ATTENTION", "bfloat16", "none", (1, 4, 2, 8, 24, 64))
+    assert len(asked) == 4  # of a processor nothing is kept: what it lacks, a GPU may have
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
