@@ -6,7 +6,7 @@ The page, the OCP output and the archive are all made from this document.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,8 @@ from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.dossier/1"
+SERVER = ("product", "product_serial", "board", "board_serial", "bios")
+"""Details of the machine that a vendor asks for."""
 FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
 
 
@@ -70,7 +72,7 @@ def gather(
         "drill": ", ".join(sorted({r.drill for r in facts.runs if r.drill})),
         "redacted": False,
         "verdict": _verdict(facts),
-        "identity": _identity(facts),
+        "identity": {**_identity(facts), "server": _server(facts, records.values())},
         "failures": failures,
         "failures_omitted": omitted,
         "bits": bit_totals(failures),
@@ -275,6 +277,16 @@ def _identity(facts: Facts) -> dict[str, Any]:
         "detail": dict(device.detail),
         "stack": dict(newest.stack) if newest else {},
     }
+
+
+def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
+    """Return what the firmware calls the machine, which the inventory keeps with the processor.
+
+    Most parts go back to its maker. Of an endpoint nothing is told: it may be elsewhere.
+    """
+    hosts = [r.device.detail for r in records if r.device.unit == "cpu" and r.device.is_whole]
+    found = {} if facts.device.is_endpoint or not hosts else hosts[0]
+    return {key: found[key] for key in SERVER if found.get(key)}
 
 
 def torch_name(device: Device) -> str:

@@ -83,7 +83,11 @@ def _start(document: Document) -> dict[str, Any]:
         "dutInfo": {
             "dutInfoId": identity["host"] or "host",
             "name": identity["host"],
-            "platformInfos": [{"info": f"{identity['backend']} {identity['model']}"}],
+            "platformInfos": [
+                {"info": text}
+                for text in (f"{identity['backend']} {identity['model']}", identity["server"].get("product"))
+                if text
+            ],
             "softwareInfos": software,
             "hardwareInfos": [part],
         },

@@ -48,7 +48,7 @@ OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness
     "characterised_by",
 }
 """Fields whose values are canaryd's own words: a host called "device" or "healthy" must not change them."""
-NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname")
+NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname", "board_serial", "product_serial")
 """Details that name a part or host and have no pattern."""
 
 
@@ -105,6 +105,8 @@ class Redactor:
             self._know(device.card, "uuid")
             for name in NAMING:
                 self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
+            for module in device.detail.get("memory_serials", "").split(", "):
+                self._know(module.rpartition(": ")[2], "serial")
         self._know(document["identity"]["host"], "host")
         self._know(platform.node(), "host")
         for record in store.devices():

@@ -35,7 +35,14 @@ EXACTNESS = {
 UNPROVEN = "not shown: no device has passed it on this software"
 """Of a case that may accuse no device."""
 PART = {"bus_id": "Bus id", "board_part_number": "Board part number"}
-FIRMWARE = {"vbios": "VBIOS", "inforom": "InfoROM", "gsp_firmware": "GSP", "microcode": "microcode", "driver": "driver"}
+FIRMWARE = {
+    "vbios": "VBIOS",
+    "inforom": "InfoROM",
+    "gsp_firmware": "GSP",
+    "microcode": "microcode",
+    "driver": "driver",
+    "bios": "BIOS",
+}
 """Details of the identity that the first page names."""
 
 
@@ -45,7 +52,7 @@ def summary(document: Document) -> str:
         *(f'<p class="banner">{escape(clipped(text, BANNER))}</p>' for text in _banners(document)),
         _verdict(document),
     ]
-    first += [_section("Next step", _steps(document["next_step"])), _section("Part", _identity(document))]
+    first += [_section("Next step for its owner", _steps(document["next_step"])), _section("Part", _identity(document))]
     return f'<div class="sheet">{"".join(first)}</div><div class="sheet">{"".join(_evidence(document))}</div>'
 
 
@@ -89,17 +96,19 @@ def cut(steps: Sequence[str]) -> list[str]:
 
 def _identity(document: Document) -> str:
     identity = document["identity"]
-    detail = identity["detail"]
+    detail, server = identity["detail"], identity["server"]
+    known = {**server, **detail}
+    serial = f"serial {server['product_serial']}" if "product_serial" in server else ""
     first, last = identity["first_seen"], identity["last_seen"]
     pairs = [
         ("Serial number", identity["serial"] or "not reported by the device"),
         ("uuid", identity["uuid"] + (" (weak: not of the physical part)" if identity["weak"] else "")),
         ("Model", identity["model"]),
         ("Name on its host", f"{identity['name']}{'' if identity['present'] else ', not present now'}"),
-        ("Host", identity["host"]),
+        ("Host", ", ".join(filter(None, (identity["host"], server.get("product"), serial)))),
         ("Instance of", identity["parent"]),
         *((label, detail.get(key, "")) for key, label in PART.items()),
-        ("Firmware", "; ".join(f"{name} {detail[key]}" for key, name in FIRMWARE.items() if detail.get(key))),
+        ("Firmware", "; ".join(f"{name} {known[key]}" for key, name in FIRMWARE.items() if known.get(key))),
         ("Seen by canaryd", f"{format_time(first)} to {format_time(last)}" if first else ""),
     ]
     return facts([(label, clipped(value, FACT)) for label, value in pairs])

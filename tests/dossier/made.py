@@ -32,6 +32,21 @@ GPU = Device(
     detail={"serial": SERIAL, "bus_id": "0000:65:00.0", "vbios": "96.00.A5.00.01", "driver": "580.65.06"},
 )
 SIBLING = replace(GPU, uuid=PEER, index=4, torch_index=4, detail={"serial": "1650923004712", "bus_id": "0000:66:00.0"})
+PROCESSOR = Device(
+    uuid="CPU-9b1f0a44-1111-2222-3333-444455556666",
+    backend="cpu",
+    index=0,
+    model="AMD EPYC 9654",
+    weak_identity=True,
+    detail={
+        "product": "Supermicro SYS-821GE-TNHR",
+        "product_serial": "S0815X4711",
+        "board": "Supermicro X13DEG-OAD",
+        "board_serial": "UM239S001122",
+        "bios": "American Megatrends 2.3 11/05/2024",
+        "memory_serials": "P0_A: 80AD0122, P0_B: 80AD0133",
+    },
+)
 STACK = {"torch": "2.9.0", "driver": "580.65.06", "cuda": "13.0", "weights": "/srv/models/llama/secret-name"}
 NASTY = "<script>alert(1)</script>\x1b[31m"
 

@@ -13,7 +13,7 @@ from canaryd.engine.engine import Engine
 from canaryd.judge.phrases import PROVIDER
 from canaryd.model import Ack, Cause, State
 from canaryd.store.store import Store
-from tests.dossier.made import GPU, HOST, HOUR, NOW, PEER, SERIAL, SIBLING, UUID, run, verdict, written
+from tests.dossier.made import GPU, HOST, HOUR, NOW, PEER, PROCESSOR, SERIAL, SIBLING, UUID, run, verdict, written
 
 
 def test_the_facts_are_those_of_the_store(store, tmp_path):
@@ -36,6 +36,18 @@ def test_the_facts_are_those_of_the_store(store, tmp_path):
     where = failure["map"]
     assert where["counts"] == [[17 * 32 // 64, 40 * 32 // 96, 2]]
     assert (failure["first"], failure["last"]) == (NOW - 25 * HOUR, NOW - 23 * HOUR)
+
+
+def test_the_server_of_a_part_is_named(store, tmp_path):
+    """Its maker takes the part back, and asks for its serial number and BIOS first."""
+    assert written(store, tmp_path)[1]["identity"]["server"] == {}
+    store.see_device(PROCESSOR, NOW)
+    made, document, page = written(store, tmp_path, now=NOW + 1)
+    assert document["identity"]["server"]["product_serial"] == "S0815X4711"
+    assert "memory_serials" not in document["identity"]["server"]
+    assert f"<td>{HOST}, Supermicro SYS-821GE-TNHR, serial S0815X4711</td>" in page
+    assert "driver 580.65.06; BIOS American Megatrends 2.3 11/05/2024" in page
+    assert '{"info": "Supermicro SYS-821GE-TNHR"}' in (made / "ocp.jsonl").read_text()
 
 
 def test_a_run_of_this_record_is_no_command_for_a_vendor(store, tmp_path):

@@ -11,18 +11,21 @@ from canaryd.config.settings import Config
 from canaryd.dossier import redact
 from canaryd.dossier.document import gather
 from canaryd.store.store import Store
-from tests.dossier.made import GPU, HOST, NOW, PEER, SERIAL, UUID, run, verdict, written
+from tests.dossier.made import GPU, HOST, NOW, PEER, PROCESSOR, SERIAL, UUID, run, verdict, written
 
 
 def test_a_redacted_dossier_names_nothing(store, tmp_path):
     """No host, serial, uuid, bus id, path or address in any file; the part's own facts stay, and the page says so."""
+    store.see_device(PROCESSOR, NOW)
     made, document, page = written(store, tmp_path, redact=True)
     text = "\n".join(p.read_text() for p in made.rglob("*") if p.is_file()).lower()
     private = (UUID, PEER, UUID.partition("-")[2], SERIAL, HOST, "0000:65:00", "10.1.2.3", "/srv/models", "secret-name")
+    private += ("S0815X4711", "UM239S001122", "80AD0122", "80AD0133")
     for name in private:
         assert name.lower() not in text, name
     assert "redacted: names of hosts" in text
     assert document["redacted"] is True
+    assert document["identity"]["server"]["product"] == "Supermicro SYS-821GE-TNHR"
     assert (document["identity"]["model"], document["failures"][0]["bits"]) == ("NVIDIA H200", {"13": 2})
     assert document["identity"]["detail"]["vbios"] == "96.00.A5.00.01"
     assert "Redacted: " in page
