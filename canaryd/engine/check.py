@@ -36,15 +36,15 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
         Gap("other instruction sets", "only the first of the CPU's was tested; use --level standard"),
         Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
-        Gap("large products", "larger than 512; use --level standard"),
+        Gap("large products", "larger than 512, or of more than 4 ms; use --level standard"),
         Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
     ),
     "standard": (
         Gap("some layouts", "not every format was tested with every layout and shape; use --level deep"),
-        Gap("large products", "larger than 2048; use --level deep"),
+        Gap("large products", "larger than 2048, or of more than 30 ms; use --level deep"),
         Gap(MOST_MEMORY, "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
     ),
-    "deep": (Gap("very large products", "larger than 4096"),),
+    "deep": (Gap("very large products", "larger than 4096, or of more than 100 ms"),),
 }
 NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
 NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of this check"),)

@@ -16,8 +16,8 @@ from canaryd.worker.numeric.tensors import FORMATS, Format, has_events, timed
 from canaryd.worker.runtime import interface
 
 KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share pools stand together
-SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
-"""Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
+SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.1}
+"""Seconds for one product, per level: a fraction of a case's share of the budget, so that every case has its turn."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
 """Largest side of a square product, per level: beyond it, making the golden costs more than it is worth."""
 SIDE, SIDE_BY_EVENTS = 192, 1024
@@ -67,15 +67,15 @@ def shapes_of(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:
     """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
 
-    Of a format on `lent` units only one kind at standard and one in six turns at quick: float32 tests these units too,
-    and faster.
+    Of a format on `lent` units every kind at deep, only one at standard and one in six turns at quick: float32 tests
+    these units too, and faster.
     """
     kinds, layouts = shapes_of(source)
-    if ctx.level == "deep" or ctx.cases:
+    if ctx.cases or (ctx.level == "deep" and not lent):
         return [(k, la) for k in kinds for la in layouts]
-    if ctx.level == "standard":
+    if ctx.level != "quick":
         every = [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
-        return [every[turn % len(every)]] if lent else every
+        return [every[turn % len(every)]] if lent and ctx.level == "standard" else every
     # Of every turn, making the pools would take longer than multiplying.
     turn, left_out = divmod(turn, 6 if lent else 2)
     return [] if left_out else [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from canaryd.engine.check import NOT_CHECKED
 from canaryd.facts import Comparison, Subject
 from canaryd.judge.characterised import class_of
 from canaryd.model import Device
@@ -17,7 +18,7 @@ from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, draw, make_pools
 from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.sizes import KINDS
+from canaryd.worker.numeric.sizes import KINDS, LARGEST, SECONDS
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
 from canaryd.worker.runtime import faulty
@@ -233,7 +234,7 @@ def test_a_quick_run_has_fresh_operands_of_every_content(seed):
     assert not first & second
 
 
-@pytest.mark.parametrize(("level", "own", "lent"), [("quick", 3, 1), ("standard", 30, 6), ("deep", 120, 120)])
+@pytest.mark.parametrize(("level", "own", "lent"), [("quick", 3, 1), ("standard", 30, 6), ("deep", 120, 30)])
 def test_a_format_without_units_of_its_own_has_fewer_cases(level, own, lent):
     """It is narrower than float32 and slower; six quick runs have every content of it. float64 is wider."""
     speeds = {"float64": 2e10, "float32": 1e11, "bfloat16": 8e10, "float16": 7e10}
@@ -241,11 +242,18 @@ def test_a_format_without_units_of_its_own_has_fewer_cases(level, own, lent):
     for seed in range(7, 13):
         context = Context(device=cpu(), level=level, seed=seed, budget=3.0)
         names = [case.name for case in exact_matmul.every_case(context, speeds)[0]]
-        assert level == "deep" or len(names) < len(exact_matmul.every_case(replace(context, device=gpu), speeds)[0])
+        assert len(names) < len(exact_matmul.every_case(replace(context, device=gpu), speeds)[0])
         counts = Counter(name.split("/")[0] for name in names)
         assert counts == {"float64": own, "float32": own, "bfloat16": own, "float16": lent}
         met |= {name.split("/")[1]: seed for name in names if name.startswith("float16/")}
     assert set(met) == set(CONTENTS)
+
+
+def test_a_check_names_the_largest_products_of_its_level():
+    """What is larger, or would take longer, is listed as not tested."""
+    for level, gaps in NOT_CHECKED.items():
+        (told,) = (gap.detail for gap in gaps if "large products" in gap.what)
+        assert told.startswith(f"larger than {LARGEST[level]}, or of more than {1000 * SECONDS[level]:g} ms")
 
 
 def test_a_turn_can_be_asked_for():
