@@ -558,7 +558,7 @@ def test_where_no_process_can_be_started_the_outcome_says_so(tmp_path, state):
         (group / "pids.max").write_text("1")
         daemon.line("passes errored: 0 results: worker.python")
         daemon.line("healthy → unknown (canaryd itself)")
-        assert "cannot be started: [Errno 11]" in daemon.line(" passes errored: ")
+        assert "cannot be started: Resource temporarily unavailable" in daemon.line(" passes errored: ")
         assert daemon.popen.poll() is None
         (group / "pids.max").write_text("max")
         eventually(lambda: is_in(daemon, "healthy"))

@@ -186,7 +186,7 @@ def test_a_record_that_cannot_be_read_yet_is_no_health(tmp_path, monkeypatch):
         carry_out(again)
         found = verdict(again)
         assert (found.state, found.findings[0].rule) == (State.UNKNOWN, "record-unread")
-        assert "database is locked" in found.findings[0].evidence[0]
+        assert "database is locked" in found.findings[0].message
     again.recall()
     assert not again.unread
     after = verdict(again)
