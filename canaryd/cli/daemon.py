@@ -87,7 +87,7 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
                 with store.lock(device, deadline - time.monotonic()):
                     pass  # another command let go of it too
         except Busy as busy:
-            complain(f"release: another command still uses a device: {busy}")
+            complain(f"release: the daemon has let go, but another command still uses a device: {busy}")
             return exit_code(State.UNKNOWN)
     if options.end:
         print("release ended: devices are tested again")

@@ -17,7 +17,7 @@ from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.metrics import families
-from canaryd.model import Ack, Device, Outcome, Run, State, Verdict
+from canaryd.model import Ack, Cause, Device, Outcome, Run, State, Verdict
 from canaryd.store.store import Store
 
 STEADY = 5
@@ -184,8 +184,10 @@ def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> b
         return False
     if verdict is None or verdict.state is not State.FAULTY or verdict.since <= ack.at:
         return True
+    known = (Cause.UNDETERMINED, verdict.cause)
     newest_first = reversed(store.verdict_history(verdict.device))
-    return any(v.since <= ack.at for v in itertools.takewhile(lambda v: v.state is State.FAULTY, newest_first))
+    same = itertools.takewhile(lambda v: v.state is State.FAULTY and v.cause in known, newest_first)
+    return any(v.since <= ack.at for v in same)
 
 
 def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:

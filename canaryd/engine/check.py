@@ -44,7 +44,10 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
         Gap("large products", "larger than 2048, or of more than 30 ms; use --level deep"),
         Gap(MOST_MEMORY, "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
     ),
-    "deep": (Gap("very large products", "larger than 4096, or of more than 100 ms"),),
+    "deep": (
+        Gap("some layouts", "of formats for which a processor has no units of its own"),
+        Gap("very large products", "larger than 4096, or of more than 100 ms"),
+    ),
 }
 NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
 NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of this check"),)

@@ -114,12 +114,13 @@ class Discovery:
             records = self._read()
             # What this configuration leaves out may be another's, as where a check has one of its own.
             out = {u for u, r in records.items() if not inventory.is_included(r.device, host.config)}
-            kept = {u for u, r in records.items() if r.present and (u in out or r.device.backend in found.uncertain)}
-            gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
+            out = {u for u in out if records[u].present}
+            kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain} - out
+            gone = [r for u, r in records.items() if r.present and u not in host.present | kept | out]
             gone = [r for r in gone if UNDRIVEN not in r.device.detail]
             for device in devices:
                 store.see_device(device, now)
-            store.set_present(host.present | kept, now)
+            store.set_present(host.present | kept, now, unseen=out)
             self._watch.history.record_changes(inventory.changes(known, here, devices, gone, now))
         self.recall()
         self.last_seen = {uuid: r.last_seen for uuid, r in self._read().items()}

@@ -304,8 +304,13 @@ class Engine(Host):
         return dict.fromkeys((IN_USE, IN_USE_ALONE) if alone else (IN_USE,), f"{100 * busy:.0f} %")
 
     def _busy(self, device: Device) -> float | None:
+        """Return how busy others keep a device, None where that is not known.
+
+        A GPU that hangs may report full load, and no process.
+        """
         now = self.clock()
-        return budget.facts(device, self.watch.readings(device.physical, now), now=now, spent=0.0, expected=0.0).busy
+        found = budget.facts(device, self.watch.readings(device.physical, now), now=now, spent=0.0, expected=0.0)
+        return None if found.processes == 0 else found.busy
 
     def _request(self, device: Device, step: Step, *, yields: bool) -> tuple[RunRequest, float]:
         """Return what to ask a worker for, and the seconds after which the run is killed.

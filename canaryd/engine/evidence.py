@@ -93,8 +93,8 @@ class Evidence:
         """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._recalled: set[str] = set()
         """Devices whose record has been read from the store."""
-        self._files = 0
-        """`Store.files` at that time."""
+        self._files: int | None = None
+        """`Store.files` at that time; None before."""
         self.unread: Mapping[str, str] = {}
         """Device → why runs of it that may be on record could not be read; the next `recall` tries again."""
         self._clock_offset = 0.0
@@ -103,7 +103,7 @@ class Evidence:
     @property
     def outdated(self) -> bool:
         """Whether another database has taken the place of the one that was read, as when a disk is mounted late."""
-        return self._files != self._host.store.files
+        return self._files is not None and self._files != self._host.store.files
 
     def recall(self) -> None:
         """Read the runs of new devices from the store, and of those that could not be read before.

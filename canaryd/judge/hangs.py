@@ -28,9 +28,9 @@ def tells(run: Run) -> bool:
     """Return whether a run shows if its device answers.
 
     One that timed out while others kept this device alone busy does not: the driver shares the time out among them, and
-    no idle sibling is a witness.
+    no idle sibling is a witness. It still speaks against accusing a sibling.
     """
-    return run.outcome is not Outcome.SKIPPED and IN_USE_ALONE not in run.environment
+    return IN_USE_ALONE not in run.environment
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def keeps_failing(case: Case) -> Iterator[Finding]:
     A server is never suspect for it: it is slow or down, and no other server tells whether its answers are right.
     """
     for probe in sorted(case.wanted):
-        recent = _recent(case, case.scheduled(probe))
+        recent = _recent(case, [*filter(tells, case.scheduled(probe))])
         siblings = [
             _recent(case, [r for r in runs if r.probe == probe and r.whole])
             for uuid, runs in case.peers.items()
@@ -57,7 +57,7 @@ def _always(case: Case, probe: str, met: Sequence[Sequence[Run]]) -> list[Findin
     Where most did not, what they share may be at fault, and `not_completed` says what is known. The finding rests on
     the run that answered last, so what is acknowledged stays so when it hangs again.
     """
-    tried = [*filter(tells, case.scheduled(probe))]
+    tried = [r for r in case.scheduled(probe) if r.outcome is not Outcome.SKIPPED and tells(r)]
     hung = [*itertools.takewhile(lambda r: r.outcome in HANGS, reversed(tried))]
     if len(hung) < TIMES:
         return []
@@ -120,10 +120,10 @@ def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Seq
 
     def ended(runs: Sequence[Run]) -> list[Run]:
         within = [r for r in runs if r.outcome is not Outcome.COMPLETED and r.probe == probe and r.whole]
-        found = [r for r in within if r.outcome in outcomes and tells(r) and age(r, case.now) <= case.policy.watch]
+        found = [r for r in within if r.outcome in outcomes and age(r, case.now) <= case.policy.watch]
         return sorted(found, key=lambda r: -age(r, case.now))
 
-    failed = ended(case.runs)
+    failed = ended([*filter(tells, case.runs)])
     apart = [r for b, r in zip([None, *failed], failed, strict=False) if b is None or _apart(case, b, r)]
     siblings = [
         runs
@@ -142,7 +142,6 @@ def _apart(case: Case, before: Run, after: Run) -> bool:
 
 
 def _recent(case: Case, runs: Sequence[Run]) -> Sequence[Run]:
-    runs = [r for r in runs if r.outcome is Outcome.SKIPPED or tells(r)]
     within = [r for r in runs if age(r, case.now) <= case.policy.repeat_window]
     return within if len(within) >= RUNS else runs[-RUNS:]
 

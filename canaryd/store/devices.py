@@ -41,14 +41,17 @@ class DeviceTables(BufferedDatabase):
         row = (device.uuid, now, now, True, pack(device))
         return self._write(lambda db: db.execute(ADD_DEVICE, row))
 
-    def set_present(self, uuids: Collection[str], now: float) -> bool:
-        """Store that of all known devices exactly `uuids` were there at `now`. False: only in memory so far."""
+    def set_present(self, uuids: Collection[str], now: float, unseen: Collection[str] = ()) -> bool:
+        """Store that of all known devices exactly `uuids` were there at `now`. False: only in memory so far.
+
+        `unseen` are there too, for all that is known, and nobody looked.
+        """
         with self._lock:
             rows = []
             for known in self.devices():
-                here = known.device.uuid in uuids
-                seen = now if here else known.last_seen
-                rows.append((known.device.uuid, known.first_seen, seen, here, pack(known.device)))
+                uuid = known.device.uuid
+                seen = now if uuid in uuids else known.last_seen
+                rows.append((uuid, known.first_seen, seen, uuid in uuids or uuid in unseen, pack(known.device)))
             return self._write(lambda db: db.executemany(ADD_DEVICE, rows))
 
     def devices(self) -> list[DeviceRecord]:

@@ -84,7 +84,8 @@ class Slot:
         try:
             self._worker = worker = Worker(spec, self.instruction_set)
         except OSError as error:
-            raise LostError(Outcome.ERRORED, f"{where} cannot be started: {error.strerror or error}") from error
+            why = error if spec.command else error.strerror or error  # a command is not named otherwise
+            raise LostError(Outcome.ERRORED, f"{where} cannot be started: {why}") from error
         self.workers_started += 1
         try:
             message = self.receive(worker, deadline)

@@ -41,6 +41,8 @@ def test_the_facts_are_those_of_the_store(store, tmp_path):
 def test_the_server_of_a_part_is_named(store, tmp_path):
     """Its maker takes the part back, and asks for its serial number and BIOS first."""
     assert written(store, tmp_path)[1]["identity"]["server"] == {}
+    before = replace(PROCESSOR, uuid="CPU-0", detail={"product": "the machine of before"})
+    store.see_device(before, NOW - HOUR)
     store.see_device(PROCESSOR, NOW)
     made, document, page = written(store, tmp_path, now=NOW + 1)
     assert document["identity"]["server"]["product_serial"] == "S0815X4711"

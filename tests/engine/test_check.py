@@ -507,7 +507,7 @@ def test_a_check_repeats_rounds_for_as_long_as_it_is_told(tmp_path):
     document = canaryd("check", "--for", "2s", "--json", *options).document
     assert 2 <= document["seconds"] < time.monotonic() - begun
     seeds = {run["seed"] for run in document["devices"][0]["runs"]}
-    assert len(seeds) > 2
+    assert len(seeds) > 1
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,8 @@ def test_a_cause_that_becomes_known_is_no_later_fault(host):
     ack = word("acknowledged", 3 * HOUR, NOW + DAY)
     assert is_acknowledged(ack, become(State.FAULTY, Cause.UNDETERMINED, 4 * HOUR), store)
     assert is_acknowledged(ack, become(State.FAULTY, Cause.HARDWARE, 2 * HOUR), store)
-    become(State.HEALTHY, Cause.NONE, HOUR)
+    assert not is_acknowledged(ack, become(State.FAULTY, Cause.SOFTWARE, HOUR), store)  # another fault
+    become(State.HEALTHY, Cause.NONE, HOUR / 2)
     assert not is_acknowledged(ack, become(State.FAULTY, Cause.HARDWARE, 60.0), store)
     assert not is_acknowledged(None, None, store)
 

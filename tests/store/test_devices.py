@@ -17,6 +17,8 @@ def test_devices_are_remembered_when_they_are_gone(store):
         DeviceRecord(device=device(index=4), first_seen=NOW, last_seen=NOW + 5, present=False),
         DeviceRecord(device=device("GPU-2"), first_seen=NOW, last_seen=NOW + 9, present=True),
     ]
+    store.set_present([], NOW + 99, unseen=["GPU-2"])  # nobody looked
+    assert [(r.last_seen, r.present) for r in store.devices()] == [(NOW + 5, False), (NOW + 9, True)]
 
 
 def test_a_verdict_makes_history_when_it_changes(tmp_path):

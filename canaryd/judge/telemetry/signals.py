@@ -118,7 +118,14 @@ class Signs:
                 read = numbers(poll.completed)
                 names = {r.name for r in read.values()}
                 # What this poll lacks altogether, because the driver refused the call, counts as stale at least.
-                older = {k: (r, at) for k, (r, at) in poll.known.items() if r.name not in names and is_number(r)}
+                last: dict[str, float] = {}
+                for r, at in poll.known.values():
+                    last[r.name] = max(at, last.get(r.name, at))
+                older = {
+                    k: (r, at)
+                    for k, (r, at) in poll.known.items()
+                    if r.name not in names and is_number(r) and at == last[r.name]
+                }
                 found |= {k: (r, max(self.now - at, stale), limit) for k, (r, at) in older.items()}
                 found |= {k: (r, age, limit) for k, r in read.items()}
         return found

@@ -50,6 +50,16 @@ def test_scenario(name):
     assert told(signs) == sorted(expected), [f.message for f in findings(signs)]
 
 
+def test_of_what_is_not_read_any_more_only_the_newest_counts():
+    """A driver that wanted a reset, got it, and then tells nothing, does not want it again."""
+    signs = sign(only={"recovery_action{action=none}": None})
+    (name, newest), *_ = signs.polls.items()
+    wanted, done = (Reading(name="recovery_action", value=1, unit="1", labels={"action": a}) for a in ("reset", "none"))
+    known = {wanted.key: (wanted, NOW - 300), done.key: (done, NOW - 200)}
+    held = dataclasses.replace(signs, polls={name: dataclasses.replace(newest, known=known)})
+    assert {k for k in held.facts if k.startswith("recovery_action")} == {done.key}
+
+
 def test_a_container_at_its_limit_says_nothing_of_the_hosts_memory():
     """The kernel kills in both cases; what helps differs."""
     for name, words, action in (
