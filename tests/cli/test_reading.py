@@ -207,6 +207,7 @@ def test_what_is_said_of_a_record_that_another_process_locks_is_true(tmp_path, m
     """A command tries once more when it closes the record, and only then says whether its word is stored."""
     state = recorded(tmp_path)
     monkeypatch.setattr("canaryd.store.database.BUSY_TIMEOUT", 1.0)
+    monkeypatch.setattr("canaryd.report.terminal._REPLACED", {})  # where this command's record lies is for it alone
     failed = BufferedDatabase._fail
     with contextlib.closing(sqlite3.connect(state / DATABASE, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -66,6 +66,7 @@ def test_a_release_waits_for_a_check(tmp_path):
 def test_a_release_tells_who_still_uses_a_device(tmp_path, monkeypatch, capsys):
     """It does not say that no device is touched."""
     monkeypatch.setattr("canaryd.cli.daemon.RELEASE_PATIENCE", 5.0)
+    monkeypatch.setattr("canaryd.report.terminal._REPLACED", {})  # where this command's record lies is for it alone
     config, state = configure(tmp_path, "passes"), tmp_path / "state"
     with running(Daemon(config, state)) as daemon, Store.open(state) as store:
         device = eventually(store.devices)[0].device
