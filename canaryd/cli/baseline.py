@@ -330,11 +330,11 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
             near = did_you_mean(options.device, [*named, *named.values()])
             complain(f'baseline {options.what}: no device "{options.device}"; baselines exist for {known}{near}')
             return USAGE
-        if options.what in ("accept", "pin", "unpin"):
+        if changes := options.what in ("accept", "pin", "unpin"):
             lines, code = (_accept if options.what == "accept" else _pin)(store, selection, why)
         else:
             found, met = chosen(store, selection), met_by(store, selection)
-    if options.what in ("accept", "pin", "unpin"):
+    if changes:
         for line in lines:
             say(line)
         return code

@@ -284,12 +284,13 @@ def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
 
     Most parts go back to its maker. Of an endpoint nothing is told: it may be elsewhere.
     """
-    if facts.device.is_endpoint:
-        return {}
     hosts = [r for r in records if r.device.unit == "cpu" and r.device.is_whole]
-    newest = max(hosts, key=lambda r: (r.present, r.last_seen), default=None)  # a machine of before may be on record
-    device = facts.device if facts.device.unit == "cpu" else newest.device if newest else None
-    return {key: device.detail[key] for key in SERVER if device and device.detail.get(key)}
+    detail: Mapping[str, str] = {}
+    if facts.device.unit == "cpu":
+        detail = facts.device.detail
+    elif hosts and not facts.device.is_endpoint:  # a machine of before may be on record
+        detail = max(hosts, key=lambda r: (r.present, r.last_seen)).device.detail
+    return {key: detail[key] for key in SERVER if detail.get(key)}
 
 
 def torch_name(device: Device) -> str:

@@ -111,12 +111,11 @@ class Discovery:
         devices += endpoints.listed(host.config, devices)
         host.present = {d.uuid for d in devices}
         if found.devices or devices:
-            records = self._read()
+            there = {u: r for u, r in self._read().items() if r.present}
             # What this configuration leaves out may be another's, as where a check has one of its own.
-            out = {u for u, r in records.items() if not inventory.is_included(r.device, host.config)}
-            out = {u for u in out if records[u].present}
-            kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain} - out
-            gone = [r for u, r in records.items() if r.present and u not in host.present | kept | out]
+            out = {u for u, r in there.items() if not inventory.is_included(r.device, host.config)}
+            kept = {u for u, r in there.items() if r.device.backend in found.uncertain} - out
+            gone = [r for u, r in there.items() if u not in host.present | kept | out]
             gone = [r for r in gone if UNDRIVEN not in r.device.detail]
             for device in devices:
                 store.see_device(device, now)

@@ -10,7 +10,7 @@ from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.acks import cut
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
-from canaryd.judge.findings import NO_EVIDENCE, finding, make_finding
+from canaryd.judge.findings import NO_EVIDENCE, NOT_COMPLETED, finding, make_finding
 from canaryd.judge.phrases import KERNEL_LOG, reason_of
 from canaryd.model import (
     IN_USE,
@@ -67,7 +67,7 @@ def not_completed(case: Case) -> Iterator[Finding]:
                 message = f"{run.probe}{lane} {text} while other programs kept the device busy ({in_use})"
                 action = "Test it when it is free: canaryd check --device {device}"
             action = action.format(run.probe, device=case.device.name)
-            yield make_finding("not-completed", State.UNKNOWN, cause, message, action, run)
+            yield make_finding(NOT_COMPLETED, State.UNKNOWN, cause, message, action, run)
 
 
 def unreached(case: Case) -> Iterator[Finding]:

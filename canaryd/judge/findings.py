@@ -9,8 +9,10 @@ from canaryd.judge.cause import Mismatch
 from canaryd.judge.characterised import By, Proof, class_of
 from canaryd.model import Cause, Characterised, Finding, Rival, Run, State, WrongResults
 
-NO_EVIDENCE, UNCHARACTERISED, DEPARTED = "no-evidence", "uncharacterised-mismatch", "endpoint-departed"
-"""Rules that engine and reports look for: there is none, a class was never right, a server answers differently."""
+NO_EVIDENCE, NOT_COMPLETED = "no-evidence", "not-completed"
+"""Rules that belong together: a probe has no result, and how its newest run ended."""
+UNCHARACTERISED, DEPARTED = "uncharacterised-mismatch", "endpoint-departed"
+"""Rules that engine and reports look for: a class was never right, a server answers differently."""
 ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY = "acknowledged", "replaced-is-here", "recording-text-only"
 """Rules of notes that reports always show."""
 RUNS_NAMED = 16

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canaryd.formatting import DAY
-from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, RUNS_NAMED, UNCHARACTERISED, conclusion
+from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, NOT_COMPLETED, RUNS_NAMED, UNCHARACTERISED, conclusion
 from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
 
 BESIDE = DAY
 """Seconds by which what a fault explains may have begun before it was seen itself (ours); no verdict rests on it."""
 WRONG = ("exact-mismatch-confirmed", "exact-mismatch", "golden-disagreement", "comparator-disagreement")
 """Rules that accuse the device of wrong results; the first that speaks leads the incident."""
-NOT_COMPLETED = "not-completed"
 
 
 @dataclass(frozen=True, kw_only=True)

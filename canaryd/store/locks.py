@@ -16,7 +16,7 @@ from pathlib import Path
 RETRY = 0.05
 """Seconds between two tries for a lock: flock has no timeout of its own."""
 FULL = 1024 * 1024
-"""Free bytes below which a disk is said to be full: SQLite needs some for every file of a database."""
+"""A disk with fewer free bytes counts as full: SQLite needs room for each file of a database."""
 
 
 class Busy(TimeoutError):
