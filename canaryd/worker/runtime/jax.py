@@ -180,7 +180,8 @@ def _device(unit: str, index: int, found: Any) -> Device:
         "architecture": platform.machine(),
     }
     if coordinates := getattr(found, "coords", None):
-        detail["coordinates"] = f"{tuple(coordinates)}, core {found.core_on_chip}"
+        core = getattr(found, "core_on_chip", None)  # of a TPU; GPUs have coordinates alone
+        detail["coordinates"] = f"{tuple(coordinates)}" + ("" if core is None else f", core {core}")
     return Device(
         uuid=f"JAX-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
         backend=f"jax-{unit}",

@@ -1,8 +1,10 @@
 """Other runtimes than torch under the exact probes: clean is clean, faults are found, placement is proven or not."""
 
+import importlib
 import itertools
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -282,6 +284,36 @@ def test_every_fault_is_found_in_quantised_products(probes, fault):
 def test_a_runtime_without_quantised_products_lists_none():
     """torch, ONNX Runtime, WebGPU and JAX: nothing is tried and nothing is skipped."""
     assert not any(interface.named(name).packings for name in ("torch", "onnx", "webgpu", "jax"))
+
+
+class DeviceOfJax:
+    """What JAX tells of a device; jaxlib raises an error without a message for what it does not tell."""
+
+    device_kind = "NVIDIA H200"
+    client = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+
+    def __init__(self, **more):
+        vars(self).update(more)
+
+    def __getattr__(self, name):
+        raise AttributeError
+
+
+@pytest.mark.parametrize(
+    ("told", "coordinates"),
+    [
+        ({"coords": (0, 0, 0)}, "(0, 0, 0)"),
+        ({"coords": [1, 0, 2], "core_on_chip": 0}, "(1, 0, 2), core 0"),
+        ({}, None),
+    ],
+)
+def test_a_device_of_jax_has_the_coordinates_that_jax_tells(told, coordinates):
+    """A TPU's core too; a GPU has coordinates and no core, a processor neither."""
+    pytest.importorskip("jax", reason="jax is not installed in this interpreter")
+    found = importlib.import_module("canaryd.worker.runtime.jax")._device("cuda", 0, DeviceOfJax(**told))
+    assert (found.name, found.model) == ("jax-cuda:0", "NVIDIA H200")
+    assert found.detail["platform_version"] == "PJRT C API cuda 13000"
+    assert found.detail.get("coordinates") == coordinates
 
 
 @pytest.mark.parametrize(("level", "speed"), [("standard", 1e13), ("deep", 1e12)])
