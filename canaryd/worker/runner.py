@@ -465,4 +465,9 @@ def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
 
 
 def _last_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)).strip()[-DETAIL:]
+    """Return an exception's type and message; where it was raised, if it has no message."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()[-DETAIL:]
+    frames = traceback.extract_tb(error.__traceback__)
+    if ":" in text or not frames:
+        return text
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"

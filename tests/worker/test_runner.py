@@ -187,6 +187,15 @@ def test_a_long_traceback_keeps_its_end(worker, tmp_path):
     assert detail.endswith("the end\n")
 
 
+def test_an_error_without_a_message_says_where_it_was_raised(worker, tmp_path):
+    """Its type alone would leave nothing to search for; one with a message stays as it is."""
+    (tmp_path / "broken.py").write_text("def look():\n    raise AttributeError\nlook()\n")
+    (tmp_path / "telling.py").write_text("raise AttributeError('no such core')\n")
+    worker.send(op="describe", probes=[str(tmp_path / "broken.py"), str(tmp_path / "telling.py")], torch=False)
+    errors = [message["error"] for message in worker.answers("described") if message["kind"] == "probe"]
+    assert errors == [f"AttributeError ({tmp_path}/broken.py:2, in look)", "AttributeError: no such core"]
+
+
 def test_unpacked_files_are_found_by_relative_names(tmp_path):
     """Behind a command, probes arrive as data and are named relative to the unpacked tree."""
     tree = tmp_path / "tree"
