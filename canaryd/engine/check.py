@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -32,9 +32,10 @@ class Gap(NamedTuple):
 
 
 MOST_MEMORY = "most memory"
+OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
-        Gap("other instruction sets", "only the first of the CPU's was tested; use --level standard"),
+        Gap(OTHER_SETS, "one of a processor's was tested in each round; use --level standard"),
         Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
         Gap("large products", "larger than 512, or of more than 4 ms; use --level standard"),
         Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
@@ -69,10 +70,15 @@ def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
     return gaps
 
 
-def all_gaps(level: str, found: Sequence[Gap]) -> tuple[Gap, ...]:
-    """Return the gaps that were found, and what tests of a level never look at; nothing is named twice."""
-    named = {MOST_MEMORY} if any(g.what == ONLY["memory_sweep"] for g in found) else set()
-    return (*found, *(g for g in NOT_CHECKED[level] if g.what not in named), *NEVER_CHECKED)
+def all_gaps(level: str, found: Sequence[Gap], tested: Iterable[Device]) -> tuple[Gap, ...]:
+    """Return the gaps that were found, and what tests of a level never look at; nothing is named twice.
+
+    `tested`: the devices that gave a result.
+    """
+    left_out = {MOST_MEMORY} if any(g.what == ONLY["memory_sweep"] for g in found) else set()
+    if not any(len(device.instruction_sets) > 1 for device in tested):
+        left_out.add(OTHER_SETS)
+    return (*found, *(g for g in NOT_CHECKED[level] if g.what not in left_out), *NEVER_CHECKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +316,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     if not any(d.is_endpoint for d in result.devices):
         gaps.append(NO_ENDPOINT)
     gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
-    result.not_checked = all_gaps(options.level, gaps)
+    tested = [d for d in result.devices if any(r.trials for r in result.runs.get(d.uuid, ()))]
+    result.not_checked = all_gaps(options.level, gaps, tested)
 
 
 def _why(run: Run) -> tuple[str, str]:

@@ -227,7 +227,7 @@ def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -
     gaps = [] if any(d.device.is_endpoint for d in devices) else [NO_ENDPOINT]
     gaps += lacking({d.device.name: {probe for probe, at in d.evidence.items() if at} for d in tested})
     newest = store.runs(tested[0].device.uuid, LEVELLED, limit=1)
-    return all_gaps(newest[-1].level if newest else config.schedule.level, gaps)
+    return all_gaps(newest[-1].level if newest else config.schedule.level, gaps, [d.device for d in tested])
 
 
 def _problems(store: Store, config: Config, acks: Iterable[Ack], now: float, *, daemon: bool) -> Iterator[str]:

@@ -28,7 +28,14 @@ from canaryd.store.store import Store
 from tests.command import ROOT
 
 SINCE = datetime(2026, 11, 23, 17, 49).astimezone().timestamp()
-CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="Intel(R) Xeon(R) Processor", weak_identity=True)
+CPU = Device(
+    uuid="CPU-1",
+    backend="cpu",
+    index=0,
+    model="Intel(R) Xeon(R) Processor",
+    weak_identity=True,
+    instruction_sets=("native", "avx2"),
+)
 """A virtual machine's processor that was given one wrong bit; the figures are those of a real check of it."""
 
 TESTED = ("exact_matmul", "memory_sweep", "exact_units")
@@ -70,7 +77,7 @@ def example(page: str, first: str) -> str:
 def test_the_check_of_the_readme_is_what_check_prints():
     """Word for word, line for line: nobody edits it by hand."""
     result = Result(level="quick", started=SINCE, seconds=103.1, devices=[CPU], verdicts={CPU.uuid: faulty()})
-    result.not_checked = all_gaps("quick", [NO_ENDPOINT, *lacking({CPU.name: TESTED})])
+    result.not_checked = all_gaps("quick", [NO_ENDPOINT, *lacking({CPU.name: TESTED})], [CPU])
     assert example("README.md", "FAULTY") == check.as_text(result)
 
 

@@ -263,10 +263,24 @@ def test_the_schema_refuses_what_is_no_status(store):
 def test_status_says_what_was_not_tested(store):
     """As a check of the level that ran says it: a healthy node is healthy as far as it was tested."""
     found = on_record(store)
-    assert "not tested: serving engine, other instruction sets, most shapes" in status_text(found)
+    assert "not tested: serving engine, most shapes" in status_text(found)
     assert "most memory: beyond 16 MiB of each device" in unwrapped(status_text(found, verbose=True))
     assert "higher load: load, power and temperature above those of this check" in status_json(found)["not_tested"]
     assert b"Not tested: serving engine" in status_page.render(found, NOW)
+
+
+def test_other_instruction_sets_are_those_of_a_tested_processor(store):
+    """A GPU has none, nor has a processor whose results have not come yet; one with a single set left none out."""
+    on_record(store)
+
+    def is_told(*sets):
+        store.see_device(replace(CPU, instruction_sets=sets), NOW)
+        return any(gap.what == "other instruction sets" for gap in ask(store).not_tested)
+
+    assert not is_told("native", "avx2")
+    store.add_run(run(1, device=CPU.uuid, probe="exact_matmul", level="quick"))
+    assert is_told("native", "avx2")
+    assert not is_told("native")
 
 
 def test_what_was_not_tested_at_all_is_not_also_tested_in_part(store):
