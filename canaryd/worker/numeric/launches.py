@@ -79,16 +79,17 @@ def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
     The call runs twice, and must show the same kernels twice: CUPTI of CUDA 12.6 to 13.0 gives the first kernels of a
     session no time, and torch's profiler drops those (pytorch issue 192021).
     """
-    profiler = torch.profiler
     try:
-        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+        # Not `torch.profiler`, which wraps it and imports torch's compiler first: 4 s (ours, on an H200).
+        with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as seen:
             call()
             call()
             synchronize(device)
-        names = sorted(e.name for e in seen.events() if "CUDA" in str(e.device_type))
+        names = sorted(e.name for e in seen.function_events if "CUDA" in str(e.device_type))
     except (RuntimeError, AssertionError) as error:
         # No device activity, or counters that are in use or forbidden.
-        return "", f"torch's profiler: {str(error).splitlines()[0][:QUOTED]}"
+        why = (str(error).splitlines() or ["no reason given"])[0]
+        return "", f"torch's profiler: {why[:QUOTED]}"
     if not names:
         return "", "torch's profiler lists no kernel of the call"
     if names[::2] != names[1::2]:

@@ -1,7 +1,9 @@
 """Which kernels a case runs: asked of torch's profiler once per software, whatever becomes of the worker."""
 
 import contextlib
+import sys
 from functools import partial
+from subprocess import run
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from canaryd.worker.numeric import launches
 from canaryd.worker.numeric.launches import Launches, launched
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
+from tests.command import ROOT
 from tests.worker.numeric.cuda import HOPPER, stand_in
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -24,12 +27,13 @@ def asked(monkeypatch):
     seen = []
 
     @contextlib.contextmanager
-    def profile(activities):
+    def profile(*, use_cpu, use_device, use_kineto):
+        assert (use_cpu, use_device, use_kineto) == (False, "cuda", True)
         found, begun = [], len(seen)
-        yield SimpleNamespace(events=lambda: found)
+        yield SimpleNamespace(function_events=found)
         found += [SimpleNamespace(name=name, device_type="DeviceType.CUDA") for name in seen[begun:] if name]
 
-    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setattr(torch.autograd.profiler, "profile", profile)
     return seen
 
 
@@ -103,3 +107,29 @@ def test_the_kernels_of_a_call_are_named_or_the_reason_is():
     names, why = launched(cpu(), partial(torch.add, torch.ones(3), 1.0))
     assert names == ""
     assert why.startswith("torch's profiler")
+
+
+PROFILE_THE_PROCESSOR = """
+import functools, sys, torch
+from canaryd.worker.numeric.launches import launched
+from canaryd.worker.numeric.stack import cpu
+profile = torch.autograd.profiler.profile
+seen = []
+def of_the_processor(*, use_cpu, use_device, **more):
+    seen.append(profile(use_cpu=True, use_device=None, **more))
+    return seen[0]
+torch.autograd.profiler.profile = of_the_processor
+print(launched(cpu(), functools.partial(torch.add, torch.ones(3), 1.0)))
+print([event.name for event in seen[0].function_events])
+print(sorted({name.partition(".")[2].partition(".")[0] for name in sys.modules} & {"_dynamo", "_inductor"}))
+"""
+"""Torch's profiler from start to end, of the processor instead of a GPU; then what of torch's compiler is loaded."""
+
+
+def test_asking_for_kernels_does_not_load_torchs_compiler():
+    """Its import takes most of what the kernels of a quick run take to be learnt."""
+    answer = run([sys.executable, "-c", PROFILE_THE_PROCESSOR], capture_output=True, text=True, check=True, cwd=ROOT)
+    kernels, operators, compiler = answer.stdout.splitlines()[-3:]
+    assert kernels == str(("", "torch's profiler lists no kernel of the call"))
+    assert operators.count("aten::add") == 2
+    assert compiler == "[]"
