@@ -76,8 +76,8 @@ def verify_all(
         for number, case in enumerate(order):
             remaining = len(order) - number
             ctx.progress(number / len(order), case.name)
-            # A loaded machine still gets fresh operands: only the fixed ones forever would prove little.
-            needed = case.fixed or number == len(fixed) or (ctx.cases and "*" not in ctx.cases)
+            # A loaded machine still gets fresh operands, the target: only the fixed ones forever would prove little.
+            needed = case.fixed or case.name == session.injector.target or (ctx.cases and "*" not in ctx.cases)
             if ctx.left <= 0.0 and not needed:
                 late += 1
                 yield Skipped(case=case.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
@@ -94,6 +94,8 @@ def verify_all(
                 if session.trials > before:
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
+                if case.name == session.injector.target:
+                    session.injector.arm([c.name for c in order[number + 1 :][:1]])
                 yield Skipped(case=case.name, reason=str(why))
     yield from finish(session)
     if ctx.drill and not session.struck:

@@ -1,4 +1,4 @@
-"""Kernels that take some problems and not others: each is asked with the case's own shape, and none ends a probe."""
+"""Kernels that take some problems and not others: what one refuses is skipped with its reason, and ends no probe."""
 
 from dataclasses import replace
 from functools import partial
@@ -59,10 +59,31 @@ def test_a_flash_kernel_is_tested_with_a_causal_mask_where_it_takes_one(probes, 
     assert "bfloat16/onehot/prefill/flash_attention/causal" in ran
     assert "bfloat16/onehot/decode/flash_attention/none" in ran
     refused = {f.case.partition("@")[0]: f.reason for f in facts if isinstance(f, Skipped)}
-    causal = refused["flash_attention/bfloat16/causal"]
+    causal = refused["bfloat16/onehot/decode/flash_attention/causal"]
     assert "does not support the is_causal flag when seqlen_q != seqlen_k" in causal
-    assert "non-null attn_mask" in refused["flash_attention/bfloat16/bool"]
+    assert "non-null attn_mask" in refused["bfloat16/onehot/prefill/flash_attention/bool"]
     assert not any(f.wrong for f in facts if isinstance(f, Comparison))
+
+
+@pytest.mark.parametrize("asked_for", [(), ("*",), ("float16/onehot",)])
+def test_a_kernel_is_asked_once_per_format_before_anything_is_verified(probes, cuda_rules, monkeypatch, asked_for):
+    """A GPU's library makes a plan for each new mask and size: those are refused when it is their turn."""
+    module, asked = probes["exact_attention"], []
+    refuses = module.refuses
+    monkeypatch.setattr(module, "refuses", lambda device, *asks: asked.append(asks) or refuses(device, *asks))
+    assert any(isinstance(f, Comparison) for f in module.run(context(*asked_for)))
+    assert len({(kernel, form) for kernel, form, *_ in asked}) == len(asked) > 0
+    assert {question[2:] for question in asked} == {("none", module.FIXED)}
+
+
+def test_a_run_whose_every_case_is_refused_at_its_turn_is_skipped(probes, cuda_rules):
+    """With the reason, for each case and for the run: it has shown nothing."""
+    facts = []
+    with pytest.raises(Skip, match=r"supports no case that was asked for: .*non-null attn_mask"):
+        facts += probes["exact_attention"].run(context("bfloat16/rising/prefill/flash_attention/bool"))
+    (skipped,) = (f for f in facts if isinstance(f, Skipped))
+    assert skipped.case.startswith("bfloat16/rising/prefill/flash_attention/bool@")
+    assert "non-null attn_mask" in skipped.reason
 
 
 def test_no_refusing_kernel_ends_the_attention_probe(probes, cuda_rules):
@@ -161,6 +182,17 @@ def test_a_run_without_any_kernel_is_skipped():
         list(verify.verify_all(context(), [case("a@1", refuse)], [], None))
     with pytest.raises(Skip, match="supports no case"):
         list(verify.verify_all(context("a"), [], [], None))
+
+
+@pytest.mark.parametrize("drill", ["", "flip", "stuck"])
+def test_the_case_after_a_refused_one_takes_its_place(drill):
+    """A run without a moment left still gets fresh operands, and a drill strikes what the device computes."""
+    for seed in range(6):
+        ctx = Context(device=cpu(), level="quick", seed=seed, budget=1e-6, drill=drill)
+        fresh = [case("a@1", refuse), case("b@1", refuse), case("c@1"), case("d@1", refuse)]
+        facts = list(verify.verify_all(ctx, fresh, [case("e@1", fixed=True)], None))
+        wrong = {f.case: f.wrong for f in facts if isinstance(f, Comparison)}
+        assert wrong["c@1"] is bool(drill)
 
 
 def test_a_refusal_after_a_result_is_a_failure():
