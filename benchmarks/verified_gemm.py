@@ -1,10 +1,9 @@
 """Throughput of verified products over the same products unverified, and an account of what verification costs.
 
 Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per trial, its own `compute` and the comparison
-of every result with the golden where both lie, on an accelerator in bursts with one synchronisation, and fresh operands
-and golden that the device gathers for every eighth product. What happens once per upload (the pools are made twice and
-uploaded, the first result compared by the host) is measured apart, and so is the digest, which is taken of fixed cases
-only.
+of every result with the golden where both lie, and fresh operands and golden that the device gathers for every eighth
+product. A GPU repeats both sides by itself, as in exact_matmul. What happens once per upload (the pools are made twice
+and uploaded, the first result compared by the host) is measured apart, and so is the digest, taken of fixed cases only.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 from benchmarks import common
 from canaryd.model import Device
 from canaryd.probe import Context
+from canaryd.worker.characterise.speed import Repetition
 from canaryd.worker.numeric import stack, verify
 from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
@@ -128,11 +128,20 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
                 raise SystemExit(f"{case.name} with seed {seed} is wrong on this machine")
             session.runtime.spoil(results)
 
-    unverified()
-    verified()
-    repeats = max(1, round(SAMPLE / common.seconds(unverified)))
+    sides: tuple[Callable[[], None], Callable[[], None]] = (unverified, verified)
+    if session.runtime.repeats(device):
+        repetition = Repetition(session, case, pools, seed)
+
+        def repeated() -> None:
+            if wrong := repetition.verified(repeats):
+                raise SystemExit(f"{wrong} products of {case.name} with seed {seed} are wrong on this machine")
+
+        sides = (lambda: repetition.unverified(repeats), repeated)
+    for side in sides:
+        side()
+    repeats = max(1, round(SAMPLE / common.seconds(sides[0])))
     with common.Bystanders() as bystanders:
-        times = common.interleave(unverified, verified, pairs)
+        times = common.interleave(*sides, pairs)
     tries = 3 if size >= 4096 else 9
 
     def median(work: Callable[[], object]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -18,6 +17,7 @@ from canaryd.facts import beginning
 from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.runtime.graphs import aside
 from canaryd.worker.telemetry.command import output
 from canaryd.worker.telemetry.sysfs import Unreadable
 
@@ -103,13 +103,13 @@ class Decoder:
         """Capture the step in a CUDA graph; https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"."""
         self.slots.clear()
         with torch.cuda.device(self.token.device):
-            aside = _aside(self.token.device)
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # libraries create workspaces at the first call, which must not be captured
+            stream = aside(self.token.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries create workspaces at the first call, which must not be captured
                 self._step()
-            torch.cuda.current_stream().wait_stream(aside)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=aside):
+            with torch.cuda.graph(graph, stream=stream):
                 logits = self._step()
 
         def replay() -> Any:
@@ -128,12 +128,6 @@ class Decoder:
         last = logits[:, -1]
         self.token.copy_(last.argmax(-1, keepdim=True))
         return last
-
-
-@functools.lru_cache(maxsize=1)
-def _aside(device: Any) -> Any:
-    """Return the one stream of a device on which calls are tried and captured: cuBLAS keeps 32 MiB for each stream."""
-    return torch.cuda.Stream(device)
 
 
 def cannot_be_fixed(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from canaryd.probe import Absent, Fact
 from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, compiler, time_limit, why_not
 from canaryd.worker.canary.model import BadFile, Canary, decode, load, read_safetensors, score
 from canaryd.worker.numeric import cases as numeric_cases
-from canaryd.worker.numeric import evidence
+from canaryd.worker.numeric import evidence, measure
 from canaryd.worker.numeric import verify as numeric_verify
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.integers import digest
@@ -304,7 +304,7 @@ class Bench:
         """
         ctx, clock = self.session.ctx, self.session.ctx.clock
         started, answers = clock(), [self._infer(task, self.models[task.dtype])]
-        while sum(s.wrong for s, _ in answers) < numeric_verify.WRONG_ENOUGH and (
+        while sum(s.wrong for s, _ in answers) < measure.WRONG_ENOUGH and (
             clock() - started < seconds or (ctx.baselining and len(answers) < ENOUGH and ctx.left > 0)
         ):
             answers.append(self._infer(task, self.models[task.dtype]))

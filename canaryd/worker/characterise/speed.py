@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from canaryd.facts import Claim, Seen
+from canaryd.probe import Context
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.numeric import faults
-from canaryd.worker.numeric.operands import Problem, build
-from canaryd.worker.numeric.products import FORMAT_PAIRS, label_of, multiply
+from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.gathering import Gatherer
+from canaryd.worker.numeric.operands import Problem, Product, build, make_pools
+from canaryd.worker.numeric.products import FORMAT_PAIRS, computing, label_of, multiply
+from canaryd.worker.numeric.repeating import EQUAL, RepeatedTurns
 from canaryd.worker.numeric.seeds import derive, mix64
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
+from canaryd.worker.runtime.graphs import Graph
 from canaryd.worker.runtime.interface import Operation
 
 TRIALS = 40
@@ -105,24 +115,45 @@ def throughput(bench: Bench) -> None:
                 took[label_of(source, target)] = bench.clock() - started
 
 
+class Repetition:
+    """Products that a GPU repeats by itself: unverified, and as exact_matmul verifies them, on fresh operands."""
+
+    def __init__(self, session: Session, case: Case, pools: Problem, seed: int) -> None:
+        """Capture both. Raises what the runtime raises where it cannot repeat them."""
+        assert case.product is not None
+        runtime, device = session.runtime, session.ctx.device
+        gatherer = Gatherer(runtime, device, case.product, pools, seed)
+        operands, golden = gatherer.gather(0)
+        results = runtime.room(case.compute(operands, None), runtime.burst(golden))
+        self.count = len(results)
+        """Products of a burst."""
+        self._bursts = RepeatedTurns(session, case, gatherer, results)
+        target = torch_device(device)
+
+        def unverified() -> Any:
+            for result in results:
+                case.compute(operands, result)
+            return torch.zeros(self.count, dtype=torch.bool, device=target)
+
+        self._raw = Graph(target, unverified)
+
+    def unverified(self, bursts: int) -> None:
+        """Multiply, and wait for the end."""
+        for _ in range(bursts):
+            self._raw.launch()
+        self._raw.answers()
+
+    def verified(self, bursts: int) -> int:
+        """Gather, multiply and compare; return how many results were not equal to their golden."""
+        turns = itertools.islice(self._bursts.turns(math.inf), bursts)
+        return sum(len(turn.answers) - turn.answers.count(EQUAL) for turn in turns)
+
+
 def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None:
     """Measure one size."""
-    problem = build(product_of(bench.device, source, target, "permute", "nt", (size, size, size, 0)), SEED)
-    operands = upload(problem.operands, bench.device)
-    (golden,) = upload((problem.golden,), bench.device)
-    expected = bits(golden)
-
-    def raw() -> None:
-        multiply(source, target, operands, None)
-
-    wrong = 0
-
-    def verified() -> None:
-        nonlocal wrong
-        wrong += bool((bits(multiply(source, target, operands, None)) != expected).any())
-
-    raw_seconds, busy = _timed(bench, raw)
-    verified_seconds, verified_busy = _timed(bench, verified)
+    product = product_of(bench.device, source, target, "permute", "nt", (size, size, size, 0))
+    measure = _repeated if bench.runtime.repeats(bench.device) else _one_by_one
+    (raw_seconds, busy), (verified_seconds, verified_busy), wrong = measure(bench, source, target, product)
     work = 2.0 * size**3
     values: dict[str, float | int | str] = {
         "raw_flops_per_second": work / raw_seconds,
@@ -134,26 +165,63 @@ def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None
     bench.add(name, Claim.STRICT, Seen.WRONG if wrong else Seen.RIGHT, text, values=values)
 
 
+Speeds = tuple[tuple[float, float | None], tuple[float, float | None], int]
+"""Raw and verified: seconds of a product and the share of the time in which the device was busy; wrong products."""
+
+
+def _repeated(bench: Bench, source: str, target: str, product: Product) -> Speeds:
+    """By bursts that the device repeats: those of exact_matmul."""
+    session = Session(Context(device=bench.device, level="standard", seed=SEED, budget=bench.left))
+    case = Case("throughput", partial(build, product), computing(bench.device, source, target), product=product)
+    repetition = Repetition(session, case, make_pools(product.of_pools, SEED), SEED)
+    wrong = repetition.verified(1)
+    repetition.unverified(1)
+
+    def seconds(work: Callable[[int], Any]) -> tuple[float, float]:
+        started = time.perf_counter()
+        work(1)
+        bursts = max(1, round(SAMPLE / max(time.perf_counter() - started, 1e-6)))
+        busy, started = session.device_seconds, time.perf_counter()
+        work(bursts)
+        took = time.perf_counter() - started
+        return took / (bursts * repetition.count), min(1.0, (session.device_seconds - busy) / took)
+
+    def verified(bursts: int) -> None:
+        nonlocal wrong
+        wrong += repetition.verified(bursts)
+
+    raw, _ = seconds(repetition.unverified)
+    return (raw, None), seconds(verified), wrong
+
+
+def _one_by_one(bench: Bench, source: str, target: str, product: Product) -> Speeds:
+    """By products that the host hands to the device one after the other."""
+    problem = build(product, SEED)
+    operands = upload(problem.operands, bench.device)
+    (golden,) = upload((problem.golden,), bench.device)
+    expected = bits(golden)
+    wrong = 0
+
+    def raw() -> None:
+        multiply(source, target, operands, None)
+
+    def verified() -> None:
+        nonlocal wrong
+        wrong += bool((bits(multiply(source, target, operands, None)) != expected).any())
+
+    return _timed(bench, raw), _timed(bench, verified), wrong
+
+
 def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]:
-    """Return seconds of one call, and the share of the time in which the device was busy, where that can be told."""
+    """Return seconds of one call, and the share of the time in which a processor was busy."""
     work()
     synchronize(bench.device)
-    events = None
-    device = torch_device(bench.device)
-    if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    calls, busy, started, processor = 0, 0.0, time.perf_counter(), time.process_time()
+    calls, started, processor = 0, time.perf_counter(), time.process_time()
     while calls < 2 or time.perf_counter() - started < SAMPLE:
-        if events is not None:
-            events[0].record()
         work()
-        if events is not None:
-            events[1].record()
-            events[1].synchronize()
-            busy += events[0].elapsed_time(events[1]) / 1e3
         calls += 1
     synchronize(bench.device)
     took = time.perf_counter() - started
-    if device.type == "cpu":
-        return took / calls, min(1.0, (time.process_time() - processor) / took / torch.get_num_threads())
-    return took / calls, min(1.0, busy / took) if events is not None else None
+    if bench.device.unit != "cpu":
+        return took / calls, None
+    return took / calls, min(1.0, (time.process_time() - processor) / took / torch.get_num_threads())

@@ -7,10 +7,12 @@ that changed in one upload gives a wrong result. `differs` looks now and then fo
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 from canaryd.model import Device
-from canaryd.worker.numeric.operands import Problem, Product, draw
+from canaryd.worker.numeric.operands import SHEET, Problem, Product, draw, sheet
 from canaryd.worker.numeric.tensors import host_same_bits
 from canaryd.worker.runtime.interface import Operation, Runtime
 
@@ -27,11 +29,8 @@ class Gatherer:
     def __init__(self, runtime: Runtime, device: Device, product: Product, pools: Problem, seed: int) -> None:
         """Upload the pools, each as its layout wants it: rows to take whole, or columns."""
         self._runtime, self._device, self._product, self._seed = runtime, device, product, seed
-        a, b = pools.operands
         row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
-        pool_a = a if row_major else a.T.contiguous()
-        pool_b = b if column_major else b.T.contiguous()
-        self._pools = runtime.upload((pool_a, pool_b, pools.golden), device)
+        self._pools = runtime.upload(pools.laid_out or laid_out(product, pools), device)
         self._ways = [
             (
                 Operation("rows") if row_major else Operation("columns", turned=True, together=together),
@@ -44,29 +43,64 @@ class Gatherer:
         ]
         self._kept: list[Any] = [None, None, None, None]
 
+    def twin(self) -> Gatherer:
+        """Return another that gathers from the same pools into memory of its own."""
+        other = copy.copy(self)
+        other._kept = [None, None, None, None]  # noqa: SLF001
+        return other
+
+    @property
+    def answers(self) -> Any:
+        """The pools' answers on the device, from which goldens are gathered."""
+        return self._pools[2]
+
+    def first(self, turn: int) -> int:
+        """Return which of the answers is the first element of a turn's golden, counted row by row."""
+        rows, columns = draw(self._product, self._seed, turn)
+        return int(rows[0, 0]) * self._product.of_pools.N + int(columns[0, 0])
+
     def gather(self, turn: int) -> tuple[Arrays, Any]:
         """Return operands and golden of a turn, on the device; they are overwritten by the next turn."""
-        rows, columns = draw(self._product, self._seed, turn)
-        if not self._product.batch:
-            rows, columns = rows[0], columns[0]
-        ways = self._ways[turn > 0]
-        drawn = zip(ways, (rows, columns, columns, rows), strict=True)
-        indices = self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in drawn), self._device)
+        return self.gather_by(self._upload(draw(self._product, self._seed, turn), turn), turn)
+
+    def sheet(self, number: int) -> Arrays:
+        """Return the indices of `SHEET` turns on the device; those of one are what `gather_by` wants."""
+        return self._upload(sheet(self._product, self._seed, number), number * SHEET + 1)
+
+    def _upload(self, drawn: tuple[Any, Any], turn: int) -> Arrays:
+        """Upload rows and columns (…, batch, count) twice, for the operands and for the golden."""
+        rows, columns = drawn if self._product.batch else (each[..., 0, :] for each in drawn)
+        each = zip(self._ways[turn > 0], (rows, columns, columns, rows), strict=True)
+        return self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in each), self._device)
+
+    def gather_by(self, indices: Arrays, turn: int) -> tuple[Arrays, Any]:
+        """Return operands and golden by the indices of a turn; turn 0 has ways of its own, the others share theirs."""
         run, kept = self._runtime.run, self._kept
-        for at, (way, index) in enumerate(zip(ways, indices, strict=True)):
+        for at, (way, index) in enumerate(zip(self._ways[turn > 0], indices, strict=True)):
             pool = self._pools[at] if at < len(self._pools) else kept[at - 1]
             kept[at] = run(way, (pool, index), kept[at])
         return (kept[0], kept[1]), kept[3]
+
+
+def laid_out(product: Product, pools: Problem) -> Arrays:
+    """Return the pools of A, B and the golden as a gather of this layout reads them: rows, or columns."""
+    a, b = pools.operands
+    return (
+        a if product.layout[0] == "n" else a.T.contiguous(),
+        b if product.layout[1] == "t" else b.T.contiguous(),
+        pools.golden,
+    )
 
 
 def _of_runs(index: Any, together: int) -> Any:
     return index if together == 1 else index[..., ::together] // together
 
 
-def differs(runtime: Runtime, operands: Arrays, golden: Any, right: Problem) -> str:
-    """Return what the device gathered otherwise than the host did, in words; "" where all of it is right."""
-    pairs = zip(
-        ("operand A", "operand B", "the golden"), (*operands, golden), (*right.operands, right.golden), strict=True
-    )
-    wrong = [name for name, array, own in pairs if not host_same_bits(runtime.download(array), own)]
+def differs(held: Sequence[Any], right: Problem) -> str:
+    """Return what the device gathered otherwise than the host did, in words; "" where all of it is right.
+
+    `held`: operands and golden of the device, fetched.
+    """
+    pairs = zip(("operand A", "operand B", "the golden"), held, (*right.operands, right.golden), strict=True)
+    wrong = [name for name, array, own in pairs if not host_same_bits(array, own)]
     return f"the device gathered {' and '.join(wrong)} wrongly" if wrong else ""

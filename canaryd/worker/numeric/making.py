@@ -6,6 +6,7 @@ For an accelerator it makes what the next case needs while the device computes, 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -16,6 +17,7 @@ from canaryd.facts import Comparison, Doubt, Place, Subject
 from canaryd.model import TORCH
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.gathering import laid_out
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Problem, make_pools
 from canaryd.worker.numeric.session import Session
@@ -47,9 +49,13 @@ def begin(session: Session, case: Case, seed: int, core: int | None, shipped: st
     """Begin to make what the next case needs. On a processor nothing is begun: there the host is the device."""
     if session.ctx.device.unit == "cpu":
         return
-    maker = ThreadPoolExecutor(1)
-    session.begun = (case.name, seed), maker.submit(_make, session, case, seed, core, shipped)
-    maker.shutdown(wait=False)
+    session.begun = (case.name, seed), _maker().submit(_make, session, case, seed, core, shipped)
+
+
+@functools.lru_cache(maxsize=1)
+def _maker() -> ThreadPoolExecutor:
+    """Return the one thread that makes: each new one would begin with threads and memory of its own."""
+    return ThreadPoolExecutor(1)
 
 
 def settle(session: Session) -> None:
@@ -65,6 +71,8 @@ def settled(session: Session) -> Iterator[None]:
         yield
     finally:
         settle(session)
+        if session.looking is not None:
+            wait([session.looking])
 
 
 def finish(session: Session) -> list[Comparison]:
@@ -101,7 +109,8 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Ma
     else:
         pools = session.pools[1]
     operations = 2 * case.product.elements * case.product.K
-    return replace(pools, shape=case.product.shape, operations=operations), doubts
+    ready = laid_out(case.product, pools)  # here, because another thread computes meanwhile
+    return replace(pools, shape=case.product.shape, operations=operations, laid_out=ready), doubts
 
 
 def make_twice(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:

@@ -83,6 +83,8 @@ class Problem:
     """False when a second way of making the golden (float64 products of the integers) disagreed with the first."""
     operations: int = 0
     """Multiplications and additions of one result; 0 where they are not counted."""
+    laid_out: tuple[Any, ...] = ()
+    """Of pools: operands and golden as the gather of one layout reads them; empty where it lays them out itself."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,6 @@ def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
     return index.view(batch, n)
 
 
-@functools.lru_cache(maxsize=4)  # rows and columns of one sheet, and of another product beside it
 def _shuffles(seed: int, name: str, count: int, pool: int, together: int) -> Any:
     """Return the rows of every turn of a sheet, (SHEET, count): the whole pool in random order, again and again."""
     order = stream(seed, name, (SHEET, -(-count // pool), pool // together)).argsort(-1)
@@ -362,11 +363,19 @@ def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
     P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
     if turn == 0:
         return _pick(seed, "row", batch, product.M, P), _pick(seed, "column", batch, product.N, Q)
-    sheet, at = divmod(turn - 1, SHEET)
-    stem = derive(seed, f"gather {sheet}")
+    number, at = divmod(turn - 1, SHEET)
+    rows, columns = sheet(product, seed, number)
+    return rows[at], columns[at]
+
+
+@functools.lru_cache(maxsize=2)  # of one product, and of another beside it
+def sheet(product: Product, seed: int, number: int) -> tuple[Any, Any]:
+    """Return what `draw` gives for the turns from `number * SHEET + 1` on: rows (SHEET, batch, M) and columns."""
+    P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
+    stem = derive(seed, f"gather {number}")
     r = _shuffles(stem, "rows", batch * product.M, P, 1 if product.layout[0] == "n" else product.together)
     c = _shuffles(stem, "columns", batch * product.N, Q, product.together)
-    return r[at].view(batch, product.M), c[at].view(batch, product.N)
+    return r.view(SHEET, batch, product.M), c.view(SHEET, batch, product.N)
 
 
 def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:

@@ -37,8 +37,9 @@ def int8_pairs(device: Device) -> list[tuple[str, str]]:
 def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, fast: bool = False) -> Any:
     """Return the product of two operands on their device; `out` may be reused. `fast`: FP8's fast accumulation."""
     a, b = operands
+    kept = out if a.device.type == "cuda" else None  # of other backends not every product takes one
     if source == "int8":
-        return torch._int_mm(a, b)  # noqa: SLF001
+        return torch._int_mm(a, b, out=kept)  # noqa: SLF001
     if source == "uint8":
         raise NotImplementedError("torch multiplies no uint8 matrices")
     if source.startswith("float8"):
@@ -48,9 +49,9 @@ def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, f
         if torch.version.hip or a.device.type != "cuda":
             raise NotImplementedError("TF32 is a format of NVIDIA's tensor cores")
         with allowing("allow_tf32"):  # 11 significant bits, in this class alone
-            return torch.matmul(a, b)
+            return torch.matmul(a, b, out=out)
     if source != target:
-        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=FORMATS[target].dtype)
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=FORMATS[target].dtype, out=kept)
     return torch.matmul(a, b, out=out)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from concurrent.futures import Future
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from canaryd.facts import DEVICE_SECONDS, HOST_SECONDS, Comparison, Place, Reading
 from canaryd.probe import Context, Skip
@@ -20,6 +21,15 @@ from canaryd.worker.runtime.interface import Runtime
 
 PENDING = 64
 """Pairs of events after which their times are added up, so that no run holds thousands (ours)."""
+
+
+T = TypeVar("T")
+
+
+@functools.lru_cache(maxsize=1)
+def _looker() -> ThreadPoolExecutor:
+    """Return the one thread that looks: each new one would begin with threads and memory of its own."""
+    return ThreadPoolExecutor(1)
 
 
 @dataclass
@@ -46,8 +56,12 @@ class Session:
     """The last pools made, and of which product and seed."""
     begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None
     """What is being made for the case of this name and seed."""
+    repeats: bool = True
+    """Whether the device may be asked to repeat bursts by itself; no longer, once it could not."""
     told_apart: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
+    looking: Future[Any] | None = None
+    """What the host looks at in another thread, newest: it ends before the run does."""
     _device_seconds: float = 0.0
     _events: list[tuple[Any, Any]] = field(default_factory=list)
     """Around what was enqueued, where the times are not added up yet."""
@@ -63,6 +77,15 @@ class Session:
         if drill in GATHERS and self.runtime.gathers:
             self.runtime = GATHERS[drill](self.ctx.seed)
         self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
+
+    def look(self, work: Callable[[], T]) -> Future[T]:
+        """Let the host look at something while the device works on; on a processor, which is the host, at once."""
+        if self.ctx.device.unit == "cpu":
+            done: Future[T] = Future()
+            done.set_result(work())
+            return done
+        self.looking = found = _looker().submit(work)
+        return found
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -84,11 +107,17 @@ class Session:
         self._device_seconds += sum(seconds_between(start, end) for start, end in self._events)
         self._events.clear()
 
+    @property
+    def device_seconds(self) -> float:
+        """For how long the device worked so far; waits for it."""
+        self._add_up()
+        return self._device_seconds
+
     def times(self) -> Iterator[Reading]:
         """Yield for how long the device worked, and for how long only the host did."""
-        self._add_up()
-        host = max(0.0, self.ctx.clock() - self.began - self._device_seconds)
-        yield Reading(name=DEVICE_SECONDS, value=self._device_seconds, unit="seconds")
+        device = self.device_seconds
+        host = max(0.0, self.ctx.clock() - self.began - device)
+        yield Reading(name=DEVICE_SECONDS, value=device, unit="seconds")
         yield Reading(name=HOST_SECONDS, value=host, unit="seconds")
 
     @property

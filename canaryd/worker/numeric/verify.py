@@ -5,34 +5,25 @@ A probe gives its cases and how to compute them; `verify_all` does the rest and 
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from canaryd.facts import FINGERPRINT, TRIALS, Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Subject
+from canaryd.facts import FINGERPRINT, TRIALS, Comparison, Exactness, Reading, Skipped
 from canaryd.probe import Absent, Context, Fact, Skip
-from canaryd.worker.numeric import evidence, faults
-from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict, selects
-from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
-from canaryd.worker.numeric.integers import combine, digest
+from canaryd.worker.numeric.cases import Case, Refused, none_supported, restrict, selects
+from canaryd.worker.numeric.integers import combine
 from canaryd.worker.numeric.making import begin, finish, gathers, make, make_twice, settle, settled
-from canaryd.worker.numeric.operands import Problem, gather, gather_golden
+from canaryd.worker.numeric.measure import measure_fresh, measure_whole
+from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
     as_text,
     can_pin,
-    host_same_bits,
-    is_alone,
     need_torch,
-    on_core,
-    same_bits,
 )
-from canaryd.worker.runtime.faulty import GATHERS
 
 FIXED_SEED = 20_260_101
 """Seed of the fixed cases, whose golden digests ship with the package and whose results make the fingerprint."""
@@ -40,10 +31,6 @@ FRESH_UPLOADS = 3
 """Fresh uploads tried at once after a mismatch, in the same process."""
 ELSEWHERE = 5.0
 """Seconds for which a run computes the operands of its first wrong result on the other cores of a processor (ours)."""
-WRONG_ENOUGH = 3
-"""Wrong results after which an upload is not repeated further."""
-LOOKED_AT = 8
-"""In one of so many cases the host looks at what the device gathered though nothing is wrong (our choice)."""
 
 
 def verify_all(
@@ -140,7 +127,7 @@ def verify_case(
     yield from doubts
     if doubts:
         return  # a doubtful golden accuses only the core that made it
-    measure = _measure_fresh if fresh else _measure_whole
+    measure = measure_fresh if fresh else measure_whole
     found = measure(session, case, problem, seed, core, seconds - (ctx.clock() - started))
     repeated = False
     for turn, first, comparator in found:
@@ -166,7 +153,7 @@ def _repeat(
         yield from doubts
         if doubts:
             break
-        again += [found for _, found, _ in _measure_whole(session, case, problem, seed, core, 0.0)]
+        again += [found for _, found, _ in measure_whole(session, case, problem, seed, core, 0.0)]
     else:
         yield from _elsewhere(session, case, problem, seed, core)
     yield from (c for c in again if c.wrong)
@@ -184,7 +171,7 @@ def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: 
     session.told_apart = True
     start, until = session.ctx.seed % len(others), session.ctx.clock() + ELSEWHERE
     for other in (*others[start:], *others[:start]):
-        yield from (found for _, found, _ in _measure_whole(session, case, problem, seed, other, 0.0))
+        yield from (found for _, found, _ in measure_whole(session, case, problem, seed, other, 0.0))
         if session.ctx.clock() >= until:
             return
 
@@ -195,184 +182,3 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
     same = sum(1 for e in wrong if e.first == comparison.evidence.first)
     found = replace(comparison.evidence, repeats=len(again), repeats_wrong=len(wrong), repeats_alike=same)
     return replace(comparison, evidence=found)
-
-
-Found = tuple[int, Comparison, Comparison | None]
-"""Turn, its comparison, and one more if the comparator erred."""
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """Operands and golden on the device, and what the host knows of them."""
-
-    operands: tuple[Any, ...]
-    golden: Any
-    problem: Problem
-    """The problem, or the pools that it was gathered from."""
-    right: Callable[[], Any]
-    """Gives the host's own golden."""
-    elements: int
-    """Of one result."""
-
-
-def _measure_whole(
-    session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
-) -> list[Found]:
-    """Compute and compare for `seconds` over one upload of what the host made."""
-    runtime, device = session.runtime, session.ctx.device
-    operands = runtime.upload(problem.operands, device)
-    (golden,) = runtime.upload((problem.golden,), device)
-    upload = OnDevice(operands, golden, problem, lambda: problem.golden, problem.golden.numel())
-    return [(0, *_compute(session, case, upload, seed, core, session.ctx.clock() + seconds, []))]
-
-
-def _measure_fresh(
-    session: Session, case: Case, pools: Problem, seed: int, core: int | None, seconds: float
-) -> list[Found]:
-    """Compute and compare for `seconds` over turns that the device gathers; clean turns are summed up under the first.
-
-    The host compares the first turn's result with its own golden, and what was gathered on every alarm and in one case
-    of `LOOKED_AT`.
-    """
-    ctx, runtime = session.ctx, session.runtime
-    assert case.product is not None
-    product = case.product
-    looked_at = derive(seed, "looked at") % LOOKED_AT == 0
-    gatherer = Gatherer(runtime, ctx.device, product, pools, seed)
-    until = ctx.clock() + seconds
-    clean: list[Found] = []
-    wrong: list[Found] = []
-    buffers: list[Any] = []
-    turn = 0
-    least = 2 if ctx.drill in GATHERS else 1  # a row is stale from the second turn on
-    while turn < least or (sum(c.wrong_trials for _, c, _ in wrong) < WRONG_ENOUGH and ctx.clock() < until):
-        with on_core(core), session.on_device():
-            operands, golden = gatherer.gather(turn)
-        session.gathers += 1
-        whole = functools.cache(partial(gather, product, pools, seed, turn))  # made when somebody asks
-        right = functools.cache(partial(gather_golden, product, pools, seed, turn))
-        upload = OnDevice(operands, golden, pools, right, product.elements)
-        why = differs(runtime, operands, golden, whole()) if turn == 0 and looked_at else ""
-        comparison, comparator = _compute(
-            session, case.at(turn), upload, seed, core, until, buffers, most=PRODUCTS, look=turn == 0
-        )
-        if comparison.wrong or why:
-            why = why or differs(runtime, operands, golden, whole())
-            # A golden that was gathered wrongly explains why host and device disagree.
-            wrong.append((turn, _told(comparison, why, right()), None if why else comparator))
-        elif comparator is not None or not clean:
-            clean.append((turn, comparison, comparator))
-        else:
-            first, summed, erred = clean[0]
-            clean[0] = (first, replace(summed, trials=summed.trials + comparison.trials), erred)
-        turn += 1
-    return clean + wrong
-
-
-def _told(comparison: Comparison, why: str, golden: Any) -> Comparison:
-    """Return a wrong comparison with what the device gathered wrongly, if it did; right results do not excuse that."""
-    if not why:
-        return comparison
-    found = comparison.evidence or evidence.collect_nothing(golden)
-    found = replace(found, pattern=": ".join(filter(None, (why, found.pattern))))
-    return replace(comparison, wrong_trials=max(1, comparison.wrong_trials), evidence=found)
-
-
-def _compute(
-    session: Session,
-    case: Case,
-    upload: OnDevice,
-    seed: int,
-    core: int | None,
-    until: float,
-    buffers: list[Any],
-    *,
-    most: int = 0,
-    look: bool = True,
-) -> tuple[Comparison, Comparison | None]:
-    """Compute and compare over one upload until a time, or at `most` so many results (0: no such limit).
-
-    `look`: the host compares the first result too. `buffers` keeps the memory of results between calls.
-    """
-    ctx, runtime = session.ctx, session.runtime
-    problem, golden, right = upload.problem, upload.golden, upload.right
-    armed = case.name.partition("#")[0]  # a drill names cases, not turns
-    operands = session.injector.before(armed, upload.operands, case.struck)
-    place = session.place_of(core)
-    session.places.add(place)
-    trials = wrong = 0
-    found = None
-    observed_digest = ""
-    comparator_erred = ""
-    burst = runtime.burst(golden)
-    with on_core(core):
-        while True:
-            ctx.pace()
-            with session.on_device():
-                if not buffers:
-                    buffers[:] = results = [first_result(ctx.device, case.compute, operands)]
-                    buffers += [None] * (burst - 1)
-                else:
-                    results = [case.compute(operands, buffer) for buffer in buffers]
-                results = [session.injector.after(armed, result) for result in results]
-                buffers[: len(results)] = results
-                agreed = runtime.agree(results, golden)
-            if trials == 0 and look:
-                # The comparator can be the broken part: the host compares the first result of every upload itself.
-                host_says = _host_agrees(session, case, core, results[0], right())
-                if host_says != agreed[0]:
-                    words = ("differs", "equals") if agreed[0] else ("equals", "differs")
-                    comparator_erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
-                    agreed[0] = agreed[0] and host_says
-                if case.fixed:
-                    observed_digest = digest(runtime.download(results[0]))
-            trials += len(results)
-            for result, same in zip(results, agreed, strict=True):
-                if not same:
-                    wrong += 1
-                    found = found or _evidence(right(), runtime.download(result))
-            if trials == len(results) and look and agreed[0] and not comparator_erred:
-                # A comparator that never sees a difference would hide all that errs after the first result.
-                flipped = runtime.changed(results[0], faults.flip, derive(seed, "flipped on purpose"))
-                if runtime.agree([flipped], golden)[0]:
-                    comparator_erred = "one bit of a right result was flipped on purpose, and the device finds it equal"
-            runtime.spoil(results)
-            if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() >= until) or 0 < most <= trials:
-                break
-    session.trials += trials
-    session.elements += trials * upload.elements
-    session.operations += trials * problem.operations
-    comparison = Comparison(
-        case=case.name,
-        shape=problem.shape,
-        seed=seed,
-        exactness=problem.exactness,
-        place=place,
-        trials=trials,
-        wrong_trials=wrong,
-        evidence=found,
-        digest=observed_digest,
-        characterised=case.characterised,
-    )
-    return comparison, _comparator_error(comparison, right(), comparator_erred) if comparator_erred else None
-
-
-def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
-    """Compare a result on the host: on another core than the one that computed it, and in another way."""
-    by_bytes = session.pins and (core is not None or is_alone(golden))
-    compare = same_bits if by_bytes else host_same_bits
-    with on_core(None if core is None else session.makers(case.name, core)[0]):
-        return compare(session.runtime.download(result), golden)
-
-
-def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
-    """Return the comparison that accuses the comparator; `text` says how host and device disagree."""
-    doubt = evidence.collect_nothing(golden, text)
-    erred = replace(comparison, subject=Subject.COMPARATOR, doubt=Doubt.COMPARATOR, evidence=doubt, digest="")
-    return replace(erred, trials=1, wrong_trials=1)
-
-
-def _evidence(golden: Any, observed: Any) -> Evidence:
-    if host_same_bits(observed, golden):
-        return evidence.collect_nothing(golden, "the device saw a difference that the host's copy does not show")
-    return evidence.collect(golden, observed)

@@ -29,6 +29,10 @@ class Faulty(Torch):
         self.struck = 0
         """How often it changed anything."""
 
+    def repeats(self, device: Device) -> bool:  # noqa: ARG002
+        """Each step is met by itself."""
+        return False
+
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """See `Runtime.upload`."""
         self.turns += len(tensors) == INDICES

@@ -142,6 +142,16 @@ class Operators(Protocol):
         """Return an empty cache of such sizes in the format of the array `like`."""
 
 
+class Repeated(Protocol):
+    """A burst of results that the device computes and compares again and again without the host."""
+
+    def launch(self) -> None:
+        """Hand it to the device once more, and do not wait."""
+
+    def answers(self) -> list[int]:
+        """Wait for the last launch; return for each result 0 (equal), 1 (different), or else: it was not compared."""
+
+
 class Runtime(Protocol):
     """One way to devices. Arrays are the runtime's own and opaque to everybody else.
 
@@ -204,6 +214,21 @@ class Runtime(Protocol):
     def burst(self, golden: Any) -> int:  # noqa: ARG002
         """Return how many results to compute before one look at their comparisons: one where each is waited for."""
         return 1
+
+    def room(self, like: Any, count: int) -> list[Any]:  # noqa: ARG002
+        """Return memory for `count` results of a kind, for `run` to reuse; None where each has memory of its own."""
+        return [None] * count
+
+    def repeats(self, device: Device) -> bool:  # noqa: ARG002
+        """Return whether `repeated` works here: elsewhere the host hands each operation to the device."""
+        return False
+
+    def repeated(self, device: Device, burst: Callable[[], tuple[list[Any], Any]]) -> Repeated:
+        """Return what repeats a burst, which returns its results and their golden, on the same memory.
+
+        Raises what the runtime raises where this burst cannot be repeated.
+        """
+        raise Unsupported(f"{self.name} repeats {burst} on {device.name} through the host alone")
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
         """Return the bytes of the device's memory that are free to this process, and all; None where it is not told."""

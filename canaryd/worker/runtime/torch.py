@@ -15,7 +15,8 @@ from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
-from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Runtime
+from canaryd.worker.runtime import graphs
+from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Repeated, Runtime
 
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
@@ -169,8 +170,7 @@ class Torch(Runtime):
         if golden.device.type == "cpu":
             same = host_same_bits if door.is_alone(golden) else same_bits
             return [same(result, golden) for result in results]
-        *raw, right = words(*results, golden)
-        return [not differs for differs in door.torch.stack([(r != right).any() for r in raw]).tolist()]
+        return [not differs for differs in _differ(results, golden).tolist()]
 
     def download(self, array: Any) -> Any:
         """Return a tensor on the host."""
@@ -183,7 +183,7 @@ class Torch(Runtime):
 
     def spoil(self, results: list[Any]) -> None:
         """Overwrite every result."""
-        for result in results:
+        for result in _joined(results):
             door.spoil(result)
 
     def burst(self, golden: Any) -> int:
@@ -191,6 +191,18 @@ class Torch(Runtime):
         if golden.device.type == "cpu":
             return 1
         return int(max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes))))
+
+    def room(self, like: Any, count: int) -> list[Any]:
+        """Return results that lie one behind the other: one look compares them all."""
+        return list(door.torch.empty((count, *like.shape), dtype=like.dtype, device=like.device))
+
+    def repeats(self, device: Device) -> bool:
+        """CUDA has graphs, and ROCm under the same name."""
+        return device.backend in ("cuda", "rocm")
+
+    def repeated(self, device: Device, burst: Callable[[], tuple[list[Any], Any]]) -> Repeated:
+        """Capture a burst in a CUDA graph."""
+        return graphs.Graph(door.torch_device(device), lambda: _differ(*burst()))
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
         """Return what the driver reports; some backends report nothing."""
@@ -226,7 +238,35 @@ class Torch(Runtime):
 
     def let_go(self) -> None:
         """Empty torch's cache."""
+        graphs.let_go()
         door.let_go()
+
+
+def _joined(results: list[Any]) -> list[Any]:
+    """Return contiguous results that lie one behind the other as one tensor (n, …); others as they are."""
+    first, *others = results
+    size = first.numel()
+    at, memory = first.storage_offset(), _memory_of(first)
+    lie_together = bool(others) and all(
+        r.is_contiguous() and _memory_of(r) == memory and r.storage_offset() == at + n * size
+        for n, r in enumerate(results)
+    )
+    if not lie_together:
+        return results
+    return [first.as_strided((len(results), *first.shape), (size, *first.stride()), at)]
+
+
+def _memory_of(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  fake tensors of tests have no address
+
+
+def _differ(results: list[Any], golden: Any) -> Any:
+    """Return for each result whether a bit of it differs from the golden: truth values (n,) on the device."""
+    found = []
+    for block in _joined(results):
+        raw, right = words(block, golden)
+        found.append((raw.reshape(-1, right.numel()) != right.reshape(-1)).any(-1))
+    return door.torch.cat(found)
 
 
 def _taken(operation: Operation, pool: Any, index: Any, out: Any) -> Any:

@@ -18,11 +18,11 @@ from canaryd.codec import to_json
 from canaryd.facts import Comparison, Reading, Recording, Skipped
 from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker.canary import fixed
 from canaryd.worker.canary.fixed import Decoder, Slots, time_limit
 from canaryd.worker.canary.golden import load_golden
 from canaryd.worker.canary.model import DTYPES, KeyValues
 from canaryd.worker.numeric.stack import cpu, discover
+from canaryd.worker.runtime import graphs
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -101,7 +101,7 @@ class Graphs:
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        fixed._aside.cache_clear()
+        graphs.aside.cache_clear()
 
     @contextlib.contextmanager
     def on(self, what, stream):
@@ -119,13 +119,13 @@ class Stream:
 
 def test_what_is_captured_was_tried_on_the_same_stream(golden, monkeypatch):
     """Libraries make a workspace for each stream at its first call: of 32 MiB, and never within a capture."""
-    graphs = Graphs(monkeypatch)
+    seen = Graphs(monkeypatch)
     model = golden.model.to("cpu", "float32")
     for _ in range(3):
         Decoder(model, 1, 16, 4).capture()
-    assert graphs.made == ["stream 0"]
-    assert graphs.calls == 3 * [("try", "stream 0"), ("capture", "stream 0")]
-    fixed._aside.cache_clear()
+    assert seen.made == ["stream 0"]
+    assert seen.calls == 3 * [("try", "stream 0"), ("capture", "stream 0")]
+    graphs.aside.cache_clear()
 
 
 def test_a_captured_graph_goes_with_its_decoder(golden, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_captured_graph_goes_with_its_decoder(golden, monkeypatch):
         assert left() is None
     finally:
         gc.enable()
-    fixed._aside.cache_clear()
+    graphs.aside.cache_clear()
 
 
 def test_slots_hold_what_a_cache_holds(golden):

@@ -67,6 +67,12 @@ def test_all_cases_are_reached(probe):
     assert sum("/graph/" in i.name for i in probe.every_inference(asked)) == 8
     assert set(names["standard"]) < set(names["deep"])
     assert len(names["quick"]) < 20
+    quick = {(i.kernel, i.path) for seed in range(4)
+             for i in probe.every_inference(Context(device=cpu(), level="quick", seed=seed, budget=1.0))}  # fmt: skip
+    assert {kernel for kernel, path in quick} == {*cases.kernels(cpu())} - {"math"}
+    assert {kernel for kernel, path in quick if path == "decode"} == {kernel for kernel, _ in quick} - {
+        "cudnn_attention"  # a plan for every word would take longer than the run
+    }
     assert [sum("-experts@" in name for name in names[level]) for level in names] == [0, 1, 16]
     with pytest.raises(Skip, match="no case matches float8"):
         facts(probe, Comparison, cases=("float8",))

@@ -19,6 +19,7 @@ from canaryd.worker.numeric.operands import Product  # noqa: E402
 from canaryd.worker.numeric.stack import cpu  # noqa: E402
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits  # noqa: E402
 from canaryd.worker.numeric.verify import verify_all  # noqa: E402
+from canaryd.worker.runtime.torch import Torch  # noqa: E402
 
 NAMES = [f"float32/dense/square/{layout}@24x20x64" for layout in ("nn", "nt", "tn")]
 SPEC = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 24, 20, 64)
@@ -28,8 +29,9 @@ LONG = 20.0
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Take the processor for a device with a processor of its own beside it."""
+    """Take the processor for a device with a processor of its own beside it, and memory of its own."""
     monkeypatch.setattr(Device, "unit", "gpu")
+    monkeypatch.setattr(Torch, "download", lambda _, array: array.clone())
 
 
 def run(compute=torch.matmul, build=operands.build):

@@ -232,7 +232,7 @@ def test_memory_efficient_float32_meets_no_more_bits_than_it_carries(probes):
             assert widest <= wanted
             assert ("fixed20" in made.name) is (wanted == 20)
             again = exhibit("exact_attention", made.name, verify.FIXED_SEED, device).problem
-            assert verify.host_same_bits(again.golden, made.build(verify.FIXED_SEED).golden)
+            assert numeric_tensors.host_same_bits(again.golden, made.build(verify.FIXED_SEED).golden)
 
 
 def three_products(a, b):
@@ -257,7 +257,7 @@ def test_three_tf32_products_give_the_golden_of_20_bits_and_not_of_24(content):
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
         result = three_products(weights, value) / weights.sum(-1, keepdim=True)
         if right or content != "uniform":  # a mean of eight has 20 bits anyway
-            assert verify.host_same_bits(result.contiguous(), problem.golden) is right
+            assert numeric_tensors.host_same_bits(result.contiguous(), problem.golden) is right
 
 
 def test_fp8_is_of_the_kind_that_the_device_multiplies(probes):
@@ -292,7 +292,11 @@ def test_a_batch_with_a_float32_result_goes_through_bmm(source, monkeypatch):
     called = []
 
     def note(name):
-        return lambda a, b, out_dtype: called.append((name, a.dim())) or torch.matmul(a.to(out_dtype), b.to(out_dtype))
+        def called_so(a, b, out_dtype, out):
+            called.append((name, a.dim()))
+            return torch.matmul(a.to(out_dtype), b.to(out_dtype), out=out)
+
+        return called_so
 
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, note(name))

@@ -13,7 +13,7 @@ import pytest
 from canaryd.facts import Comparison, Reading, Skipped, Subject
 from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric import cases as numeric_cases
-from canaryd.worker.numeric import characterised, evidence, faults, indexing, making, stress, tensors, verify
+from canaryd.worker.numeric import characterised, evidence, faults, indexing, making, measure, stress, tensors, verify
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import products as products_of_torch
 from canaryd.worker.numeric.attention import Attention
@@ -827,11 +827,11 @@ def test_the_host_compares_away_from_the_accused_core(monkeypatch):
         seen.append(tensors.visible_cores())
         return same_bits(a, b)
 
-    monkeypatch.setattr(verify, "same_bits", watched)
+    monkeypatch.setattr(measure, "same_bits", watched)
     session = Session(context())
     core = session.cores[0]
     problem = small().build(1)
-    verify._measure_whole(session, small(), problem, 1, core, 0.0)
+    measure.measure_whole(session, small(), problem, 1, core, 0.0)
     assert seen
     assert all(core not in cores for cores in seen)
 
@@ -842,7 +842,7 @@ def test_the_host_compares_away_from_the_accused_core(monkeypatch):
 def test_host_and_processor_compare_in_different_ways(monkeypatch, core, threads, size):
     """One by memcmp and the other by torch, whichever is faster for the processor: a broken way cannot hide itself."""
     used = []
-    for module, who in ((verify, "host"), (runtime_torch, "processor")):
+    for module, who in ((measure, "host"), (runtime_torch, "processor")):
         for name in ("same_bits", "host_same_bits"):
             monkeypatch.setattr(module, name, lambda a, b, way=(who, name): bool(used.append(way)) or same_bits(a, b))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if core is not None else threads)
@@ -850,7 +850,7 @@ def test_host_and_processor_compare_in_different_ways(monkeypatch, core, threads
     result, golden = torch.zeros(size), torch.zeros(size)
     assert session.runtime.agree([result], golden) == [True]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert verify._host_agrees(session, small(), None if core is None else session.cores[0], result, golden)
+    assert measure._host_agrees(session, small(), None if core is None else session.cores[0], result, golden)
     assert [who for who, _ in used] == ["processor", "host"]
     alone = core is not None or threads == 1 or size == 8
     assert [way for _, way in used] == (["host_same_bits", "same_bits"] if alone else ["same_bits", "host_same_bits"])

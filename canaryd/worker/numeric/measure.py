@@ -1,0 +1,352 @@
+"""Compute one case on a device again and again, and compare every result with its golden; count, and collect evidence.
+
+The device compares. The host looks at the first result of every upload itself, because the comparator can be the broken
+part; on an accelerator it does so while the next results are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from canaryd.facts import Comparison, Doubt, Evidence, Subject
+from canaryd.worker.numeric import evidence, faults
+from canaryd.worker.numeric.cases import Case, first_result
+from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
+from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.operands import Problem, gather, gather_golden
+from canaryd.worker.numeric.repeating import DIFFERENT, EQUAL, RepeatedTurns, Turn, prepare
+from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.tensors import host_same_bits, is_alone, on_core, same_bits
+from canaryd.worker.runtime.faulty import GATHERS
+
+WRONG_ENOUGH = 3
+"""Wrong results after which an upload is not repeated further."""
+LOOKED_AT = 8
+"""In one of so many cases the host looks at what the device gathered though nothing is wrong (our choice)."""
+
+Found = tuple[int, Comparison, Comparison | None]
+"""Turn, its comparison, and one more if the comparator erred."""
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Operands and golden on the device, and what the host knows of them."""
+
+    operands: tuple[Any, ...]
+    golden: Any
+    problem: Problem
+    """The problem, or the pools that it was gathered from."""
+    right: Callable[[], Any]
+    """Gives the host's own golden."""
+    elements: int
+    """Of one result."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the host saw for itself."""
+
+    found: Evidence | None
+    """How the first result differs from the host's own golden; None where it does not."""
+    gathered: str = ""
+    """What the device gathered wrongly, in words; "" where it did not, or nobody looked."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a device computed over one upload, and what the host will say of it."""
+
+    comparison: Comparison
+    agreed: bool = True
+    """What the device said of the first result."""
+    looked: Future[Looked] | None = None
+    """None where the host does not look."""
+    blind: str = ""
+    """What the comparator was found not to see."""
+
+    def settled(self, right: Callable[[], Any]) -> tuple[Comparison, Comparison | None, str]:
+        """Wait for the host; return the comparison, one more if the comparator erred, and what was gathered wrongly."""
+        comparison, erred, gathered = self.comparison, self.blind, ""
+        if self.looked is not None:
+            looked = self.looked.result()
+            gathered = looked.gathered
+            if (looked.found is None) != self.agreed:
+                words = ("differs", "equals") if self.agreed else ("equals", "differs")
+                erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
+            if looked.found is not None and self.agreed:
+                found = comparison.evidence or looked.found
+                comparison = replace(comparison, wrong_trials=comparison.wrong_trials + 1, evidence=found)
+        return comparison, _comparator_error(comparison, right(), erred) if erred else None, gathered
+
+
+def measure_whole(
+    session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
+) -> list[Found]:
+    """Compute and compare for `seconds` over one upload of what the host made."""
+    runtime, device = session.runtime, session.ctx.device
+    operands = runtime.upload(problem.operands, device)
+    (golden,) = runtime.upload((problem.golden,), device)
+    upload = OnDevice(operands, golden, problem, lambda: problem.golden, problem.golden.numel())
+    done = _compute(session, case, upload, seed, core, session.ctx.clock() + seconds, [])
+    comparison, comparator, _ = done.settled(upload.right)
+    return [(0, comparison, comparator)]
+
+
+def measure_fresh(
+    session: Session, case: Case, pools: Problem, seed: int, core: int | None, seconds: float
+) -> list[Found]:
+    """Compute and compare for `seconds` over turns that the device gathers; clean turns are summed up under the first.
+
+    What was gathered the host looks at on every alarm, and in one case of `LOOKED_AT`.
+    """
+    return _Fresh(session, case, pools, seed, core, session.ctx.clock() + seconds).found()
+
+
+class _Fresh:
+    """One case over turn after turn of operands that the device gathers from its pools."""
+
+    def __init__(self, session: Session, case: Case, pools: Problem, seed: int, core: int | None, until: float) -> None:
+        assert case.product is not None
+        self.session, self.case, self.product, self.pools = session, case, case.product, pools
+        self.seed, self.core, self.until = seed, core, until
+        self.gatherer = Gatherer(session.runtime, session.ctx.device, case.product, pools, seed)
+        self.buffers: list[Any] = []
+        self.clean: list[Found] = []
+        self.wrong: list[Found] = []
+
+    def found(self) -> list[Found]:
+        """Compute the first turn, then others until the time is over or enough is wrong."""
+        done, upload = self._compute(0)
+        bursts = None if done.comparison.wrong else self._prepared(upload)
+        if bursts is not None and (blind := bursts.blind(derive(self.seed, "flipped on purpose"))):
+            done, bursts = replace(done, blind=blind), None
+        if bursts is not None:
+            self._repeat(bursts, done, upload)
+            return self.clean + self.wrong
+        self._judge(0, done, upload)
+        least = 2 if self.session.ctx.drill in GATHERS else 1  # a row is stale from the second turn on
+        turn = 1
+        while turn < least or self._goes_on():
+            self._judge(turn, *self._compute(turn))
+            turn += 1
+        return self.clean + self.wrong
+
+    def _prepared(self, upload: OnDevice) -> RepeatedTurns | None:
+        if not self._goes_on():
+            return None
+        held = sum(array.nbytes for array in (*upload.operands, upload.golden))
+        return prepare(self.session, self.case, self.gatherer, held, self.buffers)
+
+    def _goes_on(self) -> bool:
+        wrong = sum(comparison.wrong_trials for _, comparison, _ in self.wrong)
+        return wrong < WRONG_ENOUGH and self.session.ctx.clock() < self.until
+
+    def _compute(self, turn: int) -> tuple[Computed, OnDevice]:
+        with on_core(self.core), self.session.on_device():
+            operands, golden = self.gatherer.gather(turn)
+        self.session.gathers += 1
+        upload = self._upload(turn, operands, golden)
+        looks_too = turn == 0 and derive(self.seed, "looked at") % LOOKED_AT == 0
+        return _compute(
+            self.session, self.case.at(turn), upload, self.seed, self.core, self.until, self.buffers,
+            most=PRODUCTS, look=turn == 0, gathered=self._gathered(turn, upload) if looks_too else None,
+        ), upload  # fmt: skip
+
+    def _upload(self, turn: int, operands: tuple[Any, ...], golden: Any) -> OnDevice:
+        right = functools.cache(partial(gather_golden, self.product, self.pools, self.seed, turn))
+        return OnDevice(operands, golden, self.pools, right, self.product.elements)
+
+    def _gathered(self, turn: int, upload: OnDevice) -> Callable[[], str]:
+        """Fetch what the device gathered; return what compares it with the host's own."""
+        held = [self.session.runtime.download(array) for array in (*upload.operands, upload.golden)]
+        return lambda: differs(held, gather(self.product, self.pools, self.seed, turn))
+
+    def _repeat(self, bursts: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
+        """Let the device repeat turns by itself, while the host looks at the first one."""
+        self.clean = [(0, first.comparison, None)]
+        for turn in bursts.turns(self.until):
+            mine = self._upload(turn.number, turn.burst.operands, turn.burst.golden)
+            self._judge(turn.number, Computed(self._counted(turn, mine), blind=_unanswered(turn)), mine)
+            if not self._goes_on():
+                break
+        (_, summed, _), *others = self.clean
+        comparison, comparator, why = first.settled(upload.right)
+        if not (comparison.wrong or why):
+            self.clean = [(0, replace(comparison, trials=summed.trials), comparator), *others]
+            return
+        self.clean = others
+        self._judge(0, first, upload)
+        if later := summed.trials - comparison.trials:
+            self.clean.insert(0, (1, replace(summed, case=self.case.at(1).name, trials=later), None))
+
+    def _counted(self, turn: Turn, upload: OnDevice) -> Comparison:
+        """Return the comparison of a turn that the device repeated."""
+        wrong = [result for result, answer in zip(turn.burst.results, turn.answers, strict=True) if answer == DIFFERENT]
+        found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
+        case = self.case.at(turn.number)
+        return _counted(self.session, case, upload, self.seed, self.core, len(turn.answers), len(wrong), found)
+
+    def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:
+        """Sum a clean turn up under the first; keep each wrong one, with what was gathered wrongly."""
+        comparison, comparator, why = done.settled(upload.right)
+        if comparison.wrong or why:
+            why = why or self._gathered(turn, upload)()
+            # A golden that was gathered wrongly explains why host and device disagree.
+            self.wrong.append((turn, _told(comparison, why, upload.right()), None if why else comparator))
+        elif comparator is not None or not self.clean:
+            self.clean.append((turn, comparison, comparator))
+        else:
+            first, summed, erred = self.clean[0]
+            self.clean[0] = (first, replace(summed, trials=summed.trials + comparison.trials), erred)
+
+
+def _unanswered(turn: Turn) -> str:
+    missing = sum(answer not in (EQUAL, DIFFERENT) for answer in turn.answers)
+    return f"the device compared {missing} of {len(turn.answers)} results with nothing" if missing else ""
+
+
+def _told(comparison: Comparison, why: str, golden: Any) -> Comparison:
+    """Return a wrong comparison with what the device gathered wrongly, if it did; right results do not excuse that."""
+    if not why:
+        return comparison
+    found = comparison.evidence or evidence.collect_nothing(golden)
+    found = replace(found, pattern=": ".join(filter(None, (why, found.pattern))))
+    return replace(comparison, wrong_trials=max(1, comparison.wrong_trials), evidence=found)
+
+
+def _compute(
+    session: Session,
+    case: Case,
+    upload: OnDevice,
+    seed: int,
+    core: int | None,
+    until: float,
+    buffers: list[Any],
+    *,
+    most: int = 0,
+    look: bool = True,
+    gathered: Callable[[], str] | None = None,
+) -> Computed:
+    """Compute and compare over one upload until a time, or at `most` so many results (0: no such limit).
+
+    `look`: the host compares the first result too, and `gathered` says what it finds of the operands. `buffers` keeps
+    the memory of results between calls.
+    """
+    ctx, runtime, golden = session.ctx, session.runtime, upload.golden
+    armed = case.name.partition("#")[0]  # a drill names cases, not turns
+    operands = session.injector.before(armed, upload.operands, case.struck)
+    trials = wrong = 0
+    found: Evidence | None = None
+    first: tuple[bool, Future[Looked] | None, str, str] = (True, None, "", "")
+    burst = runtime.burst(golden)
+    with on_core(core):
+        while True:
+            ctx.pace()
+            with session.on_device():
+                if not buffers:
+                    results = [first_result(ctx.device, case.compute, operands)]
+                    buffers[:] = results if burst == 1 else runtime.room(results[0], burst)
+                else:
+                    buffers[:] = results = [case.compute(operands, buffer) for buffer in buffers]
+                results = [session.injector.after(armed, result) for result in results]
+                agreed = runtime.agree(results, golden)
+            if trials == 0 and look:
+                first = _look(session, case, upload, core, results[0], seed, agreed=agreed[0], gathered=gathered)
+            trials += len(results)
+            for result, same in zip(results, agreed, strict=True):
+                if not same:
+                    wrong += 1
+                    found = found or _evidence(upload.right(), runtime.download(result))
+            runtime.spoil(results)
+            if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() >= until) or 0 < most <= trials:
+                break
+    said, looked, blind, made = first
+    comparison = replace(_counted(session, case, upload, seed, core, trials, wrong, found), digest=made)
+    return Computed(comparison, said, looked, blind)
+
+
+def _look(
+    session: Session,
+    case: Case,
+    upload: OnDevice,
+    core: int | None,
+    result: Any,
+    seed: int,
+    *,
+    agreed: bool,
+    gathered: Callable[[], str] | None,
+) -> tuple[bool, Future[Looked], str, str]:
+    """Let the host look at a result; return what the device said, the host's look, what is not seen, and a digest."""
+    runtime = session.runtime
+    held = runtime.download(result)
+
+    def look() -> Looked:
+        right = upload.right()
+        found = None if _host_agrees(session, case, core, held, right) else _evidence(right, held)
+        return Looked(found, gathered() if gathered is not None else "")
+
+    looked = session.look(look)
+    made = digest(held) if case.fixed else ""
+    blind = ""
+    if agreed:
+        # A comparator that never sees a difference would hide all that errs after the first result.
+        flipped = runtime.changed(result, faults.flip, derive(seed, "flipped on purpose"))
+        if runtime.agree([flipped], upload.golden)[0]:
+            blind = "one bit of a right result was flipped on purpose, and the device finds it equal"
+    return agreed, looked, blind, made
+
+
+def _counted(
+    session: Session,
+    case: Case,
+    upload: OnDevice,
+    seed: int,
+    core: int | None,
+    trials: int,
+    wrong: int,
+    found: Evidence | None,
+) -> Comparison:
+    """Return the comparison of some results, and add them to what the run did."""
+    place = session.place_of(core)
+    session.places.add(place)
+    session.trials += trials
+    session.elements += trials * upload.elements
+    session.operations += trials * upload.problem.operations
+    return Comparison(
+        case=case.name,
+        shape=upload.problem.shape,
+        seed=seed,
+        exactness=upload.problem.exactness,
+        place=place,
+        trials=trials,
+        wrong_trials=wrong,
+        evidence=found,
+        characterised=case.characterised,
+    )
+
+
+def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
+    """Compare a result on the host: on another core than the one that computed it, and in another way."""
+    by_bytes = session.pins and (core is not None or is_alone(golden))
+    compare = same_bits if by_bytes else host_same_bits
+    with on_core(None if core is None else session.makers(case.name, core)[0]):
+        return compare(result, golden)
+
+
+def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
+    """Return the comparison that accuses the comparator; `text` says how host and device disagree."""
+    doubt = evidence.collect_nothing(golden, text)
+    erred = replace(comparison, subject=Subject.COMPARATOR, doubt=Doubt.COMPARATOR, evidence=doubt, digest="")
+    return replace(erred, trials=1, wrong_trials=1)
+
+
+def _evidence(golden: Any, observed: Any) -> Evidence:
+    if host_same_bits(observed, golden):
+        return evidence.collect_nothing(golden, "the device saw a difference that the host's copy does not show")
+    return evidence.collect(golden, observed)

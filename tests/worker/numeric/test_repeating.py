@@ -1,0 +1,263 @@
+"""Bursts that a device repeats by itself: a wrong result is found with its bits, and so is one that compares nothing.
+
+A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the same calls, on the same memory.
+"""
+
+from functools import partial
+
+import pytest
+
+from canaryd.facts import Comparison, Subject
+from canaryd.probe import Context
+from canaryd.worker.numeric import repeating, verify
+from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.gathering import PRODUCTS
+from canaryd.worker.numeric.operands import SHEET, Product, build
+from canaryd.worker.numeric.products import multiply
+from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.stack import cpu, discover
+from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
+from canaryd.worker.runtime.torch import Torch
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+NAME = "float32/dense/square/nn@64x72x96"
+BURST = 4
+
+
+class Again:
+    """A burst that is repeated: results in the memory of the first time."""
+
+    def __init__(self, runtime, burst):
+        self.runtime, self.burst = runtime, burst
+        self.kept, _ = burst()
+        self.found = []
+
+    def launch(self):
+        results, golden = self.burst()
+        for kept, result in zip(self.kept, results, strict=True):
+            kept.copy_(result)
+        self.found = [int(not equal) for equal in self.runtime.agree(self.kept, golden)]
+        self.runtime.launched += 1
+
+    def answers(self):
+        return self.runtime.said(self.found)
+
+
+class Repeating(Torch):
+    """torch on a processor, with bursts that repeat."""
+
+    def __init__(self, *, cannot=None):
+        self.launched, self.cannot = 0, cannot
+
+    def burst(self, golden):
+        return BURST
+
+    def repeats(self, device):
+        return True
+
+    def repeated(self, device, burst):
+        if self.cannot is not None:
+            raise self.cannot
+        return Again(self, burst)
+
+    def said(self, found):
+        return found
+
+
+def verified(runtime, *, seconds=0.3, compute=None, drill="", room=0, layout="nn", batch=0, device=None):
+    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 64, 72, 96, batch, layout)
+    compute = compute or partial(multiply, "float32", "float32")
+    case = Case(NAME, partial(build, spec), compute, product=spec)
+    session = Session(Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room))
+    session.runtime = runtime
+    found = [f for f in verify.verify_case(session, case, seconds, "") if isinstance(f, Comparison)]
+    return session, found
+
+
+def broken(runtime, turn, at=0):
+    """Return a product that flips one bit of an element, in one result of the burst of one turn."""
+    here = []
+
+    def compute(operands, out):
+        result = multiply("float32", "float32", operands, out)
+        if runtime.launched == turn + 1:  # after two that must differ
+            here.append(1)
+            if len(here) == at + 1:
+                flat_bits(result)[5] ^= 1 << 20
+        return result
+
+    return compute
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_clean_run_is_one_comparison_over_many_bursts(layout, batch):
+    """More turns than one sheet of indices has, each gathered on the device, under the first turn's name."""
+    runtime = Repeating()
+    session, (found,) = verified(runtime, layout=layout, batch=batch, seconds=1.0)
+    assert (found.case, found.wrong, found.subject) == (NAME, False, Subject.DEVICE)
+    assert session.gathers > SHEET + 2
+    assert found.trials == session.trials
+    assert runtime.launched == session.gathers - 1 + 2  # the first turn by the host, and two that must differ
+
+
+def test_turns_are_those_that_the_host_draws(monkeypatch):
+    """So that a turn can be repeated by its number."""
+    seen = []
+    kept = repeating.RepeatedTurns.turns
+
+    def watched(self, until):
+        for turn in kept(self, until):
+            seen.append((turn.number, *(t.clone() for t in (*turn.burst.operands, turn.burst.golden))))
+            yield turn
+
+    monkeypatch.setattr(repeating.RepeatedTurns, "turns", watched)
+    session, _ = verified(Repeating())
+    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 64, 72, 96, 0, "nn")
+    seed = verify.case_seed(session.ctx, Case(NAME, None, None, product=spec))
+    assert [number for number, *_ in seen] == list(range(1, len(seen) + 1))
+    for number, *arrays in seen[: SHEET + 2]:
+        right = build(spec, seed, number)
+        assert all(map(host_same_bits, arrays, (*right.operands, right.golden)))
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("turn", [1, 2, 5])
+def test_a_wrong_result_of_a_burst_is_found_with_its_bits(turn, at):
+    """Of any place in any burst; what it computed is still there although the next burst was launched before."""
+    runtime = Repeating()
+    _, found = verified(runtime, compute=broken(runtime, turn, at))
+    wrong = [c for c in found if c.wrong]
+    assert [c.case for c in wrong] == [f"{NAME}#{turn}"]
+    assert (wrong[0].subject, wrong[0].wrong_trials) == (Subject.DEVICE, 1)
+    assert "wrongly" not in wrong[0].evidence.pattern
+    assert (wrong[0].evidence.first[0][0], dict(wrong[0].evidence.bits)) == ((0, 5), {"20": 1})
+    assert (wrong[0].evidence.repeats, wrong[0].evidence.repeats_wrong) == (3, 0)
+    assert (found[0].case, found[0].wrong) == (NAME, False)
+
+
+def test_a_burst_of_the_wrong_operands_says_so():
+    """The gather of one turn errs: the device is wrong, and what it gathered is named."""
+
+    class Wrong(Repeating):
+        def run(self, operation, operands, out):
+            result = super().run(operation, operands, out)
+            if operation.name == "rows" and self.launched == 3 and out is not None and not self.struck:
+                self.struck = True
+                flat_bits(result)[3] ^= 1 << 21
+            return result
+
+    runtime = Wrong()
+    runtime.struck = False
+    _, found = verified(runtime)
+    (wrong,) = (c for c in found if c.wrong)
+    assert (wrong.case, wrong.subject) == (f"{NAME}#2", Subject.DEVICE)
+    assert wrong.evidence.pattern.startswith("the device gathered operand A wrongly")
+
+
+@pytest.mark.parametrize(("lie", "said"), [(0, "was flipped on purpose"), (2, "results with nothing")])
+def test_a_repetition_that_compares_nothing_is_found_out(lie, said):
+    """It says equal to everything, or its answers are those that stood there before."""
+
+    class Lying(Repeating):
+        def said(self, found):
+            return [lie if lie == 0 or self.launched > 4 else each for each in found]
+
+    _, found = verified(Lying())
+    accused = [c for c in found if c.subject is Subject.COMPARATOR]
+    assert accused
+    assert all(said in c.evidence.pattern for c in accused)
+    assert not any(c.wrong for c in found if c.subject is Subject.DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("cannot", "drill", "room"),
+    [
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), "", 0),
+        (None, "wrong-row", 0),
+        (None, "", 1 << 16),
+    ],
+)
+def test_without_repetition_the_host_hands_every_turn_on(cannot, drill, room):
+    """What cannot be captured, a drill that strikes single steps, or too little room beside a server."""
+    runtime = Repeating(cannot=cannot)
+    session, (found,) = verified(runtime, drill=drill, room=room)
+    assert (found.case, found.wrong, runtime.launched) == (NAME, False, 0)
+    assert session.gathers > 2
+    assert session.repeats is (cannot is None)
+
+
+def test_an_error_of_the_device_is_no_excuse():
+    """Only what a capture refuses falls back to the host."""
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        verified(Repeating(cannot=RuntimeError("CUDA error: an illegal memory access was encountered")))
+
+
+def test_the_hosts_own_look_comes_before_the_verdict(monkeypatch):
+    """The first result is looked at while the next turns run; what it finds still counts."""
+    runtime = Repeating()
+    done = []
+
+    def compute(operands, out):
+        result = multiply("float32", "float32", operands, out)
+        done.append(1)
+        if len(done) == 1:
+            flat_bits(result)[5] ^= 1 << 20
+        return result
+
+    seen = []
+    agree = runtime.agree
+
+    def blind_once(results, golden):
+        seen.append(1)
+        return [True] * len(results) if len(seen) == 1 else agree(results, golden)
+
+    monkeypatch.setattr(runtime, "agree", blind_once)
+    _, found = verified(runtime, compute=compute)
+    wrong = [c for c in found if c.wrong]
+    assert {c.subject for c in wrong} == {Subject.DEVICE, Subject.COMPARATOR}
+    assert all(c.case == NAME for c in wrong)
+    assert runtime.launched > 2
+    assert f"{NAME}#1" in [c.case for c in found if not c.wrong]  # the clean turns have another name then
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    """A device that repeats by CUDA graphs."""
+    return next(d for d in discover()[0] if d.backend in ("cuda", "rocm"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "tt"])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_gpu_repeats_bursts_and_is_right(gpu, layout, batch):
+    """Far more results than Python could hand over one by one, and none of them by the host."""
+    session, (found,) = verified(Torch(), layout=layout, batch=batch, device=gpu, seconds=1.0)
+    assert (found.case, found.wrong, found.subject, session.repeats) == (NAME, False, Subject.DEVICE, True)
+    assert session.gathers > SHEET + 2
+    assert found.trials == session.trials > PRODUCTS * SHEET
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [40, 43])
+def test_a_wrong_result_in_a_graph_is_found_with_its_bits(gpu, at):
+    """The fault counts the results by itself, on the device: the host sees none of them."""
+    counted = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def compute(operands, out):
+        result = multiply("float32", "float32", operands, out)
+        counted.add_(1)
+        flat_bits(result)[5:6] ^= (counted == 100 + at).int() << 20
+        return result
+
+    _, found = verified(Torch(), compute=compute, device=gpu)
+    wrong = [c for c in found if c.wrong]
+    assert [c.subject for c in wrong] == [Subject.DEVICE]
+    assert (wrong[0].wrong_trials, wrong[0].case.partition("#")[0]) == (1, NAME)
+    assert int(wrong[0].case.partition("#")[2]) > 0
+    assert (wrong[0].evidence.first[0][0], dict(wrong[0].evidence.bits)) == ((0, 5), {"20": 1})
