@@ -149,9 +149,9 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     if not any(device.backend == "cpu" for device in devices):
         engine.workers.end_spare()
     if not options.drill:
-        # Before and after: what a device counted while it was under test is part of the evidence.
+        # Before and after: what a device counted while it was under test, and how warm it was, is part of the evidence.
         engine.read_log(until_end=True)
-        engine.sweep(hold=True)
+        engine.sweep(hold=True, record=True)
     while True:
         for group in _side_by_side(list(filter(engine.reached, devices))):
             plans = [_plans(engine, options, entries, device, turn) for device in group]
@@ -166,7 +166,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     engine.workers.end_spare()
     if not options.drill:
         engine.read_log(until_end=True)
-        engine.sweep()
+        engine.sweep(record=True)
         engine.watch.let_go()
         engine.watch.history.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
     engine.together -= _skipped_together(engine, result)

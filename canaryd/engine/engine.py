@@ -159,14 +159,14 @@ class Engine(Host):
         """Whether something that may be on record could not be read yet."""
         return bool(self._evidence.unread or self._learning.unread or self.watch.history.unread)
 
-    def sweep(self, *, hold: bool = False, due: bool = False) -> None:
+    def sweep(self, *, hold: bool = False, due: bool = False, record: bool = False) -> None:
         """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
 
-        `hold` keeps the drivers' handles for the next sweep.
+        `hold` keeps the drivers' handles for the next sweep. `record`: store what they say, though nothing is new.
         """
         if self.halted:
             return
-        self.watch.sweep(poll_tasks(self), stopped=lambda: bool(self.halted), hold=hold, due=due)
+        self.watch.sweep(poll_tasks(self), stopped=lambda: bool(self.halted), hold=hold, due=due, record=record)
         self.decide()
 
     def read_log(self, *, until_end: bool) -> None:

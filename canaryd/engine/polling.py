@@ -144,9 +144,17 @@ class Watch:
     # -- polls --------------------------------------------------------------------------------------------------------
 
     def sweep(
-        self, todo: Iterable[Task], *, stopped: Callable[[], bool], hold: bool = False, due: bool = False
+        self,
+        todo: Iterable[Task],
+        *,
+        stopped: Callable[[], bool],
+        hold: bool = False,
+        due: bool = False,
+        record: bool = False,
     ) -> None:
         """Poll devices, all through one worker; with `due`, only those whose period has passed.
+
+        `record`: store what they say, though nothing of it is new.
 
         `hold` keeps the worker, and with it the drivers' handles, even where the drivers persist. A device whose polls
         crash or hang the worker is polled less and less often.
@@ -166,7 +174,7 @@ class Watch:
                 run = self._series.run(task.request, task.timeout)
                 if stopped():
                     break
-                self._take(run, lane)
+                self._take(run, lane, record=record)
             if not hold and not self.holding:
                 self._let_go()
 
@@ -228,7 +236,7 @@ class Watch:
             lane.period = task.period
             return lane
 
-    def _take(self, run: Run, lane: _Lane) -> None:
+    def _take(self, run: Run, lane: _Lane, *, record: bool) -> None:
         """Count a poll, find what happened since the one before, and store it where it shows something new."""
         with self._mutex:
             same = lane.newest is not None and lane.newest.outcome is run.outcome
@@ -241,7 +249,7 @@ class Watch:
             mark = judged_values(run) if completed else lane.mark
             new = completed and (lane.kept is None or mark != (lane.mark or judged_values(lane.kept)))
             due = not 0 <= run.started - lane.stored < self._config().telemetry.keep
-            if events or new or due or not same:
+            if record or events or new or due or not same:
                 self._store.add_poll(run, lane.uncounted, events)
                 lane.kept, lane.stored, lane.mark = (run if completed else lane.kept), run.started, mark
                 lane.uncounted = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -84,6 +85,19 @@ def test_a_sound_machine_is_healthy(real):
         assert (device["state"], device["cause"]) == ("healthy", "none")
         assert {"exact_attention", "exact_integer", "exact_matmul"} <= {run["probe"] for run in device["runs"]}
         assert all(run["trials"] > 0 and run["wrong_trials"] == 0 for run in device["runs"])
+
+
+@pytest.mark.torch
+def test_what_was_read_before_and_after_the_tests_is_on_record(real, tmp_path_factory):
+    """How warm a device was under test is evidence, though no reading moved enough to be news."""
+    _, document = real
+    directory = next(tmp_path_factory.getbasetemp().glob("real*"))
+    with contextlib.closing(Store.open(directory / "state")) as store:
+        for device in document["devices"]:
+            if device["backend"] == "cpu":
+                started = [run.started for run in store.polls(device["device"], "host_telemetry")]
+                tested = [run["started"] for run in device["runs"]]
+                assert min(started) < min(tested) <= max(tested) < max(started)
 
 
 @pytest.mark.torch
