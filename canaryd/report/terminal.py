@@ -110,7 +110,7 @@ def finding_lines(findings: Iterable[Finding], *, width: int | None = None) -> I
     said: set[str] = set()
     for finding in findings:
         yield from paragraph("  - ", f"{rule_words(finding)}: {finding.message}", width)
-        if finding.action:
+        if finding.action and finding.action not in said:
             yield from paragraph("    Do now: ", finding.action, width)
         for sentence in (*finding.evidence, *map(rival_words, finding.rivals)):
             if sentence not in said:
@@ -120,7 +120,7 @@ def finding_lines(findings: Iterable[Finding], *, width: int | None = None) -> I
         if finding.repro and finding.repro not in said:
             yield "", "    To repeat the test:"
             yield "", f"    {typed(finding.repro)}"
-        said |= {*finding.evidence, *map(rival_words, finding.rivals), finding.repro}
+        said |= {finding.action, *finding.evidence, *map(rival_words, finding.rivals), finding.repro}
 
 
 def rule_words(finding: Finding) -> str:

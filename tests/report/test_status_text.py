@@ -223,6 +223,15 @@ def test_right_after_a_start_the_first_tests_are_running(store, judged):
     assert "tart the daemon" in status_text(ask(store)) or judged
 
 
+def test_what_several_findings_ask_for_is_said_once(store):
+    """A check of a GPU alone leaves every probe of the processor untested: eight findings, one thing to do."""
+    store.see_device(GPU, NOW)
+    found = [replace(waiting(probe=f"probe_{n}", action="Run it now.").findings[0], message=f"{n}") for n in range(8)]
+    store.set_verdict(replace(waiting(), findings=tuple(found)))
+    text = status_text(ask(store), verbose=True)
+    assert (text.count("no-evidence ("), text.count("    Do now: Run it now.")) == (8, 1)
+
+
 def test_a_daemon_that_has_found_no_device_yet_is_not_started_again(store):
     """Its first look takes some seconds."""
     with store.lock(DAEMON_LOCK):
