@@ -35,7 +35,7 @@ MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
-        Gap(OTHER_SETS, "each round tests a device with one of its own; use --level standard"),
+        Gap(OTHER_SETS, "each round tests one set of each processor; use --level standard"),
         Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
         Gap("large products", "larger than 512, or of more than 4 ms; use --level standard"),
         Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from canaryd.facts import Claim, Seen
 from canaryd.probe import Context
+from canaryd.worker.canary.fixed import cannot_be_fixed
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.numeric import faults
@@ -127,7 +127,7 @@ class Repetition:
         results = runtime.room(case.compute(operands, None), runtime.burst(golden))
         self.count = len(results)
         """Products of a burst."""
-        self._bursts = RepeatedTurns(session, case, gatherer, results)
+        self._turns = RepeatedTurns(session, case, gatherer, results)
         target = torch_device(device)
 
         def unverified() -> Any:
@@ -145,15 +145,13 @@ class Repetition:
 
     def verified(self, bursts: int) -> int:
         """Gather, multiply and compare; return how many results were not equal to their golden."""
-        turns = itertools.islice(self._bursts.turns(math.inf), bursts)
-        return sum(len(turn.answers) - turn.answers.count(EQUAL) for turn in turns)
+        return sum(len(turn.answers) - turn.answers.count(EQUAL) for turn in self._turns.turns(math.inf, bursts))
 
 
 def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None:
     """Measure one size."""
     product = product_of(bench.device, source, target, "permute", "nt", (size, size, size, 0))
-    measure = _repeated if bench.runtime.repeats(bench.device) else _one_by_one
-    (raw_seconds, busy), (verified_seconds, verified_busy), wrong = measure(bench, source, target, product)
+    (raw_seconds, busy), (verified_seconds, verified_busy), wrong = _measured(bench, source, target, product)
     work = 2.0 * size**3
     values: dict[str, float | int | str] = {
         "raw_flops_per_second": work / raw_seconds,
@@ -167,6 +165,17 @@ def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None
 
 Speeds = tuple[tuple[float, float | None], tuple[float, float | None], int]
 """Raw and verified: seconds of a product and the share of the time in which the device was busy; wrong products."""
+
+
+def _measured(bench: Bench, source: str, target: str, product: Product) -> Speeds:
+    if bench.runtime.repeats(bench.device):
+        try:
+            return _repeated(bench, source, target, product)
+        except Exception as error:
+            if not cannot_be_fixed(error):
+                raise
+            bench.runtime.can_repeat = False
+    return _one_by_one(bench, source, target, product)
 
 
 def _repeated(bench: Bench, source: str, target: str, product: Product) -> Speeds:

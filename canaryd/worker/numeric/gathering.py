@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from canaryd.model import Device
@@ -23,6 +24,14 @@ choice; benchmarks.verified_gemm has the share)."""
 Arrays = tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class LaidOut(Problem):
+    """Pools, and how the gather of one layout reads them."""
+
+    arrays: Arrays = ()
+    """The pools of A, B and the golden: rows, or columns."""
+
+
 class Gatherer:
     """The pools of one product on a device."""
 
@@ -30,7 +39,7 @@ class Gatherer:
         """Upload the pools, each as its layout wants it: rows to take whole, or columns."""
         self._runtime, self._device, self._product, self._seed = runtime, device, product, seed
         row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
-        self._pools = runtime.upload(pools.laid_out or laid_out(product, pools), device)
+        self._pools = runtime.upload((pools if isinstance(pools, LaidOut) else laid_out(product, pools)).arrays, device)
         self._ways = [
             (
                 Operation("rows") if row_major else Operation("columns", turned=True, together=together),
@@ -82,14 +91,15 @@ class Gatherer:
         return (kept[0], kept[1]), kept[3]
 
 
-def laid_out(product: Product, pools: Problem) -> Arrays:
-    """Return the pools of A, B and the golden as a gather of this layout reads them: rows, or columns."""
+def laid_out(product: Product, pools: Problem) -> LaidOut:
+    """Return the pools as a gather of this product's layout reads them."""
     a, b = pools.operands
-    return (
+    arrays = (
         a if product.layout[0] == "n" else a.T.contiguous(),
         b if product.layout[1] == "t" else b.T.contiguous(),
         pools.golden,
     )
+    return LaidOut(**{f.name: getattr(pools, f.name) for f in fields(Problem)}, arrays=arrays)
 
 
 def _of_runs(index: Any, together: int) -> Any:

@@ -110,7 +110,7 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Ma
         pools = session.pools[1]
     operations = 2 * case.product.elements * case.product.K
     ready = laid_out(case.product, pools)  # here, because another thread computes meanwhile
-    return replace(pools, shape=case.product.shape, operations=operations, laid_out=ready), doubts
+    return replace(ready, shape=case.product.shape, operations=operations), doubts
 
 
 def make_twice(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:

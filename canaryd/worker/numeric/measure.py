@@ -49,40 +49,31 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What the host saw for itself."""
-
-    found: Evidence | None
-    """How the first result differs from the host's own golden; None where it does not."""
-    gathered: str = ""
-    """What the device gathered wrongly, in words; "" where it did not, or nobody looked."""
-
-
-@dataclass(frozen=True)
 class Computed:
     """What a device computed over one upload, and what the host will say of it."""
 
     comparison: Comparison
     agreed: bool = True
     """What the device said of the first result."""
-    looked: Future[Looked] | None = None
-    """None where the host does not look."""
+    looked: Future[Evidence | None] | None = None
+    """How the first result differs from the host's own golden; None where the host does not look."""
+    gathered: Future[str] | None = None
+    """What the device gathered wrongly, in words; None where nobody looks."""
     blind: str = ""
     """What the comparator was found not to see."""
 
     def settled(self, right: Callable[[], Any]) -> tuple[Comparison, Comparison | None, str]:
         """Wait for the host; return the comparison, one more if the comparator erred, and what was gathered wrongly."""
-        comparison, erred, gathered = self.comparison, self.blind, ""
+        comparison, erred = self.comparison, self.blind
         if self.looked is not None:
-            looked = self.looked.result()
-            gathered = looked.gathered
-            if (looked.found is None) != self.agreed:
+            found = self.looked.result()
+            if (found is None) != self.agreed:
                 words = ("differs", "equals") if self.agreed else ("equals", "differs")
                 erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
-            if looked.found is not None and self.agreed:
-                found = comparison.evidence or looked.found
+            if found is not None and self.agreed:
                 comparison = replace(comparison, wrong_trials=comparison.wrong_trials + 1, evidence=found)
-        return comparison, _comparator_error(comparison, right(), erred) if erred else None, gathered
+        wrongly = "" if self.gathered is None else self.gathered.result()
+        return comparison, _comparator_error(comparison, right(), erred) if erred else None, wrongly
 
 
 def measure_whole(
@@ -123,11 +114,11 @@ class _Fresh:
     def found(self) -> list[Found]:
         """Compute the first turn, then others until the time is over or enough is wrong."""
         done, upload = self._compute(0)
-        bursts = None if done.comparison.wrong else self._prepared(upload)
-        if bursts is not None and (blind := bursts.blind(derive(self.seed, "flipped on purpose"))):
-            done, bursts = replace(done, blind=blind), None
-        if bursts is not None:
-            self._repeat(bursts, done, upload)
+        turns = None if done.comparison.wrong else self._prepared(upload)
+        if turns is not None and (blind := turns.blind(derive(self.seed, "flipped on purpose"))):
+            done, turns = replace(done, blind=blind), None
+        if turns is not None:
+            self._repeat(turns, done, upload)
             return self.clean + self.wrong
         self._judge(0, done, upload)
         least = 2 if self.session.ctx.drill in GATHERS else 1  # a row is stale from the second turn on
@@ -144,19 +135,24 @@ class _Fresh:
         return prepare(self.session, self.case, self.gatherer, held, self.buffers)
 
     def _goes_on(self) -> bool:
-        wrong = sum(comparison.wrong_trials for _, comparison, _ in self.wrong)
-        return wrong < WRONG_ENOUGH and self.session.ctx.clock() < self.until
+        return not self._is_wrong_enough and self.session.ctx.clock() < self.until
+
+    @property
+    def _is_wrong_enough(self) -> bool:
+        return sum(comparison.wrong_trials for _, comparison, _ in self.wrong) >= WRONG_ENOUGH
 
     def _compute(self, turn: int) -> tuple[Computed, OnDevice]:
         with on_core(self.core), self.session.on_device():
             operands, golden = self.gatherer.gather(turn)
         self.session.gathers += 1
         upload = self._upload(turn, operands, golden)
-        looks_too = turn == 0 and derive(self.seed, "looked at") % LOOKED_AT == 0
-        return _compute(
+        done = _compute(
             self.session, self.case.at(turn), upload, self.seed, self.core, self.until, self.buffers,
-            most=PRODUCTS, look=turn == 0, gathered=self._gathered(turn, upload) if looks_too else None,
-        ), upload  # fmt: skip
+            most=PRODUCTS, look=turn == 0,
+        )  # fmt: skip
+        if turn == 0 and derive(self.seed, "looked at") % LOOKED_AT == 0:
+            done = replace(done, gathered=self.session.look(self._gathered(turn, upload)))
+        return done, upload
 
     def _upload(self, turn: int, operands: tuple[Any, ...], golden: Any) -> OnDevice:
         right = functools.cache(partial(gather_golden, self.product, self.pools, self.seed, turn))
@@ -167,13 +163,14 @@ class _Fresh:
         held = [self.session.runtime.download(array) for array in (*upload.operands, upload.golden)]
         return lambda: differs(held, gather(self.product, self.pools, self.seed, turn))
 
-    def _repeat(self, bursts: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
+    def _repeat(self, turns: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
         """Let the device repeat turns by itself, while the host looks at the first one."""
         self.clean = [(0, first.comparison, None)]
-        for turn in bursts.turns(self.until):
-            mine = self._upload(turn.number, turn.burst.operands, turn.burst.golden)
-            self._judge(turn.number, Computed(self._counted(turn, mine), blind=_unanswered(turn)), mine)
-            if not self._goes_on():
+        for turn in turns.turns(self.until):
+            mine = self._upload(turn.number, turn.by.operands, turn.by.golden)
+            blind = _unanswered(turn)
+            self._judge(turn.number, Computed(self._counted(turn, mine), blind=blind), mine)
+            if blind or self._is_wrong_enough:
                 break
         (_, summed, _), *others = self.clean
         comparison, comparator, why = first.settled(upload.right)
@@ -187,10 +184,12 @@ class _Fresh:
 
     def _counted(self, turn: Turn, upload: OnDevice) -> Comparison:
         """Return the comparison of a turn that the device repeated."""
-        wrong = [result for result, answer in zip(turn.burst.results, turn.answers, strict=True) if answer == DIFFERENT]
+        wrong = [result for result, answer in zip(turn.by.results, turn.answers, strict=True) if answer == DIFFERENT]
         found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
+        trials = len(wrong) + turn.answers.count(EQUAL)
+        self.session.repeated += trials
         case = self.case.at(turn.number)
-        return _counted(self.session, case, upload, self.seed, self.core, len(turn.answers), len(wrong), found)
+        return _counted(self.session, case, upload, self.seed, self.core, trials, len(wrong), found)
 
     def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:
         """Sum a clean turn up under the first; keep each wrong one, with what was gathered wrongly."""
@@ -231,19 +230,17 @@ def _compute(
     *,
     most: int = 0,
     look: bool = True,
-    gathered: Callable[[], str] | None = None,
 ) -> Computed:
     """Compute and compare over one upload until a time, or at `most` so many results (0: no such limit).
 
-    `look`: the host compares the first result too, and `gathered` says what it finds of the operands. `buffers` keeps
-    the memory of results between calls.
+    `look`: the host compares the first result too. `buffers` keeps the memory of results between calls.
     """
     ctx, runtime, golden = session.ctx, session.runtime, upload.golden
     armed = case.name.partition("#")[0]  # a drill names cases, not turns
     operands = session.injector.before(armed, upload.operands, case.struck)
     trials = wrong = 0
     found: Evidence | None = None
-    first: tuple[bool, Future[Looked] | None, str, str] = (True, None, "", "")
+    first: tuple[bool, Future[Evidence | None] | None, str, str] = (True, None, "", "")
     burst = runtime.burst(golden)
     with on_core(core):
         while True:
@@ -251,13 +248,17 @@ def _compute(
             with session.on_device():
                 if not buffers:
                     results = [first_result(ctx.device, case.compute, operands)]
-                    buffers[:] = results if burst == 1 else runtime.room(results[0], burst)
+                    together = (
+                        burst > 1 and most > 0
+                    )  # a case that is no turn may be of an operation that chooses its memory
+                    buffers[:] = runtime.room(results[0], burst) if together else [*results, *[None] * (burst - 1)]
                 else:
-                    buffers[:] = results = [case.compute(operands, buffer) for buffer in buffers]
+                    results = [case.compute(operands, buffer) for buffer in buffers]
+                    buffers[:] = [new if kept is None else kept for kept, new in zip(buffers, results, strict=True)]
                 results = [session.injector.after(armed, result) for result in results]
                 agreed = runtime.agree(results, golden)
             if trials == 0 and look:
-                first = _look(session, case, upload, core, results[0], seed, agreed=agreed[0], gathered=gathered)
+                first = _look(session, case, upload, core, results[0], seed, agreed=agreed[0])
             trials += len(results)
             for result, same in zip(results, agreed, strict=True):
                 if not same:
@@ -268,28 +269,19 @@ def _compute(
                 break
     said, looked, blind, made = first
     comparison = replace(_counted(session, case, upload, seed, core, trials, wrong, found), digest=made)
-    return Computed(comparison, said, looked, blind)
+    return Computed(comparison, said, looked, blind=blind)
 
 
 def _look(
-    session: Session,
-    case: Case,
-    upload: OnDevice,
-    core: int | None,
-    result: Any,
-    seed: int,
-    *,
-    agreed: bool,
-    gathered: Callable[[], str] | None,
-) -> tuple[bool, Future[Looked], str, str]:
+    session: Session, case: Case, upload: OnDevice, core: int | None, result: Any, seed: int, *, agreed: bool
+) -> tuple[bool, Future[Evidence | None], str, str]:
     """Let the host look at a result; return what the device said, the host's look, what is not seen, and a digest."""
     runtime = session.runtime
     held = runtime.download(result)
 
-    def look() -> Looked:
+    def look() -> Evidence | None:
         right = upload.right()
-        found = None if _host_agrees(session, case, core, held, right) else _evidence(right, held)
-        return Looked(found, gathered() if gathered is not None else "")
+        return None if _host_agrees(session, case, core, held, right) else _evidence(right, held)
 
     looked = session.look(look)
     made = digest(held) if case.fixed else ""

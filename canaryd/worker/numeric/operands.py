@@ -83,8 +83,6 @@ class Problem:
     """False when a second way of making the golden (float64 products of the integers) disagreed with the first."""
     operations: int = 0
     """Multiplications and additions of one result; 0 where they are not counted."""
-    laid_out: tuple[Any, ...] = ()
-    """Of pools: operands and golden as the gather of one layout reads them; empty where it lays them out itself."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,10 @@ class Session:
     """The last pools made, and of which product and seed."""
     begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None
     """What is being made for the case of this name and seed."""
-    repeats: bool = True
-    """Whether the device may be asked to repeat bursts by itself; no longer, once it could not."""
+    repeated: int = 0
+    """Results of turns that the device repeated by itself."""
+    single_steps: str = ""
+    """Why the device could not repeat turns by itself."""
     told_apart: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
     looking: Future[Any] | None = None

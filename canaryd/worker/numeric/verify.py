@@ -91,6 +91,10 @@ def verify_all(
         raise Skip(none_supported(ctx.device, "case that was asked for", *session.refused.values()))
     yield Reading(name=TRIALS, value=session.trials, unit="1")
     yield Reading(name="gathers", value=session.gathers, unit="1")
+    if session.single_steps:
+        yield Absent(name="repeated", reason=f"this device could not repeat turns by itself: {session.single_steps}")
+    else:
+        yield Reading(name="repeated", value=session.repeated, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
     yield from session.times()

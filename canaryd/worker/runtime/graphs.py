@@ -21,7 +21,7 @@ class Graph:
     """Work that was captured: it reads and writes the same memory each time."""
 
     def __init__(self, device: Any, work: Callable[[], Any]) -> None:
-        """Run the work twice, and capture it; it returns truth values (n,) on the device.
+        """Run the work once, and capture it; it returns truth values (n,) on the device.
 
         Raises what torch raises where the work cannot be captured.
         """
@@ -33,17 +33,18 @@ class Graph:
             torch.cuda.current_stream().wait_stream(stream)
             self._answers = torch.full((count,), NOT_RUN, dtype=torch.uint8, device=device)
             self._read = torch.full((count,), NOT_RUN, dtype=torch.uint8, pin_memory=True)
-            self._done = torch.cuda.Event()
+            self._device, self._done = device, torch.cuda.Event()
             self._graph = torch.cuda.CUDAGraph()
             with _capturing(self._graph, stream, _memory(device).pool()):
                 self._answers.copy_(work())
 
     def launch(self) -> None:
         """Hand the work to the device once more; nothing waits."""
+        self._read.fill_(NOT_RUN)  # what does not arrive is no answer
         self._answers.fill_(NOT_RUN)
         self._graph.replay()
         self._read.copy_(self._answers, non_blocking=True)
-        self._done.record()
+        self._done.record(torch.cuda.current_stream(self._device))
 
     def answers(self) -> list[int]:
         """Wait for the last launch; return what it answered, `NOT_RUN` where it wrote nothing."""
@@ -63,8 +64,11 @@ def _capturing(graph: Any, stream: Any, memory: Any) -> Iterator[None]:
         graph.capture_begin(pool=memory)
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it would say of the capture what the block said better
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 @functools.lru_cache(maxsize=1)
@@ -78,7 +82,8 @@ def _memory(device: Any) -> Any:
     """Return a graph that does nothing, whose memory all others share: what one leaves, the next one takes.
 
     Memory of its own would stay with torch until none is left to anybody, a server included. Graphs may share it where
-    none runs beside another, which one stream sees to.
+    none runs beside another, which one stream sees to, and where nobody reads there after another graph ran: what is
+    read lies elsewhere.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=aside(device)):

@@ -173,6 +173,9 @@ class Runtime(Protocol):
     pins: bool = False
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 
+    can_repeat: bool = True
+    """Whether no burst has failed to be repeated in this process: torch may take later ones for a part of it."""
+
     rounds: bool = True
     """Whether it rounds to nearest, ties to even: where not, goldens of class R are not tested through it."""
 
@@ -201,7 +204,7 @@ class Runtime(Protocol):
         """Compare uploaded results with an uploaded golden bit for bit, on the device where it can compare."""
 
     def download(self, array: Any) -> Any:
-        """Return an array as a host tensor with the same bits."""
+        """Return an array as a host tensor with the same bits; a copy, unless the device is a processor."""
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
         """Return an array with `change` applied to its bits in storage order, in place where arrays can be changed."""

@@ -3,6 +3,7 @@
 A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the same calls, on the same memory.
 """
 
+import time
 from functools import partial
 
 import pytest
@@ -66,8 +67,10 @@ class Repeating(Torch):
         return found
 
 
-def verified(runtime, *, seconds=0.3, compute=None, drill="", room=0, layout="nn", batch=0, device=None):
-    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 64, 72, 96, batch, layout)
+def verified(
+    runtime, *, seconds=0.3, compute=None, drill="", room=0, layout="nn", batch=0, device=None, sizes=(64, 72, 96)
+):
+    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, *sizes, batch, layout)
     compute = compute or partial(multiply, "float32", "float32")
     case = Case(NAME, partial(build, spec), compute, product=spec)
     session = Session(Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room))
@@ -96,11 +99,12 @@ def broken(runtime, turn, at=0):
 def test_a_clean_run_is_one_comparison_over_many_bursts(layout, batch):
     """More turns than one sheet of indices has, each gathered on the device, under the first turn's name."""
     runtime = Repeating()
-    session, (found,) = verified(runtime, layout=layout, batch=batch, seconds=1.0)
+    session, (found,) = verified(runtime, layout=layout, batch=batch, seconds=2.0)
     assert (found.case, found.wrong, found.subject) == (NAME, False, Subject.DEVICE)
     assert session.gathers > SHEET + 2
-    assert found.trials == session.trials
-    assert runtime.launched == session.gathers - 1 + 2  # the first turn by the host, and two that must differ
+    assert found.trials == session.trials == session.repeated + 1 + 2 * BURST  # the first turn by the host
+    assert session.repeated == BURST * (session.gathers - 1)
+    assert runtime.launched == session.gathers - 1 + 2  # and two that must differ
 
 
 def test_turns_are_those_that_the_host_draws(monkeypatch):
@@ -110,7 +114,7 @@ def test_turns_are_those_that_the_host_draws(monkeypatch):
 
     def watched(self, until):
         for turn in kept(self, until):
-            seen.append((turn.number, *(t.clone() for t in (*turn.burst.operands, turn.burst.golden))))
+            seen.append((turn.number, *(t.clone() for t in (*turn.by.operands, turn.by.golden))))
             yield turn
 
     monkeypatch.setattr(repeating.RepeatedTurns, "turns", watched)
@@ -157,19 +161,75 @@ def test_a_burst_of_the_wrong_operands_says_so():
     assert wrong.evidence.pattern.startswith("the device gathered operand A wrongly")
 
 
-@pytest.mark.parametrize(("lie", "said"), [(0, "was flipped on purpose"), (2, "results with nothing")])
+@pytest.mark.parametrize(("lie", "said"), [(0, "was flipped on purpose"), (2, "4 of 4 results with nothing")])
 def test_a_repetition_that_compares_nothing_is_found_out(lie, said):
-    """It says equal to everything, or its answers are those that stood there before."""
+    """It says equal to everything, or its answers are those that stood there before: told once, and not counted."""
 
     class Lying(Repeating):
         def said(self, found):
             return [lie if lie == 0 or self.launched > 4 else each for each in found]
 
-    _, found = verified(Lying())
+    session, found = verified(Lying())
     accused = [c for c in found if c.subject is Subject.COMPARATOR]
-    assert accused
-    assert all(said in c.evidence.pattern for c in accused)
+    assert [said in c.evidence.pattern for c in accused] == [True]
     assert not any(c.wrong for c in found if c.subject is Subject.DEVICE)
+    assert sum(c.trials for c in found if c.subject is Subject.DEVICE) == session.trials
+
+
+@pytest.mark.parametrize("sizes", [(48, 40, 96), (3, 72, 96), (200, 152, 64)])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_bit_is_flipped_where_every_repeater_must_see_it(sizes, batch):
+    """Whatever the sizes of the pools are, the answer that is struck is one that the turn draws."""
+    for layout in ("nn", "tt"):
+        _, found = verified(Repeating(), sizes=sizes, batch=batch, layout=layout, seconds=0.1)
+        assert not any(c.wrong for c in found)
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
+    """What lies there is of another turn, from the first on."""
+    runtime = Repeating()
+
+    def compute(operands, out):
+        if runtime.launched >= turn + 1 and out is not None:
+            return out
+        return multiply("float32", "float32", operands, out)
+
+    _, found = verified(runtime, compute=compute)
+    assert any(c.wrong for c in found if c.case == f"{NAME}#{turn}")
+
+
+def test_a_turn_that_was_launched_is_looked_at(monkeypatch):
+    """Also the one that the end of the time finds at work."""
+    runtime = Repeating()
+    launched = Again.launch
+
+    def at_leisure(self):
+        time.sleep(0.15)
+        launched(self)
+
+    monkeypatch.setattr(Again, "launch", at_leisure)
+    session, found = verified(runtime, compute=broken(runtime, 2), seconds=0.7)
+    assert session.repeated == BURST * (session.gathers - 1)
+    assert any(c.wrong for c in found if c.case == f"{NAME}#2")
+
+
+def test_results_lie_where_the_repeater_wants_them(monkeypatch):
+    """Of a kernel that chooses the memory of its results: the next turn could take it before anybody has looked."""
+    seen = []
+    kept = repeating.RepeatedTurns.turns
+
+    def watched(self, until):
+        for turn in kept(self, until):
+            seen.append([result.data_ptr() for result in turn.by.results])
+            yield turn
+
+    monkeypatch.setattr(repeating.RepeatedTurns, "turns", watched)
+    _, (found,) = verified(Repeating(), compute=lambda operands, _: torch.matmul(*operands))
+    size = 64 * 72 * 4
+    assert not found.wrong
+    assert all(at == first + n * size for first, *others in seen for n, at in enumerate(others, 1))
+    assert len({first for first, *_ in seen}) == 2
 
 
 @pytest.mark.parametrize(
@@ -186,7 +246,14 @@ def test_without_repetition_the_host_hands_every_turn_on(cannot, drill, room):
     session, (found,) = verified(runtime, drill=drill, room=room)
     assert (found.case, found.wrong, runtime.launched) == (NAME, False, 0)
     assert session.gathers > 2
-    assert session.repeats is (cannot is None)
+    assert (session.single_steps == "", runtime.can_repeat) == (2 * (cannot is None,))
+
+
+def test_without_memory_for_two_turns_a_case_takes_single_steps():
+    """They take less, and the next case may fit."""
+    runtime = Repeating(cannot=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    session, (found,) = verified(runtime)
+    assert (found.wrong, runtime.launched, session.single_steps, runtime.can_repeat) == (False, 0, "", True)
 
 
 def test_an_error_of_the_device_is_no_excuse():
@@ -238,7 +305,7 @@ def gpu():
 def test_a_gpu_repeats_bursts_and_is_right(gpu, layout, batch):
     """Far more results than Python could hand over one by one, and none of them by the host."""
     session, (found,) = verified(Torch(), layout=layout, batch=batch, device=gpu, seconds=1.0)
-    assert (found.case, found.wrong, found.subject, session.repeats) == (NAME, False, Subject.DEVICE, True)
+    assert (found.case, found.wrong, found.subject, session.single_steps) == (NAME, False, Subject.DEVICE, "")
     assert session.gathers > SHEET + 2
     assert found.trials == session.trials > PRODUCTS * SHEET
 

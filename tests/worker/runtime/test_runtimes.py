@@ -467,3 +467,14 @@ def test_an_interpreter_without_the_package_is_said_in_one_line(name):
     assert "\n" not in reach.problem
     assert f"{bare_python()} cannot import" in reach.problem
     assert "pip install" in reach.problem
+
+
+def test_what_was_fetched_stays_as_it_was(device):
+    """The host looks at a result while the device overwrites it."""
+    runtime = interface.of(device)
+    runtime.need(device)
+    right = torch.arange(64, dtype=torch.float32).view(8, 8)
+    (array,) = runtime.upload((right,), device)
+    held = runtime.download(array)
+    runtime.spoil([array])
+    assert host_same_bits(held, right)
