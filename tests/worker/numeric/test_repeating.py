@@ -4,6 +4,7 @@ A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the sam
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from canaryd.facts import Comparison, Subject
 from canaryd.probe import Context
 from canaryd.worker.numeric import repeating, verify
-from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.cases import Case, product_case
 from canaryd.worker.numeric.gathering import PRODUCTS
 from canaryd.worker.numeric.operands import SHEET, Product, build
 from canaryd.worker.numeric.products import multiply
@@ -328,3 +329,23 @@ def test_a_wrong_result_in_a_graph_is_found_with_its_bits(gpu, at):
     assert (wrong[0].wrong_trials, wrong[0].case.partition("#")[0]) == (1, NAME)
     assert int(wrong[0].case.partition("#")[2]) > 0
     assert (wrong[0].evidence.first[0][0], dict(wrong[0].evidence.bits)) == ((0, 5), {"20": 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [140, 148])
+def test_the_bits_of_a_wrong_fp8_result_are_its_own(gpu, at):
+    """Its kernel chooses the memory of its results, which the next turn may take; of both repeaters."""
+    case = product_case(gpu, "float8_e4m3fn", "bfloat16", "dense", "square", "nt", (512, 512, 512, 0))
+    counted = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def compute(operands, out):
+        result = case.compute(operands, out)
+        counted.add_(1)
+        flat_bits(result)[5:6] ^= ((counted == at).int() << 3).to(torch.int16)
+        return result
+
+    session = Session(Context(device=gpu, level="quick", seed=7, budget=5.0))
+    found = verify.verify_case(session, replace(case, compute=compute), 0.5)
+    (wrong,) = (c for c in found if isinstance(c, Comparison) and c.wrong)
+    assert (wrong.subject, wrong.wrong_trials, session.single_steps) == (Subject.DEVICE, 1, "")
+    assert (wrong.evidence.first[0][0], dict(wrong.evidence.bits)) == ((0, 5), {"3": 1})
