@@ -146,8 +146,8 @@ def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results
     ctx = session.ctx
     if ctx.drill or ctx.intensity or not session.runtime.repeats(ctx.device):
         return None
-    if ctx.room and AHEAD * (held + 2 * sum(result.nbytes for result in results)) > ctx.room // 2:
-        return None
+    if ctx.room and AHEAD * (held + sum(result.nbytes for result in results)) > ctx.room // 2:
+        return None  # the other half is for the pools, the first turn, and what a comparison takes
     try:
         return RepeatedTurns(session, case, gatherer, results)
     except Exception as error:
