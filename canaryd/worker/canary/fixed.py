@@ -17,7 +17,7 @@ from canaryd.facts import beginning
 from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import torch
-from canaryd.worker.runtime.graphs import aside
+from canaryd.worker.runtime.graphs import try_aside
 from canaryd.worker.telemetry.command import output
 from canaryd.worker.telemetry.sysfs import Unreadable
 
@@ -103,11 +103,7 @@ class Decoder:
         """Capture the step in a CUDA graph; https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"."""
         self.slots.clear()
         with torch.cuda.device(self.token.device):
-            stream = aside(self.token.device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # libraries create workspaces at the first call, which must not be captured
-                self._step()
-            torch.cuda.current_stream().wait_stream(stream)
+            stream, _ = try_aside(self.token.device, self._step)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 logits = self._step()

@@ -6,9 +6,8 @@ For an accelerator it makes what the next case needs while the device computes, 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.gathering import laid_out
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Problem, make_pools
-from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.session import Session, thread
 from canaryd.worker.numeric.tensors import can_pin, host_same_bits, on_two_cores
 from canaryd.worker.runtime import interface
 
@@ -49,13 +48,7 @@ def begin(session: Session, case: Case, seed: int, core: int | None, shipped: st
     """Begin to make what the next case needs. On a processor nothing is begun: there the host is the device."""
     if session.ctx.device.unit == "cpu":
         return
-    session.begun = (case.name, seed), _maker().submit(_make, session, case, seed, core, shipped)
-
-
-@functools.lru_cache(maxsize=1)
-def _maker() -> ThreadPoolExecutor:
-    """Return the one thread that makes: each new one would begin with threads and memory of its own."""
-    return ThreadPoolExecutor(1)
+    session.begun = (case.name, seed), thread("make").submit(_make, session, case, seed, core, shipped)
 
 
 def settle(session: Session) -> None:

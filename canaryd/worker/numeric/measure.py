@@ -242,15 +242,13 @@ def _compute(
     found: Evidence | None = None
     first: tuple[bool, Future[Evidence | None] | None, str, str] = (True, None, "", "")
     burst = runtime.burst(golden)
+    together = burst > 1 and most > 0  # what is no turn may be of an operation that chooses the memory of its results
     with on_core(core):
         while True:
             ctx.pace()
             with session.on_device():
                 if not buffers:
                     results = [first_result(ctx.device, case.compute, operands)]
-                    together = (
-                        burst > 1 and most > 0
-                    )  # a case that is no turn may be of an operation that chooses its memory
                     buffers[:] = runtime.room(results[0], burst) if together else [*results, *[None] * (burst - 1)]
                 else:
                     results = [case.compute(operands, buffer) for buffer in buffers]

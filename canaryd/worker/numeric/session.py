@@ -26,9 +26,9 @@ PENDING = 64
 T = TypeVar("T")
 
 
-@functools.lru_cache(maxsize=1)
-def _looker() -> ThreadPoolExecutor:
-    """Return the one thread that looks: each new one would begin with threads and memory of its own."""
+@functools.lru_cache
+def thread(task: str) -> ThreadPoolExecutor:  # noqa: ARG001
+    """Return the one thread of the host's for a task: each new one would begin with threads and memory of its own."""
     return ThreadPoolExecutor(1)
 
 
@@ -86,7 +86,7 @@ class Session:
             done: Future[T] = Future()
             done.set_result(work())
             return done
-        self.looking = found = _looker().submit(work)
+        self.looking = found = thread("look").submit(work)
         return found
 
     @contextlib.contextmanager

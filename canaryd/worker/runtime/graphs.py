@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from canaryd.worker.numeric.tensors import torch
+
+T = TypeVar("T")
 
 NOT_RUN = 2
 """What an answer holds until the graph writes 0 or 1."""
@@ -26,11 +28,8 @@ class Graph:
         Raises what torch raises where the work cannot be captured.
         """
         with torch.cuda.device(device):
-            stream = aside(device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # libraries create workspaces at the first call, which must not be captured
-                count = len(work())
-            torch.cuda.current_stream().wait_stream(stream)
+            stream, tried = try_aside(device, work)
+            count = len(tried)
             self._answers = torch.full((count,), NOT_RUN, dtype=torch.uint8, device=device)
             self._read = torch.full((count,), NOT_RUN, dtype=torch.uint8, pin_memory=True)
             self._device, self._done = device, torch.cuda.Event()
@@ -69,6 +68,19 @@ def _capturing(graph: Any, stream: Any, memory: Any) -> Iterator[None]:
                 graph.capture_end()
             raise
         graph.capture_end()
+
+
+def try_aside(device: Any, work: Callable[[], T]) -> tuple[Any, T]:
+    """Do work once on the stream where it will be captured; return the stream, and what the work returned.
+
+    Libraries create workspaces at the first call, which must not be captured.
+    """
+    stream = aside(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        done = work()
+    torch.cuda.current_stream().wait_stream(stream)
+    return stream, done
 
 
 @functools.lru_cache(maxsize=1)
