@@ -104,7 +104,10 @@ def form_of(dtype: Any) -> Format:
 
 
 SMALL = 1 << 20
-"""Bytes of a result that one thread compares as fast as several (ours)."""
+"""Bytes of a result that one thread compares as fast as any number of threads (ours)."""
+FEW = 16
+"""Threads that compare as fast as one does by memcmp, which takes eight bytes and more at a time; fewer threads take as
+much longer (ours: two are as fast at 8 MiB, by benchmarks.verified_gemm)."""
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -160,11 +163,11 @@ def _memcmp() -> Any:
 def is_alone(result: Any) -> bool:
     """Return whether one thread compares and spoils a processor's result, by the C library; torch does by all threads.
 
-    The host's own look goes the other way. To wake the other threads takes longer than they save for a `SMALL` result;
-    for a larger one they would fall asleep meanwhile, and the next product would wake them
-    (`benchmarks.verified_gemm`).
+    The host's own look goes the other way. To wake the other threads takes longer than they save for a `SMALL` result,
+    or for a larger one where they are few (`benchmarks.verified_gemm`).
     """
-    return bool(torch.get_num_threads() == 1 or result.nbytes <= SMALL)
+    threads = torch.get_num_threads()
+    return bool(threads == 1 or result.nbytes <= SMALL * max(1, FEW // threads))
 
 
 def spoil(result: Any) -> None:
