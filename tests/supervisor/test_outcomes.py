@@ -218,6 +218,7 @@ def test_a_worker_that_survives_sigkill_is_abandoned(tmp_path):
     before = abandoned()
     release = tmp_path / "release"
     with Series(WorkerSpec(), grace=0.5) as series:
+        series.run(request("passes"), PATIENCE)  # on a busy machine a worker may take two seconds to start
         begun = time.monotonic()
         run = series.run(request("unkillable", settings={"release": str(release)}), 2.0)
         took = time.monotonic() - begun
@@ -279,8 +280,9 @@ def test_a_context_may_take_its_time_to_be_torn_down(tmp_path):
     """A worker on an accelerator that ends some seconds after SIGKILL was slow, not unkillable."""
     release = tmp_path / "release"
     device = replace(DEVICE, backend="cuda")
-    threading.Timer(6.0, release.touch).start()
     with Series(WorkerSpec(only=device), grace=0.5) as series:
+        series.run(request("passes", device=device), PATIENCE)
+        threading.Timer(6.0, release.touch).start()
         run = series.run(request("unkillable", device=device, settings={"release": str(release)}), 2.0)
     if run.outcome is Outcome.SKIPPED:
         pytest.skip(f"no unkillable process can be had: {run.detail}")
