@@ -70,6 +70,7 @@ PARTS = {
         ),
         Part("recall", "Recall of faults injected on the device", 65, 20, speed.recall),
         Part("throughput", "Raw and verified throughput", 70, 60, speed.throughput, (TORCH,)),
+        Part("sweep", "Memory sweep and plain copy", 72, 10, speed.sweep, (TORCH,)),
         Part("memory", "Memory that runs out", 85, 10, behaviour.memory, (TORCH,)),
     )
 }

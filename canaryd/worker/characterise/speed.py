@@ -1,21 +1,27 @@
-"""Recall of faults injected on the device, and what verification costs: raw and verified throughput."""
+"""Recall of faults injected on the device, and what verification costs: raw and verified throughput, sweep and copy."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from canaryd.facts import Claim, Seen
+from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.canary.fixed import cannot_be_fixed
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.characterise.exactness import product_of
+from canaryd.worker.memory.slices import LARGEST, ROW, TILE, Expected, Slice, own_numbers, scratch_for
+from canaryd.worker.memory.sweep import Sweep
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.gathering import Gatherer
+from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.operands import Problem, Product, build, make_pools
 from canaryd.worker.numeric.products import FORMAT_PAIRS, computing, label_of, multiply
 from canaryd.worker.numeric.repeating import EQUAL, RepeatedTurns
@@ -33,6 +39,8 @@ GROWTH = 5.0
 """How much longer a size takes than half of it: between 4, for making its golden, and 8, for its product (ours)."""
 SAMPLE = 0.15
 """Seconds of one measurement of speed, at least."""
+PAIRS = 20
+"""Pairs of a copy and a sweep of the same memory, at most (ours)."""
 OPERAND = "one random bit of an operand"
 RESULT = "one random bit of a result"
 
@@ -234,3 +242,59 @@ def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]
     if bench.device.unit != "cpu":
         return took / calls, None
     return took / calls, min(1.0, (time.process_time() - processor) / took / torch.get_num_threads())
+
+
+def sweep(bench: Bench) -> None:
+    """Measure what a sweep writes and reads back per second, beside a plain copy of the same memory."""
+    for name, expected in patterns(bench.device).items():
+        if bench.out_of_time(name, Claim.STRICT):
+            continue
+        try:
+            pairs, wrong = swept_and_copied(bench.device, expected, LARGEST, PAIRS, bench.left / 2)
+        except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
+            bench.note_error(name, Claim.STRICT, caught)
+            continue
+        size = LARGEST // ROW * ROW
+        swept, copied = (statistics.median(times) for times in zip(*pairs, strict=True))
+        values: dict[str, float | int | str] = {
+            "copied_bytes_per_second": size / copied,
+            "swept_bytes_per_second": size / swept,
+            "swept_over_copied": round(statistics.median(s / c for s, c in pairs), 2),
+        }
+        text = "words of the memory were wrong" if wrong else ""
+        bench.add(name, Claim.STRICT, Seen.WRONG if wrong else Seen.RIGHT, text, values=values)
+
+
+def patterns(device: Device) -> dict[str, Expected]:
+    """Return both kinds of what memory is swept with."""
+    place = torch_device(device)
+    return {"own numbers": own_numbers(place), "a tile": Expected(stream(SEED, "tile", (TILE,)).to(place))}
+
+
+def swept_and_copied(
+    device: Device, expected: Expected, size: int, most: int, seconds: float
+) -> tuple[list[tuple[float, float]], bool]:
+    """Sweep and copy in turn; return the seconds of each pair, one at least, and whether a word was wrong.
+
+    The size is in bytes and cut to whole rows. A sweep writes each word once and reads it once.
+    """
+    rows, place, began = size // ROW, torch_device(device), time.monotonic()
+    memory = Slice(rows, 0, place, scratch_for(place, rows))
+    other = torch.zeros_like(memory.words)
+    sweeping = Sweep(Context(device=device, level="standard", seed=SEED, budget=math.inf), [memory], 0.0)
+
+    def swept() -> None:
+        for _ in itertools.chain(sweeping.fill(expected), sweeping.read(expected)):
+            pass
+
+    def timed(work: Callable[[], Any]) -> float:
+        started = time.perf_counter()
+        work()
+        synchronize(device)
+        return time.perf_counter() - started
+
+    swept()
+    pairs: list[tuple[float, float]] = []
+    while not pairs or (len(pairs) < most and time.monotonic() - began < seconds):
+        pairs.append((timed(swept), timed(lambda: other.copy_(memory.words))))
+    return pairs, bool(sweeping.wrong)
