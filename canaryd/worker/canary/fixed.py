@@ -130,7 +130,10 @@ def cannot_be_fixed(error: Exception) -> bool:
     """Tell a compiler or a capture that this machine does not have from a device that fails."""
     if isinstance(error, (ImportError, OSError)) or is_refusal(error):  # TimeoutError is an OSError
         return True
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or "captur" in str(error)
+    text = str(error).lower()
+    # "beginAllocateToPool: already recording to mempool_id" where a capture before ended badly.
+    of_capture = "captur" in text or "mempool" in text
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or of_capture
 
 
 def why_not(error: Exception, length: int = 200) -> str:

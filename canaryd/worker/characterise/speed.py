@@ -13,13 +13,14 @@ from typing import Any
 from canaryd.facts import Claim, Seen
 from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker.canary.fixed import cannot_be_fixed
+from canaryd.worker.canary.fixed import cannot_be_fixed, why_not
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, Expected, Slice, own_numbers, scratch_for
 from canaryd.worker.memory.sweep import Sweep
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.gathering import Gatherer
 from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.operands import Problem, Product, build, make_pools
@@ -127,7 +128,10 @@ class Repetition:
     """Products that a GPU repeats by itself: unverified, and as exact_matmul verifies them, on fresh operands."""
 
     def __init__(self, session: Session, case: Case, pools: Problem, seed: int) -> None:
-        """Capture both. Raises what the runtime raises where it cannot repeat them."""
+        """Capture both.
+
+        Raises what the runtime raises where it cannot repeat them, and `ValueError` for a comparison that sees nothing.
+        """
         assert case.product is not None
         runtime, device = session.runtime, session.ctx.device
         gatherer = Gatherer(runtime, device, case.product, pools, seed)
@@ -136,6 +140,8 @@ class Repetition:
         self.count = len(results)
         """Products of a burst."""
         self._turns = RepeatedTurns(session, case, gatherer, results)
+        if blind := self._turns.blind(seed):
+            raise ValueError(blind)
         target = torch_device(device)
 
         def unverified() -> Any:
@@ -176,13 +182,14 @@ Speeds = tuple[tuple[float, float | None], tuple[float, float | None], int]
 
 
 def _measured(bench: Bench, source: str, target: str, product: Product) -> Speeds:
-    if bench.runtime.repeats(bench.device):
+    if bench.runtime.repeats(bench.device) and not bench.runtime.cannot_repeat:
         try:
             return _repeated(bench, source, target, product)
         except Exception as error:
-            if not cannot_be_fixed(error):
+            if cannot_be_fixed(error):
+                bench.runtime.cannot_repeat = why_not(error)
+            elif kind_of(error) is not ErrorKind.MEMORY:  # one by one takes less
                 raise
-            bench.runtime.can_repeat = False
     return _one_by_one(bench, source, target, product)
 
 

@@ -63,10 +63,11 @@ class Gatherer:
         """The pools' answers on the device, from which goldens are gathered."""
         return self._pools[2]
 
-    def first(self, turn: int) -> int:
-        """Return which of the answers is the first element of a turn's golden, counted row by row."""
-        rows, columns = draw(self._product, self._seed, turn)
-        return int(rows[0, 0]) * self._product.of_pools.N + int(columns[0, 0])
+    def answer(self, turn: int, choice: int) -> int:
+        """Return which of the answers is one element of a turn's golden, counted row by row; `choice` says which."""
+        rows, columns = (index[0] for index in draw(self._product, self._seed, turn))
+        row, column = divmod(choice % (len(rows) * len(columns)), len(columns))
+        return int(rows[row]) * self._product.of_pools.N + int(columns[column])
 
     def gather(self, turn: int) -> tuple[Arrays, Any]:
         """Return operands and golden of a turn, on the device; they are overwritten by the next turn."""

@@ -35,7 +35,7 @@ class Repeater:
         self, session: Session, case: Case, gatherer: Gatherer, results: list[Any], indices: tuple[Any, ...]
     ) -> None:
         """Prepare it for the memory of `results`; `indices` are those of a turn."""
-        self._case, self._gatherer, self.results = case, gatherer, results
+        self._runtime, self._case, self._gatherer, self.results = session.runtime, case, gatherer, results
         self._indices = tuple(index.clone() for index in indices)
         self.operands: tuple[Any, ...] = ()
         self.golden: Any = None
@@ -43,6 +43,7 @@ class Repeater:
 
     def _compute(self) -> tuple[list[Any], Any]:
         self.operands, self.golden = self._gatherer.gather_by(self._indices, 1)
+        self._runtime.spoil(self.results[:1])
         for result in self.results:
             made = self._case.compute(self.operands, result)
             if made is not result:  # a kernel that chooses the memory of its results: the next turn may take it
@@ -53,7 +54,8 @@ class Repeater:
         """Hand a turn with these indices to the device.
 
         Its results lie where those of the turn before the last lay, which has another golden: a kernel that writes
-        nothing leaves wrong ones.
+        nothing leaves wrong ones. Single elements of both may be equal (half of them, where sums cancel), so the memory
+        of the first result is overwritten before.
         """
         for mine, given in zip(self._indices, indices, strict=True):
             mine.copy_(given)
@@ -92,14 +94,14 @@ class RepeatedTurns:
         return tuple(index[at] for index in self._sheet)
 
     def blind(self, choice: int) -> str:
-        """Flip one bit of a golden's first element on purpose; return what no repeater may say then, or "".
+        """Flip one bit of a golden on purpose; return what no repeater may say then, or "".
 
         A comparison that never sees a difference would hide all that errs.
         """
-        session, first = self._session, self._gatherer.first(TRIED)
+        session, at = self._session, self._gatherer.answer(TRIED, choice)
 
         def flip(flat: Any, choice: int) -> None:
-            faults.flip(flat[first : first + 1], choice)
+            faults.flip(flat[at : at + 1], choice)
 
         session.runtime.changed(self._gatherer.answers, flip, choice)
         seen = []
@@ -118,6 +120,7 @@ class RepeatedTurns:
         Each is yielded when its answers are there.
         """
         session, waiting, turn = self._session, deque[tuple[int, Repeater]](), 1
+        ahead = 1 if session.ctx.room else AHEAD  # a server gets pauses in which nothing is left to do
         try:
             while waiting or turn == 1:
                 if turn == 1 or (session.ctx.clock() < until and not 0 < most < turn):
@@ -128,7 +131,7 @@ class RepeatedTurns:
                     session.gathers += 1
                     waiting.append((turn, repeater))
                     turn += 1
-                    if len(waiting) < AHEAD:
+                    if len(waiting) < ahead:
                         continue
                 number, repeater = waiting.popleft()
                 yield Turn(number, repeater.answers(), repeater)
@@ -146,6 +149,9 @@ def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results
     ctx = session.ctx
     if ctx.drill or ctx.intensity or not session.runtime.repeats(ctx.device):
         return None
+    session.single_steps = session.runtime.cannot_repeat
+    if session.single_steps:
+        return None
     if ctx.room and AHEAD * (held + sum(result.nbytes for result in results)) > ctx.room // 2:
         return None  # the other half is for the pools, the first turn, and what a comparison takes
     try:
@@ -155,6 +161,5 @@ def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results
             return None  # single steps take less
         if not cannot_be_fixed(error):
             raise
-        session.runtime.can_repeat = False
-        session.single_steps = why_not(error)
+        session.runtime.cannot_repeat = session.single_steps = why_not(error)
         return None

@@ -173,8 +173,8 @@ class Runtime(Protocol):
     pins: bool = False
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 
-    can_repeat: bool = True
-    """Whether no burst has failed to be repeated in this process: torch may take later ones for a part of it."""
+    cannot_repeat: str = ""
+    """Why a burst could not be repeated in this process: torch may take later ones for a part of it."""
 
     rounds: bool = True
     """Whether it rounds to nearest, ties to even: where not, goldens of class R are not tested through it."""

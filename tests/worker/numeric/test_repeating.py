@@ -69,13 +69,24 @@ class Repeating(Torch):
 
 
 def verified(
-    runtime, *, seconds=0.3, compute=None, drill="", room=0, layout="nn", batch=0, device=None, sizes=(64, 72, 96)
+    runtime,
+    *,
+    seconds=0.3,
+    compute=None,
+    drill="",
+    room=0,
+    layout="nn",
+    batch=0,
+    device=None,
+    sizes=(64, 72, 96),
+    pace=None,
 ):
     spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, *sizes, batch, layout)
     compute = compute or partial(multiply, "float32", "float32")
     case = Case(NAME, partial(build, spec), compute, product=spec)
     session = Session(Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room))
     session.runtime = runtime
+    session.ctx.pace = pace or session.ctx.pace
     found = [f for f in verify.verify_case(session, case, seconds, "") if isinstance(f, Comparison)]
     return session, found
 
@@ -200,6 +211,21 @@ def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
     assert any(c.wrong for c in found if c.case == f"{NAME}#{turn}")
 
 
+def test_one_result_of_each_burst_is_overwritten_before(monkeypatch):
+    """Elements of two turns may be equal: what is not written shows there, whatever lay there."""
+    runtime = Repeating()
+    monkeypatch.setattr(repeating, "TRIED", 1)
+    monkeypatch.setattr(repeating.RepeatedTurns, "_indices", lambda self, _: tuple(i[0] for i in self._sheet))
+
+    def compute(operands, out):
+        if runtime.launched >= 5 and out is not None:
+            return out
+        return multiply("float32", "float32", operands, out)
+
+    _, found = verified(runtime, compute=compute)
+    assert [c.wrong_trials for c in found if c.wrong and "#" in c.case]
+
+
 def test_a_turn_that_was_launched_is_looked_at(monkeypatch):
     """Also the one that the end of the time finds at work."""
     runtime = Repeating()
@@ -247,14 +273,36 @@ def test_without_repetition_the_host_hands_every_turn_on(cannot, drill, room):
     session, (found,) = verified(runtime, drill=drill, room=room)
     assert (found.case, found.wrong, runtime.launched) == (NAME, False, 0)
     assert session.gathers > 2
-    assert (session.single_steps == "", runtime.can_repeat) == (2 * (cannot is None,))
+    assert (session.single_steps == "", runtime.cannot_repeat == "") == (2 * (cannot is None,))
+    again, _ = verified(runtime, drill=drill, room=room)
+    assert again.single_steps == session.single_steps  # the next run says why, too
+
+
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_beside_a_server_no_turn_is_left_to_the_pause(room):
+    """A turn that is still at work would fill it."""
+    runtime = Repeating()
+    begun, paces = [], []
+
+    class Counted(Again):
+        def launch(self):
+            begun.append(1)
+            super().launch()
+
+        def answers(self):
+            begun.pop()
+            return super().answers()
+
+    runtime.repeated = lambda _, burst: Counted(runtime, burst)
+    verified(runtime, room=room, pace=lambda: paces.append(len(begun)))
+    assert max(paces) == (0 if room else repeating.AHEAD - 1)
 
 
 def test_without_memory_for_two_turns_a_case_takes_single_steps():
     """They take less, and the next case may fit."""
     runtime = Repeating(cannot=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     session, (found,) = verified(runtime)
-    assert (found.wrong, runtime.launched, session.single_steps, runtime.can_repeat) == (False, 0, "", True)
+    assert (found.wrong, runtime.launched, session.single_steps, runtime.cannot_repeat) == (False, 0, "", "")
 
 
 def test_an_error_of_the_device_is_no_excuse():
