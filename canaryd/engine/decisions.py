@@ -154,6 +154,7 @@ class Decisions:
                 confirmed_time=host.certain_time(),
                 previous=previous,
                 drill=drill,
+                divided=host.is_divided(device),
                 gone_since=None if uuid in host.in_place else self._discovery.last_seen.get(uuid),
                 signs=None if drill or served else self._signs(device, among.runs[uuid]),
                 sightings={} if drill or served else self._sightings(device),

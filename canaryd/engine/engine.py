@@ -173,7 +173,7 @@ class Engine(Host):
         """Read the kernel log from the last stored position: to its end, or until stopped."""
         series = self.workers.start(numeric=False, uses_device=False)
         try:
-            self.watch.read_log(series, lambda: list(self.devices.values()), until_end=until_end)
+            self.watch.read_log(series, self.in_place_first, until_end=until_end)
         finally:
             self.workers.end(series)
 

@@ -65,10 +65,13 @@ class EventHistory:
         place = bus_key(device.detail.get("bus_id", ""))
         names = {device.uuid, device.parent, f"{BUS}{place}" if place else "", HOST if device.backend == "cpu" else ""}
         with self._mutex:
+            mine = self._events.get(device.uuid, {}).values()
+            booted = {event.after for event in mine if event.kind == EventKind.BOOT}
             found = [
                 event if name == device.uuid else replace(event, device=device.uuid)
                 for name in names - {""}
                 for event in self._events.get(name, {}).values()
+                if not (name.startswith(BUS) and event.kind == EventKind.BOOT and event.after in booted)
             ]
         return tuple(sorted(found, key=lambda event: (event.last, event.kind, event.name)))
 
@@ -145,7 +148,9 @@ class EventHistory:
                     after=current,
                     detail="the machine went down without stopping canaryd" if unclean else "the machine was rebooted",
                 )
-                events = [replace(event, device=uuid) for uuid in devices if before]
+                with self._mutex:  # a device may be found later where something was recorded before it was known
+                    places = [name for name in self._events if name.startswith(BUS)]
+                events = [replace(event, device=uuid) for uuid in (*devices, *places) if before]
                 self.record(events, notes={BOOT_NOTE: current, RUNNING_NOTE: mark})
             elif mark and running != mark:
                 self._store.set_note(RUNNING_NOTE, mark)

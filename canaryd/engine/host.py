@@ -81,7 +81,7 @@ class Host:
 
         A divided GPU is tested through its instances, because CUDA cannot use it as a whole.
         """
-        divided = any(d.parent == device.uuid for u, d in self.devices.items() if u in self.present)
+        divided = self.is_divided(device)
         return {
             name: self.settings(name).period or entry.spec.period
             for name, entry in self.entries.items()
@@ -102,6 +102,15 @@ class Host:
         return spec.budget[level] + (self.settings(spec.name).timeout or spec.timeout)
 
     # -- devices ------------------------------------------------------------------------------------------------------
+
+    def is_divided(self, device: Device) -> bool:
+        """Return whether a device has instances; one that is remembered only is none."""
+        return any(d.parent == device.uuid for u, d in self.devices.items() if u in self.present | self.in_place)
+
+    def in_place_first(self) -> list[Device]:
+        """Return all known devices; one that is gone from its place on the bus after the one there now."""
+        with self.mutex:
+            return sorted(self.devices.values(), key=lambda d: d.uuid not in self.in_place)
 
     def reached(self, device: Device) -> bool:
         """Return whether probes can run on a device. The CPU counts without torch: its runs report what is missing."""

@@ -28,6 +28,7 @@ from canaryd.model import (
     Device,
     Event,
     EventKind,
+    State,
     Verdict,
 )
 from canaryd.store.devices import DeviceRecord
@@ -77,9 +78,12 @@ def remembered(
         return True
     planned = device.uuid in config.devices.absent or UNDRIVEN in device.detail
     planned |= acks.retired(device, acknowledged, record.last_seen)
-    # The GPU was divided differently, so its old instances are gone; a doubted one is still reported.
-    planned |= device.parent in here and not (verdict is not None and verdict.doubted)
-    return not planned and not _outlived(record, store, here, now, config.judge)
+    # The GPU was divided differently, so its old instances are gone; a doubted one is still reported. A faulty one is a
+    # part of a GPU that is still here.
+    divided_anew, state = device.parent in here, None if verdict is None else verdict.state
+    planned |= divided_anew and not (verdict is not None and verdict.doubted)
+    stays = divided_anew and state is State.FAULTY
+    return not planned and (stays or not _outlived(record, store, here, now, config.judge))
 
 
 def _outlived(record: DeviceRecord, store: Store, here: Collection[str], now: float, policy: JudgePolicy) -> bool:

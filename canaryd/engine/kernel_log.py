@@ -98,6 +98,8 @@ class KernelLog:
 def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
     """Return the uuid of the device that a record is about; of an unknown one `HOST` or its place on the bus.
 
+    Of devices that were at one place after each other it is the first of `devices`.
+
     A GPU's fault is never the host's, even where the GPU is not watched. Faults of other parts belong to the host, and
     so does what a driver says without naming one of several devices.
     """

@@ -42,6 +42,8 @@ class Case:
     """The device's verdict until now; None for the first."""
     drill: bool = False
     """Whether drills are judged."""
+    divided: bool = False
+    """Whether the device is divided into instances, which are tested in its place."""
     confirmed_time: float = math.inf
     """A time that has certainly come, however wrong the clock is: a watch ends by it."""
     gone_since: float | None = None
@@ -83,11 +85,6 @@ class Case:
     def peers(self) -> Mapping[str, tuple[Run, ...]]:
         """The peers' runs by uuid."""
         return {uuid: self.node.runs[uuid] for uuid in self.devices}
-
-    @property
-    def divided(self) -> bool:
-        """Whether the device is divided into instances, which are tested in its place."""
-        return any(d.parent == self.device.uuid for d in self.devices.values())
 
     @property
     def is_cpu(self) -> bool:

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.engine.inventory import bus_key, changes, merge
-from canaryd.model import UNDRIVEN, UNSEEN, Device
+from canaryd.config.settings import Config
+from canaryd.engine.inventory import bus_key, changes, merge, remembered
+from canaryd.judge.trends.days import Day
+from canaryd.model import UNDRIVEN, UNSEEN, Cause, Device, State, Verdict
 from canaryd.store.devices import DeviceRecord
+from canaryd.store.store import Store
 from canaryd.supervisor.protocol import Description, Listing, Reach
 
 NOW = 1_790_000_000.0
@@ -261,3 +264,23 @@ def test_a_runtime_that_could_not_be_asked_makes_its_devices_uncertain():
     runtimes = {"mlx": Reach(problem="cannot import mlx"), "onnx": Reach()}
     assert "mlx-cpu" in merge(described(CPU), listing(), known, (), runtimes).uncertain
     assert "onnx-cpu" not in merge(described(CPU), listing(), known, (), runtimes).uncertain
+
+
+@pytest.mark.parametrize("state", [State.SUSPECT, State.FAULTY])
+def test_a_faulty_instance_is_known_as_long_as_its_gpu_is_there(tmp_path, state):
+    """The silicon that it was a part of is still in service; a suspicion ends with the watch."""
+    day = 86_400.0
+    gone = replace(SEEN, uuid="MIG-1", parent=SEEN.uuid)
+    verdict = Verdict(device="MIG-1", state=state, cause=Cause.HARDWARE, findings=(), decided=NOW, since=NOW)
+    with Store.open(tmp_path / "state") as store:
+        for device in (SEEN, gone):
+            store.see_device(device, NOW)
+        (record,) = (r for r in store.devices() if r.device.uuid == "MIG-1")
+        for n in range(1, 40):
+            store.add_day(Day(device=SEEN.uuid, day=int(NOW // day) + n, levels=(), tested=("exact_matmul",)))
+
+        def is_known(days):
+            return remembered(record, store, {SEEN.uuid}, Config(), NOW + days * day, verdict=verdict)
+
+        assert is_known(20)
+        assert is_known(39) == (state is State.FAULTY)

@@ -282,6 +282,21 @@ def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
     assert "clean" in {e.name for e in host.watch.history.of(host.device) if e.kind == "boot" and e.after == "three"}
 
 
+def test_a_device_that_is_found_later_has_the_reboots_of_its_place(host, tmp_path):
+    """What was recorded there before it was known came before them; each reboot is one event."""
+    boot, now = tmp_path / "boot_id", time.time()
+    place = events.BUS + bus_key(GPU.detail["bus_id"])
+    lost = Event(device=place, kind="xid", name="79", code=79, first=now - 86_400, last=now - 86_400)
+    host.watch.history.record([lost])
+    for name in ("one\n", "two\n"):
+        boot.write_text(name)
+        host.watch.history.record_boot([host.cpu], now, boot_id=boot)
+    assert [e.kind for e in host.watch.history.of(GPU)] == ["xid", "boot"]
+    boot.write_text("three\n")
+    host.watch.history.record_boot([host.cpu, GPU.uuid], now, boot_id=boot)
+    assert [e.after for e in host.watch.history.of(GPU) if e.kind == "boot"].count("three") == 1
+
+
 def test_an_instance_shares_what_happens_to_its_gpu(host):
     """An Xid of a divided GPU is an event of each instance, and each is tested for it."""
     host.watch.history.instances = {GPU.uuid: [MIG.uuid]}

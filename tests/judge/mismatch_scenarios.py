@@ -67,7 +67,10 @@ MISMATCHES = {
     "torch does not reach it": lambda: (ask(of=UNREACHED), UNKNOWN, E, {"unreached"}),
     "nothing drives it": lambda: (ask(of=UNDRIVEN), UNKNOWN, E, {"unreached"}),
     "divided, its instances are tested": lambda: (
-        ask(of=UNREACHED, wanted={}, peers=[(device("MIG-1", parent="GPU-u"), [])]), HEALTHY, Cause.NONE, set(),
+        ask(of=UNREACHED, wanted={}, divided=True), HEALTHY, Cause.NONE, set(),
+    ),
+    "once divided, as a remembered instance shows": lambda: (
+        ask(of=UNREACHED, peers=[(device("MIG-1", parent="GPU-u"), [])]), UNKNOWN, E, {"unreached"},
     ),
     "no probe wanted": lambda: (ask(wanted={}), UNKNOWN, U, {"no-evidence"}),
     "7 of 8": lambda: (ask(fresh(of=CPU), of=CPU, accelerators=(7, 8)), UNKNOWN, U, {"devices-missing"}),

@@ -25,6 +25,8 @@ JUMP, DIMM_JUMP = 100, 10
 """Corrected errors between two polls that call for an exact test: of an accelerator, of a memory module (ours)."""
 RESET_SHOWN_BY = ("energy_joules_total", "ecc_errors_total")
 """Counters whose fall shows a reset: nothing else restarts them, except an operator who clears ECC counts."""
+RESET_SINCE = "since"
+"""Of a reset's fields: seconds since the epoch of the poll before it."""
 HOST_SUMS = ("throttle_events_total", "machine_check_exceptions_total")
 """Counters summed over the online processors: they move when a processor goes offline or comes back."""
 HOST_COUNTERS = (*HOST_SUMS, "edac_errors_total")
@@ -60,7 +62,8 @@ def changes(before: Run, after: Run) -> list[Event]:
     """Return what happened between two completed polls of one probe on one device; `after` is the newer.
 
     A counter rose at an unknown time between the two, so its event begins with the older poll; `within` shares it out.
-    A reset has the time of the newer poll.
+    A reset has the time of the newer poll, by which it was over, and in `fields` that of the older one: equal events of
+    an hour are merged, and the newest reset's beginning must be known.
     """
     old, new = numbers(before), numbers(after)
     event = partial(Event, device=after.device, first=min(before.started, after.started), last=after.started)
@@ -81,7 +84,7 @@ def changes(before: Run, after: Run) -> list[Event]:
             reading=new[key].name,
             labels=new[key].labels,
         )
-        events.append(replace(reset, first=after.started))
+        events.append(replace(reset, first=after.started, fields={RESET_SINCE: repr(reset.first)}))
     was_set, is_set = _flags(old), _flags(new)
     for key, (reading, value) in is_set.items():
         if key in was_set and was_set[key][1] != value:

@@ -83,6 +83,8 @@ def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
 def lanes_lost(signs: Signs) -> Iterator[Finding]:
     """A link came back from a reset with fewer lanes, and has had no more since, loaded or not.
 
+    A device that was moved to a narrow slot has all the lanes that both can do.
+
     A link that narrows by itself when it is idle is known by having done so: `conditions` judges it under load.
     """
     changes = [e for e in signs.seen(EventKind.FLAG, HELD, "pcie_width") if e.before and e.after]
@@ -92,10 +94,11 @@ def lanes_lost(signs: Signs) -> Iterator[Finding]:
         return
     across = any(falls[-1].first <= reset <= falls[-1].last for reset in signs.resets)
     before = float(falls[-1].before)
-    if across and len(falls) == 1 and 0 < now < before:
+    most = min(before, signs.value("pcie_width_max", signs.policy.settle) or before)
+    if across and len(falls) == 1 and 0 < now < most:
         yield finding(
             *("pcie-width", State.DEGRADED, Cause.ENVIRONMENT),
-            f"PCIe link uses {now:g} of {before:g} lanes since the last reset or reboot.",
+            f"PCIe link uses {now:g} of {most:g} lanes since the last reset or reboot.",
             "Reseat the device; if it stays, check riser, slot and board.",
             f"Found at {signs.moment(falls[-1].last)}.",
             "The link lost lanes (canaryd's own rule).",
@@ -139,7 +142,9 @@ def _nvlink_error(signs: Signs, events: Sequence[Event]) -> str:
 def nvlink_down(signs: Signs) -> Iterator[Finding]:
     """A link that was up is down, or the device left its fabric; also for a while after it came back."""
     # A device divided by MIG has its links off, and one that was reset waits for them.
-    if signs.value("mig_enabled", signs.policy.settle) or any(signs.now - t <= TRAINING for t in signs.trainings):
+    if signs.device.parent or signs.value("mig_enabled", signs.policy.settle):
+        return
+    if any(signs.now - t <= TRAINING for t in signs.trainings):
         return
     newest = {e.name: e for reading in ("nvlink_up", "fabric_ready") for e in signs.seen(EventKind.FLAG, HELD, reading)}
     for _, event in sorted(newest.items()):

@@ -123,7 +123,9 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
     wiped = signs.seen(EventKind.RESET, HELD, ECC[0], kind="uncorrected")
     logged = [*signs.memory_lost, *signs.named("amdgpu", "ras-uncorrected")]
-    if (back := returns((e.last for e in (*rises, *logged)), signs.resets)) >= RECURRENCES:
+    # A lifetime count that rose across a reset may have risen before it: that is no return.
+    times = [e.first if e.reading in ECC[1:] else e.last for e in (*rises, *logged)]
+    if (back := returns(times, signs.resets)) >= RECURRENCES:
         yield finding(
             *("uncorrected-error", State.FAULTY, Cause.HARDWARE),
             f"Uncorrected memory errors came back after {back} resets or reboots"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
-from canaryd.judge.telemetry.events import is_number, numbers, within
+from canaryd.judge.telemetry.events import RESET_SINCE, is_number, numbers, within
 from canaryd.model import Cause, Device, Event, EventKind, Reason, Run
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
@@ -194,8 +195,27 @@ class Signs:
 
     @cached_property
     def resets(self) -> list[float]:
-        """When the device was reset, its driver reloaded, or the machine restarted; ascending."""
-        return sorted({*self.boots, *(t for e in self.seen(EventKind.RESET) for t in (e.first, e.last))})
+        """When the device was reset, its driver reloaded, or the machine restarted, at the latest; ascending.
+
+        A restart of the machine is one reset, though the first poll after it finds the device's counters at zero.
+        """
+        found = {*self.boots}
+        for event in self.seen(EventKind.RESET):
+            since = _reset_since(event)
+            if not any(since <= boot <= event.last for boot in self.boots):
+                found.add(event.last)
+            if event.first < since and not any(event.first - HOUR < boot <= event.first for boot in self.boots):
+                found.add(event.first)
+        return sorted(found)
+
+    @cached_property
+    def _since(self) -> Mapping[float, float]:
+        """Reset that two polls showed → the older one's time: it came after that, at an unknown time."""
+        return {e.last: _reset_since(e) for e in self.seen(EventKind.RESET)}
+
+    def followed(self, after: float, resets: Sequence[float]) -> list[float]:
+        """Return those of the `resets` that certainly came after a time."""
+        return [r for r in resets if (r if r in self.boots else self._since.get(r, r)) > after]
 
     @cached_property
     def trainings(self) -> list[float]:
@@ -224,7 +244,7 @@ class Signs:
 
     def cleared(self, after: float, resets: Sequence[float]) -> bool:
         """Whether a reset was done after a time, and the exact tests since that reset are clean."""
-        return any(r > after and self.passed(r) for r in resets)
+        return any(self.passed(r) for r in self.followed(after, resets))
 
     @cached_property
     def incidents(self) -> list[Incident]:
@@ -296,6 +316,13 @@ def clears_after(seconds: float) -> str:
     return f"Clears {format_duration(seconds)} after it stops."
 
 
+def _reset_since(event: Event) -> float:
+    """Return when the newest reset of an event came at the earliest; releases before 0.2 did not note it."""
+    with contextlib.suppress(ValueError):
+        return min(float(event.fields.get(RESET_SINCE, "")), event.last)
+    return event.last
+
+
 def returns(times: Iterable[float], resets: Sequence[float]) -> int:
     """Return after how many resets (ascending) it happened again."""
     return len({bisect.bisect_left(resets, t) for t in times}) - 1
@@ -307,7 +334,7 @@ def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: st
     That is `action` until one of the `resets` came, and an exact test from then on.
     """
     what = "reboot" if resets is signs.boots else "reset"
-    if at is not None and any(r > at for r in resets):
+    if at is not None and signs.followed(at, resets):
         return f"Run an exact test: canaryd check --device {signs.device.name}", (
             f"There was a {what} since. Clears after a clean exact test that starts after the {what}."
         )

@@ -20,7 +20,8 @@ STEADY = frozenset(
         "MaxPcieLinkWidth",
     )
 )
-"""Calls whose answer is the part's or the driver's, and changes with neither load nor time."""
+"""Calls whose answer is the part's, the driver's or the slot's, and changes with neither load nor time."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Daily:
@@ -31,17 +32,20 @@ class Daily:
         self._nvml = nvml
         self.remembers = bool(directory)
         self._file = Path(directory) / f"nvml-{uuid}.json" if directory else None
-        self._driver = ""
+        self._driver = self._boot = ""
         self._known: dict[str, Any] = {}
         self._new = False
 
     def recall(self) -> None:
-        """Read what was kept less than a day ago, under this driver."""
+        """Read what was kept less than a day ago, under this driver and in this boot: the slot may be another."""
         self._driver = ask_text(self._nvml, "nvmlSystemGetDriverVersion")
+        with contextlib.suppress(OSError):
+            self._boot = BOOT_ID.read_text()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if self._file is not None:
                 kept = json.loads(self._file.read_text())
-                if kept["driver"] == self._driver and 0 <= time.time() - kept["at"] < DAY:
+                here = (kept["driver"], kept["boot"]) == (self._driver, self._boot)
+                if here and 0 <= time.time() - kept["at"] < DAY:
                     self._known = dict(kept["known"])
 
     def keep(self) -> None:
@@ -50,8 +54,9 @@ class Daily:
             return
         with contextlib.suppress(OSError, TypeError, ValueError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
+            kept = {"driver": self._driver, "boot": self._boot, "at": time.time(), "known": self._known}
             fresh = self._file.with_suffix(".new")
-            fresh.write_text(json.dumps({"driver": self._driver, "at": time.time(), "known": self._known}))
+            fresh.write_text(json.dumps(kept))
             fresh.replace(self._file)
 
     def noted(self, name: str) -> Any:

@@ -108,8 +108,9 @@ def xid(code, ago=HOUR, fields=None, **changes):
     return dataclasses.replace(log_event(record, "GPU-a"), **changes)
 
 
-def reset(ago):
-    return event("reset", "driver or device", ago, before="energy_joules_total 9", after="energy_joules_total 0")
+def reset(ago, **changes):
+    fell = {"before": "energy_joules_total 9", "after": "energy_joules_total 0"}
+    return event("reset", "driver or device", ago, **fell, **changes)
 
 
 def wiped():

@@ -19,6 +19,7 @@ from tests.judge.telemetry.made import (
     DIMM_UE,
     FATAL_LINK,
     FAULTY,
+    GPU,
     HEALTHY,
     HOUR,
     LINK,
@@ -333,6 +334,20 @@ SCENARIOS = {
     "Xid 64 with another device's Xid 62": lambda: (
         sign(xid(64, DAY), beside={"cuda:1": [xid(62, DAY)]}), [("xid-recovery", SUSPECT, H)],
     ),
+    "Xid 64 and a reset in one gap of the polls, tested since": lambda: (
+        sign(xid(64, 2 * HOUR), reset(HOUR, fields={"since": str(NOW - 3 * HOUR)}), passed=60),
+        [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 before the gap of a reset, tested since": lambda: (
+        sign(xid(64, 4 * HOUR), reset(HOUR, fields={"since": str(NOW - 3 * HOUR)}), passed=60), [],
+    ),
+    "Xid 64 around one reboot, whose first poll finds counters at zero": lambda: (
+        sign(
+            xid(64, 4 * HOUR), boot(3 * HOUR), xid(64, 2.9 * HOUR), xid(64, HOUR),
+            reset(2 * HOUR, fields={"since": str(NOW - 4 * HOUR)}),
+        ),
+        [("xid-recovery", SUSPECT, H)],
+    ),
     "Xid 64 again after two resets, with another device's once": lambda: (
         sign(
             xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
@@ -367,6 +382,9 @@ SCENARIOS = {
     ),
     "half of the lanes since a reset": lambda: (
         sign(reset(HOUR), width(HOUR), only={"pcie_width": 8}), [("pcie-width", DEGRADED, E)],
+    ),
+    "half of the lanes since a move to a slot that has no more": lambda: (
+        sign(reset(HOUR), width(HOUR), only={"pcie_width": 8, "pcie_width_max": 8}), [],
     ),
     "half of the lanes since no reset, at rest": lambda: (sign(width(HOUR), only={"pcie_width": 8}), []),
     "half of the lanes since a reset, and all of them again": lambda: (sign(reset(HOUR), width(HOUR)), []),
@@ -552,6 +570,13 @@ SCENARIOS = {
     "the fabric is away since a reboot": lambda: (
         sign(event("flag", "fabric_ready", 650, before="1", after="0"), boot(700), only={"fabric_ready": 0}),
         [("nvlink-down", DEGRADED, U)],
+    ),
+    "MIG turns links off, as its instances see it": lambda: (
+        sign(
+            event("flag", "nvlink_up{link=3}", DAY, before="1", after="0"),
+            device=dataclasses.replace(GPU, uuid="MIG-1", parent=GPU.uuid),
+        ),
+        [],
     ),
     "MIG turns links off": lambda: (
         sign(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -255,6 +256,15 @@ def test_fields_that_say_something_else_are_not_believed(machine, agent, tmp_pat
     machine.set(None, "driver", "590.44.01")
     swept(machine, tmp_path)
     assert swept(machine, tmp_path)[0] < 60
+
+
+def test_what_another_boot_learnt_is_asked_again(machine, tmp_path):
+    """The card may be in another slot, which can do fewer lanes."""
+    swept(machine, tmp_path)
+    assert swept(machine, tmp_path)[0] < 60
+    file = tmp_path / f"memory/nvml-{machine.uuids[1]}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
+    assert swept(machine, tmp_path)[0] > 60
 
 
 @pytest.mark.parametrize("kept", ["", "{", '{"driver": "580.95.05", "at": 0, "known": {}}', '{"driver": "580.95.05"}'])
