@@ -66,12 +66,16 @@ def ask(server, directory, seed):
     return [fact for fact in probe("exact_endpoint").run(given) if isinstance(fact, Comparison)]
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, []) for name in ENGINES), pytest.param("transformers", ["--device", "cuda"], marks=pytest.mark.gpu)],
+    ids=str,
+)
+def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_path, name, options):
     """Every answer, in words and in what it prints of its log probabilities, also while eight clients are served."""
     directory = exported(name)
     prompts = [question.text for question in load(directory).questions]
-    with serving(name, directory, tmp_path) as server:
+    with serving(name, directory, tmp_path, *options, **({"CUDA_VISIBLE_DEVICES": "0"} if options else {})) as server:
         alone = ask(server, directory, seed=0)
         with beside(server, prompts[:CLIENTS]):
             loaded = ask(server, directory, seed=1)
