@@ -64,6 +64,12 @@ LINES: Mapping[tuple[str, str], Line] = {
     ("amdgpu", "bad-pages"): Line(
         *HARDWARE, "Bad memory pages have reached the driver's threshold", "Plan to return the device."
     ),
+    ("amdgpu", "overheated"): Line(
+        State.DEGRADED,
+        Cause.ENVIRONMENT,
+        "The device was too hot, and its driver shut the machine down",
+        "Check fans, airflow and power.",
+    ),
     ("amdgpu", "fault"): Line(
         *NOTE, "The device met a bad address; an application can cause that", "Check the application."
     ),

@@ -261,6 +261,11 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:GPU reset for \w+ )?RAS poison consumption\b"),
         ("amdgpu", "bad-pages", rf"{_AMD}Saved bad pages.{{0,40}}reaches threshold"),
         ("amdgpu", "bad-pages", rf"{_AMD}RAS records.{{0,40}}exceed threshold"),
+        (
+            "amdgpu",
+            "overheated",
+            rf"{_AMD}ERROR: GPU (?:over temperature range\(SW CTF\)|HW Critical Temperature Fault\(aka CTF\)) detected",
+        ),
         ("amdgpu", "init-failed", rf"{_AMD}Fatal error during GPU init"),
         ("amdgpu", "lost", rf"{_AMD}device lost from bus"),
         ("intel", "hang", rf"{_INTEL}Engine reset: engine_class=(?P<engine>\w{{1,20}})"),
