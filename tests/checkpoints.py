@@ -144,7 +144,7 @@ def gguf(directory: Path, file: Path, dtype: str = "float32") -> Path:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": words["chat_template"],
     }
-    file.write_bytes(ggml.write_gguf(facts, weights, dtype))
+    file.write_bytes(b"".join(ggml.parts_of_gguf(facts, weights, dtype)))
     return file
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from canaryd.worker.numeric.tensors import bytes_of, torch
@@ -33,24 +33,29 @@ _OF_A_LAYER = {
 }
 
 
-def write_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) -> bytes:
-    """Return the bytes of a file with metadata and host tensors under their names of Hugging Face's Llama.
+def parts_of_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) -> Iterator[bytes]:
+    """Yield a file's header, then the bytes of one tensor after the other: a large file never stands in memory.
 
-    Matrices are kept in `form`, one of `FORMATS`; vectors stay float32, as llama.cpp's own converter keeps them.
+    Host tensors have their names of Hugging Face's Llama. Matrices are kept in `form`, one of `FORMATS`; vectors stay
+    float32, as llama.cpp's own converter keeps them.
     """
-    head, parts, at = [], [], 0
+    forms = {name: "float32" if tensor.dim() == 1 else form for name, tensor in weights.items()}
+    head, at = [], 0
     for name, tensor in weights.items():
-        vector = tensor.dim() == 1
-        whole = tensor.detach().to(torch.float32 if vector else getattr(torch, form))
-        sizes = struct.pack(f"<I{whole.dim()}Q", whole.dim(), *reversed(whole.shape))
-        kind = FORMATS["float32" if vector else form][0]
-        head.append(_string(ggml_name(name)) + sizes + struct.pack("<IQ", kind, at))
-        parts.append(bytes_of(whole))
-        parts.append(bytes(-whole.nbytes % _ALIGNMENT))
-        at += len(parts[-2]) + len(parts[-1])
+        sizes = struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *reversed(tensor.shape))
+        head.append(_string(ggml_name(name)) + sizes + struct.pack("<IQ", FORMATS[forms[name]][0], at))
+        at += _aligned(tensor.numel() * getattr(torch, forms[name]).itemsize)
     start = b"GGUF" + struct.pack("<IQQ", 3, len(head), len(facts))
     start += b"".join(_string(key) + _typed(value) for key, value in facts.items()) + b"".join(head)
-    return start + bytes(-len(start) % _ALIGNMENT) + b"".join(parts)
+    yield start.ljust(_aligned(len(start)), b"\0")
+    for name, tensor in weights.items():
+        data = bytes_of(tensor.detach().to(getattr(torch, forms[name])))
+        yield data
+        yield bytes(_aligned(len(data)) - len(data))
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT
 
 
 def sizes(architecture: str, config: Mapping[str, Any], form: str) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def export(
 
 def _write_gguf(model: Model, directory: Path, form: str) -> str:
     """Write the file; return its SHA-256."""
-    return _write_parts(directory / GGUF, [gguf(model, config(model), TEMPLATE, form)])
+    return _write_parts(directory / GGUF, gguf(model, config(model), TEMPLATE, form))
 
 
 def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored], form: str) -> str:

@@ -9,9 +9,10 @@ looked for first, the longest before all others, and byte-level BPE drops what i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from canaryd.worker.canary.gguf import sizes, write_gguf
+from canaryd.worker.canary.gguf import parts_of_gguf, sizes
 from canaryd.worker.exact_canary.construct import Model
 from canaryd.worker.exact_canary.expected import word
 from canaryd.worker.exact_canary.shape import CHOSEN, MIXTURE
@@ -21,8 +22,8 @@ USER_DEFINED = 4
 """`llama_token_type` of a token that is looked for in the text as it is."""
 
 
-def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> bytes:
-    """Return the bytes of a file with matrices in `form`; `config` is the model's `config.json`."""
+def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> Iterator[bytes]:
+    """Yield a file with matrices in `form` part by part; `config` is the model's `config.json`."""
     shape, family = model.shape, "llama" if model.shape.family == MIXTURE else model.shape.family
     last = shape.vocabulary - 1  # a word that no right answer has, for what llama.cpp must have; token 11 otherwise
     facts = {
@@ -43,7 +44,7 @@ def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> byte
     }
     if shape.experts:
         facts |= {f"{family}.expert_count": shape.experts, f"{family}.expert_used_count": CHOSEN}
-    return write_gguf(facts, _stacked({name: _turned(model, name, w) for name, w in model.weights.items()}), form)
+    return parts_of_gguf(facts, _stacked({name: _turned(model, name, w) for name, w in model.weights.items()}), form)
 
 
 def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
