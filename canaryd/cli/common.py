@@ -60,10 +60,13 @@ def use_color() -> bool:
 
 def may_write(option: str, path: Path) -> bool:
     """Whether a file can be written, as far as this can be checked beforehand; complain where not."""
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    try:
+        writable = not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+    except OSError:  # behind a directory that this user may not search
+        writable = False
+    if not writable:
         complain(f"{option} {path}: cannot be written; name a file in a directory that exists and is yours")
-        return False
-    return True
+    return writable
 
 
 def write_report(path: Path, text: str) -> None:

@@ -166,9 +166,8 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     """Compare two captures in a worker, which has torch, or two score files here; return the exit code."""
     if options.report and not may_write("--report", options.report):
         return USAGE
-    missing = [path for path in (options.a, options.b) if not path.exists()]
-    if missing:
-        complain(*(f"{path}: no such file" for path in missing))
+    if problems := [problem for path in (options.a, options.b) if (problem := _unreadable(path))]:
+        complain(*problems)
         return USAGE
     captures = [_is_capture(path) for path in (options.a, options.b)]
     if captures.count(True) == 1:
@@ -188,6 +187,18 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     return {"equal": 0, "rounding": 0, "fault": exit_code(State.SUSPECT)}.get(
         answer["verdict"]["kind"], exit_code(State.UNKNOWN)
     )
+
+
+def _unreadable(path: Path) -> str:
+    """Return why this user cannot read a file; "" for nothing. What a directory holds is not looked at."""
+    try:
+        if not path.is_dir():
+            path.open("rb").close()
+    except FileNotFoundError:
+        return f"{path}: no such file"
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}; name a readable file"
+    return ""
 
 
 def _is_capture(path: Path) -> bool:

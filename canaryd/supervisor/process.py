@@ -25,7 +25,7 @@ from canaryd.model import Outcome, Reason
 from canaryd.supervisor import cgroup, killed
 from canaryd.supervisor.environment import BELOW_NORMAL, INSTRUCTION_SETS, SCRUBBED, STRICT
 from canaryd.supervisor.protocol import WorkerSpec
-from canaryd.supervisor.remote import BOOTSTRAP, ENTRY, PACKAGE, own_files, pack
+from canaryd.supervisor.remote import BOOTSTRAP, ENTRY, PACKAGE, TEMPORARY, own_files, pack
 
 log = logging.getLogger(__name__)
 CHATTER = 65_536
@@ -159,6 +159,7 @@ class Worker:
                 raise
             protocol, chatter = _pipe(self._process.stdout), _pipe(self._process.stderr)
             head = {"set": setting, "unset": SCRUBBED, "entry": ENTRY, "nonce": self._nonce, "files": own_files()}
+            head["temporary"] = TEMPORARY
             packed = json.dumps(head).encode()
             self._outgoing += f"{len(packed)}\n".encode() + packed
         else:

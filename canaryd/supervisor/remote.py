@@ -9,13 +9,15 @@ MAX_SHIPPED = 64 * 1024 * 1024
 """Bytes of one probe directory that are sent through `worker.command`."""
 PACKAGE = Path(__file__).resolve().parents[1]
 ENTRY = "canaryd/worker/__main__.py"
-# Runs behind `worker.command`, where canaryd is not installed: unpacks the worker, runs it, and always removes it.
+TEMPORARY = "canaryd/worker/temporary.py"
+# Runs behind `worker.command`, where canaryd is not installed: unpacks the worker, runs it, and removes it, also where
+# this process is killed (`temporary_directory`).
 BOOTSTRAP = """
 import sys
 sys.path = [p for p in sys.path if p]
 if sys.version_info < (3, 10):
     sys.exit("canaryd: the worker needs Python 3.10 or newer; %s is %s" % (sys.executable, sys.version.split()[0]))
-import base64, json, os, signal, subprocess, tempfile
+import base64, json, os, signal, subprocess
 signal.signal(signal.SIGTERM, lambda *_: None)
 pipe = open(0, "rb", buffering=0, closefd=False)
 size, packed = int(pipe.readline()), b""
@@ -24,7 +26,9 @@ while len(packed) < size:
 head = json.loads(packed)
 env = {k: v for k, v in os.environ.items() if k not in head["unset"]}
 env.update(head["set"])
-with tempfile.TemporaryDirectory(prefix="canaryd-") as tree:
+temporary = {"__name__": "temporary"}
+exec(base64.b64decode(head["files"][head["temporary"]]), temporary)
+with temporary["temporary_directory"]("canaryd-") as tree:
     for name, content in head["files"].items():
         path = os.path.join(tree, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)

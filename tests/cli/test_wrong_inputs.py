@@ -242,3 +242,25 @@ def test_a_file_that_this_user_may_not_read(place):  # noqa: F811  the fixture
     assert (answer.code, answer.out) == (64, "")
     assert re.fullmatch(rf"canaryd: {path}: cannot read it.*; make it readable or name another file\n", answer.err)
     assert [p.name for p in place.iterdir()] == ["closed.yaml"]
+
+
+@AS_ANOTHER
+@pytest.mark.parametrize("written", [("check", "--report"), ("check", "--textfile"), ("capture", "--exact", "--out")])
+def test_a_file_behind_a_closed_directory_cannot_be_written(place, written):  # noqa: F811  the fixture
+    """Where even its name cannot be looked up."""
+    (place / "closed").mkdir(mode=0o700)
+    (answer,) = in_turn((*written, place / "closed/x", "--state-dir", place / "state"), user=NOBODY)
+    told = f"canaryd: {written[-1]} {place}/closed/x: cannot be written; name a file in a directory that exists and is"
+    assert (answer.code, answer.out, answer.err) == (64, "", f"{told} yours\n")
+
+
+@AS_ANOTHER
+def test_what_this_user_may_not_read_is_not_compared(place):  # noqa: F811  the fixture
+    """Behind a closed directory, and closed itself; each file is named."""
+    (place / "closed").mkdir(mode=0o700)
+    (place / "mine").write_text("{}")
+    (place / "mine").chmod(0o600)
+    (answer,) = in_turn(("compare", place / "closed/a", place / "mine"), user=NOBODY)
+    why = "cannot be read: Permission denied; name a readable file"
+    told = "".join(f"canaryd: {place}/{name}: {why}\n" for name in ("closed/a", "mine"))
+    assert (answer.code, answer.out, answer.err) == (64, "", told)

@@ -11,6 +11,7 @@ from canaryd.model import Outcome
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor.protocol import WorkerSpec
 from canaryd.supervisor.series import Series
+from tests.command import eventually
 from tests.supervisor.workers import PATIENCE, PROBES, gone, pid_in, readings, request, run_once
 
 
@@ -88,8 +89,18 @@ def test_outcomes_are_the_same_behind_a_command(elsewhere, tmp_path, name, outco
     # Half a second is too short for six workers on two cores to remove their files.
     run = run_once(name, timeout=timeout, spec=elsewhere, grace=PATIENCE, settings={"how": "json"})
     assert (run.outcome, detail in run.detail) == (outcome, True), run
-    if outcome is not Outcome.GARBLED:  # that one is killed at once
-        assert list(tmp_path.iterdir()) == []
+    assert eventually(lambda: list(tmp_path.iterdir()) == [])
+
+
+def test_a_killed_command_leaves_no_files(elsewhere, tmp_path):
+    """SIGKILL also ends the process that unpacked the worker, and the files are removed all the same."""
+    deaf = run_once("hangs_ignoring_sigterm", timeout=3.0, spec=elsewhere)
+    assert (deaf.outcome, deaf.readings != ()) == (Outcome.TIMED_OUT, True)
+    assert eventually(lambda: list(tmp_path.iterdir()) == [])
+    with Series(elsewhere, on_progress=lambda *_: series.kill("a test")) as series:
+        run = series.run(request("hangs"), PATIENCE)
+    assert (run.outcome, gone(pid_in(run))) == (Outcome.ERRORED, True)
+    assert eventually(lambda: list(tmp_path.iterdir()) == [])
 
 
 def test_what_the_command_itself_prints_is_no_answer(bare_python):

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.graphs import try_aside
 from canaryd.worker.telemetry.command import output
 from canaryd.worker.telemetry.sysfs import Unreadable
+from canaryd.worker.temporary import temporary_directory
 
 FIXED = ("compiled", "graph")
 """How: both calls are made by torch.compile, or the step is replayed from a CUDA graph."""
@@ -154,7 +154,7 @@ def compiler() -> Iterator[str]:
     torch raises where it cannot compile for this Python.
     """
     name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="canaryd-compile-") as directory:
+    with temporary_directory("canaryd-compile-") as directory:
         os.environ[name] = directory  # before the imports, one of which creates this directory
         try:
             dynamo, inductor, utils = (

@@ -21,6 +21,19 @@ def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str
     return given
 
 
+def not_started(program: str, error: OSError) -> Unreadable:
+    """Return why a program was not started.
+
+    Where this user may not search a directory of PATH, the error of a program that is in none is "Permission denied".
+    """
+    import shutil  # noqa: PLC0415 - only where there is no command to ask
+
+    unseen = isinstance(error, PermissionError) and os.sep not in program and not shutil.which(program, os.F_OK)
+    if unseen or isinstance(error, FileNotFoundError):
+        return NotInstalled(f"{program} is not installed, or not in PATH")
+    return Unreadable(f"{program} cannot be started: {error.strerror or error}")
+
+
 def output(argv: Sequence[str], timeout: float) -> str:
     """Return what a command prints on standard output; raise `Unreadable` where it fails or takes over `timeout` s."""
     import subprocess  # noqa: PLC0415 - only where there is a command to ask
@@ -34,12 +47,10 @@ def output(argv: Sequence[str], timeout: float) -> str:
             check=False,
             env={**os.environ, "LC_ALL": "C"},  # texts and decimal points as documented
         )
-    except FileNotFoundError:
-        raise NotInstalled(f"{argv[0]} is not installed, or not in PATH") from None
     except subprocess.TimeoutExpired:
         raise Unreadable(f"{' '.join(argv)} did not answer within {timeout:.1f} s") from None
     except OSError as error:
-        raise Unreadable(f"{argv[0]} cannot be started: {error.strerror or error}") from None
+        raise not_started(argv[0], error) from None
     text = done.stdout.decode(errors="replace")
     if done.returncode:
         text = (done.stderr.decode(errors="replace").strip() or text.strip() or "nothing").splitlines()[-1]

@@ -6,6 +6,7 @@ printed nothing that can be read, is no result.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,13 +14,15 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from canaryd.model import Device
 from canaryd.probe import Context, Fact, Reading, Skip
-from canaryd.worker.telemetry.command import command_setting
+from canaryd.worker.telemetry.command import command_setting, not_started
+from canaryd.worker.temporary import temporary_directory
 
 STEP = 0.1
 """Seconds between two looks at a tool that runs."""
@@ -137,7 +140,7 @@ def read(ctx: Context) -> Iterator[Fact]:
     suite = ctx.settings.get("suite", tool.suite)
     if not re.fullmatch(r"[\w,]+", str(suite)):
         raise ValueError(f"suite: got {suite!r}, wanted letters, digits, _ and commas such as {tool.suite!r}")
-    with tempfile.TemporaryDirectory(prefix="canaryd-selftest-") as directory:
+    with temporary_directory("canaryd-selftest-") as directory:
         file = Path(directory, "results.json")
         argv = [command, *tool.arguments(str(suite), ctx.device, file)]
         code, text = _run(ctx, tool, argv)
@@ -159,7 +162,7 @@ def read(ctx: Context) -> Iterator[Fact]:
 def _run(ctx: Context, tool: Tool, argv: list[str]) -> tuple[int, str]:
     """Return a tool's exit status and what it printed; raise `Skip` where it does not start or does not end.
 
-    It has a session of its own: no signal to the worker reaches it.
+    It ends with the worker, being in its process group; only what must not be aborted has a session of its own.
     """
     with tempfile.TemporaryFile() as out:
         try:
@@ -168,11 +171,11 @@ def _run(ctx: Context, tool: Tool, argv: list[str]) -> tuple[int, str]:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=not tool.abortable,
                 env={**os.environ, "LC_ALL": "C"},
             )
         except OSError as error:
-            raise Skip(f"{argv[0]} cannot be started: {error.strerror or error}") from None
+            raise Skip(str(not_started(argv[0], error))) from None
         while True:
             try:
                 code = process.wait(STEP)
@@ -193,10 +196,41 @@ def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budg
             f"{argv[0]} did not end within {budget:g} s. It still runs (process {process.pid}): canaryd does not stop"
             " it, because a stopped test leaves the voltage changed. Do not kill it; wait for its end"
         )
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    _stop(process)
     return f"{argv[0]} did not end within {budget:g} s and was stopped"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a tool and what it has started to end, and kill what is left: the worker and its group go on."""
+    told, deadline = _started_by(process.pid), time.monotonic() + GRACE
+    for pid in told:
+        _tell(pid, signal.SIGTERM)
+    while time.monotonic() < deadline and (process.poll() is None or told & _group().keys()):
+        time.sleep(STEP)
+    for pid in told & _group().keys():
+        _tell(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _started_by(tool: int) -> set[int]:
+    """Return the processes of a tool: itself and its children, and their children."""
+    group, found = _group(), [tool]
+    for pid in found:
+        found += [child for child, parent in group.items() if parent == pid]
+    return set(found)
+
+
+def _group() -> dict[int, int]:
+    """Return the living processes of this worker's group: process → parent (proc(5)); zombies are dead."""
+    found, own = {}, os.getpgrp()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent, group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if state != "Z" and int(group) == own:
+                found[int(stat.parent.name)] = int(parent)
+    return found
+
+
+def _tell(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -7,6 +7,7 @@ captured from a device.
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from canaryd.probe import Context, Skip
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.telemetry import selftest
-from tests.command import ROOT
+from tests.command import PATIENCE, ROOT, eventually
 
 
 def device(backend, index=1):
@@ -136,12 +137,12 @@ def test_garbage_is_no_result(tool, backend, lines):
 
 def test_a_tool_that_is_not_there_is_named():
     """No result, and why."""
-    with pytest.raises(Skip, match="/nowhere/dcgmi cannot be started: No such file"):
+    with pytest.raises(Skip, match="/nowhere/dcgmi is not installed, or not in PATH"):
         run("cuda", "/nowhere/dcgmi")
 
 
 def test_a_tool_that_hangs_is_stopped(tool, tmp_path, monkeypatch):
-    """At the end of its budget, with what it started; where it ignores that, it is killed."""
+    """At the end of its budget, with what it started; what ignores that is killed."""
     monkeypatch.setattr(selftest, "GRACE", 0.5)
     ended = tmp_path / "ended"
     polite = tool(
@@ -151,11 +152,35 @@ def test_a_tool_that_hangs_is_stopped(tool, tmp_path, monkeypatch):
         run("cuda", polite, budget=4.0)
     assert ended.exists()
     deaf = tool(
-        f"open({str(ended)!r}, 'w').write(str(os.getpid()))", "signal.signal(15, signal.SIG_IGN)", "time.sleep(60)"
+        "signal.signal(15, signal.SIG_IGN)",
+        "child = os.fork()",
+        f"open({str(ended)!r}, 'w').write(f'{{os.getpid()}} {{child}}') if child else None",
+        "time.sleep(60)",
     )
     with pytest.raises(Skip, match="was stopped"):
         run("cuda", deaf, budget=4.0)
-    assert _is_gone(int(ended.read_text()))
+    assert [_is_gone(int(pid)) for pid in ended.read_text().split()] == [True, True]
+
+
+@pytest.mark.parametrize(("timeout", "outcome"), [(PATIENCE, Outcome.ERRORED), (6.0, Outcome.TIMED_OUT)])
+def test_a_tool_ends_with_its_worker(tool, tmp_path, monkeypatch, timeout, outcome):
+    """Where canaryd stops the run, and where the worker overruns: nothing of it runs on, and no file is left."""
+    begun, files = tmp_path / "begun", tmp_path / "files"
+    files.mkdir()
+    monkeypatch.setenv("TMPDIR", str(files))
+    slow = tool(
+        "signal.signal(15, signal.SIG_IGN)",
+        "child = os.fork()",
+        f"open({str(begun)!r}, 'w').write(f'{{os.getpid()}} {{child}}') if child else None",
+        "time.sleep(600)",
+    )
+    with Series(WorkerSpec(), grace=0.5) as series:
+        if outcome is Outcome.ERRORED:
+            threading.Thread(target=lambda: (eventually(begun.exists), series.kill("a test"))).start()
+        done = series.run(_asked(series, "cuda", slow), timeout)
+    assert done.outcome is outcome, done
+    assert eventually(lambda: all(_is_gone(int(pid)) for pid in begun.read_text().split()))
+    assert eventually(lambda: list(files.iterdir()) == [])
 
 
 def test_a_tool_that_moves_the_voltage_is_never_stopped(tool, tmp_path):
@@ -169,19 +194,8 @@ def test_a_tool_that_moves_the_voltage_is_never_stopped(tool, tmp_path):
         "time.sleep(12)",
         f"open({str(ended)!r}, 'w').close()",
     )
-    path = ROOT / "probes/vendor_selftest.py"
     with Series(WorkerSpec()) as series:
-        spec = series.describe([path]).probes[path]
-        request = RunRequest(
-            probe_path=path,
-            spec=spec,
-            device=device("npu"),
-            level="deep",
-            seed=1,
-            budget=60.0,
-            settings={"command": slow},
-        )
-        done = series.run(request, 6.0)  # the supervisor's deadline: it kills the worker's whole group
+        done = series.run(_asked(series, "npu", slow), 6.0)  # the supervisor's deadline: it kills the worker's group
     assert done.outcome is Outcome.TIMED_OUT
     pid = int(begun.read_text())
     for _ in range(300):
@@ -189,6 +203,20 @@ def test_a_tool_that_moves_the_voltage_is_never_stopped(tool, tmp_path):
             break
         time.sleep(0.1)
     assert ended.exists(), "the tool was stopped"
+
+
+def _asked(series, backend, command):
+    """A run of the probe, for a worker."""
+    path = ROOT / "probes/vendor_selftest.py"
+    return RunRequest(
+        probe_path=path,
+        spec=series.describe([path]).probes[path],
+        device=device(backend),
+        level="deep",
+        seed=1,
+        budget=60.0,
+        settings={"command": command},
+    )
 
 
 def _is_gone(pid):
