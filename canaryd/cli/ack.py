@@ -60,7 +60,8 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
         if device is None:
             return USAGE
         now = time.time()
-        if mistake := _mistake(options, acks.standing(acks.heeded(store.acks(device.uuid), now), store.certain(now))):
+        given = acks.heeded(store.acks(device.uuid), now)
+        if mistake := _mistake(options, acks.standing(device, given, store.certain(now))):
             complain(f"ack: {mistake}")
             return USAGE
         if options.software and (why := software.missing(_case(store, settings, device, known, now))):

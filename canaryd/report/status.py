@@ -192,7 +192,7 @@ def gather(
                 present=record.present,
                 verdict=verdict,
                 events=tuple(events_of[device.uuid]),
-                acks=_in_force(own, now, certain),
+                acks=_in_force(device, own, now, certain),
                 evidence=_since_repair(evidence.get(device.uuid, {}), judge_acks.cut(device, own)),
                 drill=_drill(drills_of[device.uuid], now),
             )
@@ -292,7 +292,7 @@ def as_of(status: Status, now: float) -> Status:
                 d,
                 verdict=_unless_old(d.verdict, d.device, now, daemon=status.daemon),
                 events=tuple(e for e in d.events if e.last >= now - RECENT),
-                acks=_in_force(d.acks, now, certain),
+                acks=_in_force(d.device, d.acks, now, certain),
                 drill=d.drill if d.drill and now <= d.drill.until else None,
             )
             for d in status.devices
@@ -329,10 +329,10 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
     return found
 
 
-def _in_force(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
+def _in_force(device: Device, acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
     """Return every repair and replacement, and the acknowledgement that has not ended."""
     heeded = judge_acks.heeded(acks, now)
-    standing = judge_acks.standing(heeded, certain)
+    standing = judge_acks.standing(device, heeded, certain)
     return tuple(a for a in heeded if a.kind != AckKind.ACKNOWLEDGED or a is standing)
 
 
@@ -379,7 +379,7 @@ def _up_to_date(
             " Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
-    shown = _with_acks(shown, judge_acks.standing(acks, store.certain(now)), now)
+    shown = _with_acks(shown, judge_acks.standing(device, acks, store.certain(now)), now)
     if shown.state.severity > State.UNKNOWN.severity:
         return shown
     judged = {run for f in verdict.findings for run in f.runs}
@@ -413,7 +413,7 @@ def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
     if ack is None:
         covered = [f for f in verdict.findings if f.acknowledged]
         if not covered:
-            return verdict
+            return replace(verdict, findings=_without_ack_note(verdict))
         note = Finding(
             rule=UNJUDGED_RULE,
             state=State.SUSPECT,

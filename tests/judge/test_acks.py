@@ -52,9 +52,20 @@ def test_a_replaced_part_is_not_waited_for_once_it_is_gone(of, last_seen, expect
 def test_the_newest_acknowledgement_stands_until_it_runs_out():
     """An operator may shorten it, too."""
     long, short = word("acknowledged", 2 * HOUR, NOW + DAY), word("acknowledged", HOUR, NOW - 1)
-    assert standing([long], NOW) == long
-    assert standing([long, short], NOW) is None
-    assert standing([dataclasses.replace(long, until=NOW)], NOW) is None
+    assert standing(GPU, [long], NOW) == long
+    assert standing(GPU, [long, short], NOW) is None
+    assert standing(GPU, [dataclasses.replace(long, until=NOW)], NOW) is None
+
+
+@pytest.mark.parametrize(("of", "kind", "expected"), [
+    (GPU, "repaired", False), (CPU, "repaired", False), (CPU, "replaced", False), (GPU, "replaced", True),
+    (CPU, "software", True),
+])  # fmt: skip
+def test_a_repair_ends_what_was_acknowledged_before(of, kind, expected):
+    """Not the replacement of a part with a name of its own: the record with this name is still that of the old part."""
+    known = word("acknowledged", 2 * HOUR, NOW + DAY)
+    assert (standing(of, [known, word(kind, HOUR, of=of)], NOW) == known) is expected
+    assert standing(of, [word(kind, 3 * HOUR, of=of), known], NOW) == known
 
 
 # --- With engine and store --------------------------------------------------------------------------------------------

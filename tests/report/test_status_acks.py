@@ -6,8 +6,9 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.formatting import format_time
-from canaryd.model import Ack, Finding, State
-from canaryd.report import status
+from canaryd.judge import acks as judge_acks
+from canaryd.model import Ack, Cause, Finding, State
+from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
@@ -168,3 +169,30 @@ def test_a_part_that_was_replaced_is_not_told_of(store):
     assert {d.device.uuid for d in ask(store).devices} == {"GPU-1", "CPU-1"}
     store.set_present({CPU.uuid}, NOW)
     assert {d.device.uuid for d in ask(store).devices} == {"CPU-1"}
+
+
+@pytest.mark.parametrize("kind", ["repaired", "replaced"])
+def test_what_was_acknowledged_of_an_earlier_part_is_not_shown_of_this_one(store, kind):
+    """Its fault is news, whoever knew of the old one: in the text, the JSON, the page and the next verdict."""
+    part = replace(CPU, weak_identity=True)
+    store.see_device(part, NOW - 900)
+    acknowledge(store, at=NOW - 600, device=part.uuid)
+    store.add_ack(Ack(device=part.uuid, kind=kind, at=NOW - 300, reason="swapped"))
+    bits = Finding(rule="exact-mismatch", state=State.FAULTY, cause=U, message="wrong bits")
+    old = Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message="Acknowledged until …: RMA 7")
+    faulty = replace(verdict(State.FAULTY, U), device=part.uuid)
+    store.set_verdict(replace(faulty, findings=(bits, old)))
+    found = ask(store)
+    assert [a["kind"] for a in status_json(found)["devices"][0]["acks"]] == [kind]
+    for text in (status_text(found), str(status_json(found)), status_page.render(found, NOW).decode()):
+        assert "RMA 7" not in text
+        assert "wrong bits" in text
+
+
+def test_a_part_that_names_itself_stays_acknowledged_until_it_is_gone(store):
+    """Its uuid is that of the part: another one has no acknowledgement, and this one's record stands."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store)
+    store.add_ack(Ack(device=GPU.uuid, kind="replaced", at=NOW - 5, reason="swapped"))
+    assert "Nothing new: cuda:3 is acknowledged" in advice(ask(store))
