@@ -9,6 +9,8 @@ from typing import Any
 from canaryd.codec import finding_json, to_json
 from canaryd.engine.check import Result
 from canaryd.facts import DEVICE_SECONDS
+from canaryd.formatting import format_time
+from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
@@ -49,6 +51,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         "since": verdict.since,
         "incidents": incidents_json(verdict, device),
         "findings": [finding_json(f) for f in verdict.findings],
+        **_found(result.runs.get(device.uuid, [])),
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
             {"probe": probe, "case": skipped.case, "reason": skipped.reason}
@@ -133,12 +136,29 @@ def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> st
 def _bad_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:
     verdict = result.verdicts[device.uuid]
     yield from state_lines(device, verdict, verbose=verbose)
+    yield from _this_check_lines(result, device)
     if verdict.drill and verdict.state.severity >= State.SUSPECT.severity:
         yield from paragraph(
             INDENT, "The injected fault was caught, as it must be; it does not count against the device."
         )
     if verbose:
         yield from _detail_lines(result, device)
+
+
+def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
+    """Yield what this check found, where the lines about its device are about an older fault, or none of its results.
+
+    Without it nobody could tell a repeat that was clean from one that was wrong again.
+    """
+    verdict, runs = result.verdicts[device.uuid], result.runs.get(device.uuid, [])
+    wrong = [i for i in incidents(verdict) if i.wrong]
+    if verdict.drill or any(i.since >= result.started for i in wrong):
+        return
+    found = _found(runs)
+    what = _compared(runs) if found["results"] or found["recordings"] else "no result"
+    clean = not (found["wrong"] or found["differ"])
+    kept = f" The fault of {format_time(wrong[0].since, seconds=False)} stays on record." if wrong and clean else ""
+    yield from paragraph(INDENT, f"This check: {what}.{kept}")
 
 
 def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) -> Iterator[Line]:
@@ -161,10 +181,20 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
 
 def _compared(runs: Sequence[Run]) -> str:
     """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
-    results, recordings = sum(r.trials for r in runs), sum(len(r.recordings) for r in runs)
-    if results or not recordings:
-        return f"{results:,} results, {sum(c.wrong_trials for r in runs for c in r.comparisons):,} wrong"
-    return f"{count(recordings, 'recording')}, {sum(len(r.unknown) for r in runs):,} differ from the baseline"
+    found = _found(runs)
+    if found["results"] or not found["recordings"]:
+        return f"{count(found['results'], 'result')}, {found['wrong']:,} wrong"
+    return f"{count(found['recordings'], 'recording')}, {found['differ']:,} differ from the baseline"
+
+
+def _found(runs: Sequence[Run]) -> dict[str, int]:
+    """Return how much runs compared, and how much of it was not as it should be."""
+    return {
+        "results": sum(r.trials for r in runs),
+        "wrong": sum(c.wrong_trials for r in runs for c in r.comparisons),
+        "recordings": sum(len(r.recordings) for r in runs),
+        "differ": sum(len(r.unknown) for r in runs),
+    }
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:

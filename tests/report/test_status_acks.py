@@ -6,7 +6,6 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.formatting import format_time
-from canaryd.judge import acks as judge_acks
 from canaryd.model import Ack, Cause, Finding, State
 from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
