@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import Incident, incidents
-from canaryd.judge.phrases import recipient
 from canaryd.model import Cause, State
-from canaryd.report.incidents import Step, brief, names_of, precaution, step
+from canaryd.report.incidents import Step, brief, names_of, next_step, precaution, step
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
 from canaryd.report.terminal import cause_note
 
@@ -174,7 +173,8 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
     elif state is State.FAULTY:
         yield todo if todo.text else Step(precaution(worst[0].verdict.cause, [d.device for d in worst]))
         if all(d.verdict.state in (State.FAULTY, State.HEALTHY) for d in status.devices):  # else there is more to read
-            yield _for_vendor(worst)
+            found = _worst_incident(worst[0])
+            yield next_step(found, worst[0].device) if found else Step("")
         if not status.daemon:
             yield Step("The daemon is not running, so nothing else is tested. Start it:", "canaryd run")
     elif state is State.SUSPECT:
@@ -187,22 +187,6 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         yield from _steps_for_unknown(status, worst)
     if others := [d for d in worst if d.device.uuid not in advised(status)]:
         yield Step(f"For {_names(others)}, see below.")
-
-
-def _for_vendor(worst: Sequence[DeviceStatus]) -> Step:
-    """Return what to send to the vendor about faulty devices: once it is known that the part is at fault."""
-    first, found = worst[0].device, _worst_incident(worst[0])
-    if found is None or found.wrong is None or first.is_endpoint:
-        return Step("")
-    if found.cause is Cause.HARDWARE:
-        return Step(f"Send the file that it names to {recipient(first)}.")
-    if found.cause is Cause.UNDETERMINED:
-        return Step(
-            "Wrong there too: look for a software fault first. "
-            f"Right there: {first.name} is at fault; write the report for {recipient(first)}:",
-            f"canaryd report {first.name} -o ./case",
-        )
-    return Step("")
 
 
 def _step_for_suspect(status: Status, worst: Sequence[DeviceStatus], todo: Step) -> Step:

@@ -99,7 +99,7 @@ def _advice_lines(status: Status) -> Iterator[Line]:
         sentences = f"{sentences} {todo.text}".lstrip()
         if todo.command:
             yield from paragraph(lead, sentences)
-            yield "head", f"        {typed(todo.command)}"
+            yield "head", f"        {todo.shown}"
             lead, sentences = "        ", ""
     if sentences:
         yield from paragraph(lead, sentences)
