@@ -20,7 +20,7 @@ from canaryd.formatting import columns, did_you_mean_device, folded, format_dura
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.phrases import count
 from canaryd.model import Device, Outcome, Run
-from canaryd.report.terminal import typed
+from canaryd.report.terminal import UNBROKEN, typed
 from canaryd.store.locks import Busy, Unreadable, user_name
 from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
@@ -43,8 +43,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
     On a terminal its lines are folded; elsewhere they stay whole for other programs.
     """
-    stream, text = stream or sys.stdout, typed(text)
-    print(folded(text, columns()) if stream is not None and stream.isatty() else text, file=stream, flush=True)
+    stream = stream or sys.stdout
+    watched = stream is not None and stream.isatty()
+    text = folded(typed(text, UNBROKEN), columns()).replace(UNBROKEN, " ") if watched else typed(text)
+    print(text, file=stream, flush=True)
 
 
 def complain(*lines: str) -> None:

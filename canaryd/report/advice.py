@@ -19,6 +19,8 @@ ANSWERS = {
     State.FAULTY: "NO, do not trust this node's numbers",
 }
 """What the worst state of a machine means for its numbers: those of a degraded device are right so far."""
+START = (Step("Start the daemon:", "canaryd run"), Step("Or test once:", "canaryd check"))
+"""What to do where nothing is tested."""
 
 
 def answer(status: Status) -> str:
@@ -141,7 +143,7 @@ def steps(status: Status) -> Iterator[Step]:
     elif status.devices:
         yield from (todo for todo in _steps_for_devices(status) if todo.text)
     else:
-        yield _start()
+        yield from START
     if many := _problems(status):
         yield Step(f"canaryd itself has {many} (see below).")
 
@@ -150,10 +152,6 @@ def _problems(status: Status) -> str:
     """Return how many problems canaryd itself has, beside a record that cannot be read; "" for none."""
     others = [text for text in status.problems if text != status.unreadable]
     return "" if not others else "a problem" if len(others) == 1 else "problems"
-
-
-def _start() -> Step:
-    return Step("Start the daemon (canaryd run), or test once:", "canaryd check")
 
 
 def _steps_for_devices(status: Status) -> Iterator[Step]:
@@ -213,7 +211,7 @@ def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterato
     if todo.text:
         yield todo
     elif not status.daemon:
-        yield _start()
+        yield from START
     else:
         yield Step(f"See below why {_names(here)} {is_} unknown. To test {it} now:", _check(here))
 

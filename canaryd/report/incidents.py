@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from canaryd.codec import to_json
 from canaryd.facts import Place
 from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
-from canaryd.judge.findings import ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY
+from canaryd.judge.findings import ACKNOWLEDGED, NO_EVIDENCE, REPLACED_IS_HERE, TEXT_ONLY
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
 from canaryd.judge.phrases import identical, listed, recipient, whom_to_tell
 from canaryd.model import Cause, Device, Elsewhere, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
+from canaryd.report.status import UNJUDGED_RULE, UNTENDED_RULE
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
@@ -122,6 +123,11 @@ def step(incident: Incident, *devices: Device) -> Step:
     if wrong and there and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come:
         return _repeat(f"{lead.action}:", first, there)
     return _parted(lead.action)
+
+
+def awaits_tests(incident: Incident) -> bool:
+    """Return whether a device is unknown only because nothing judged it lately: then nothing has caused that."""
+    return incident.lead.rule in (NO_EVIDENCE, UNJUDGED_RULE, UNTENDED_RULE)
 
 
 def next_step(incident: Incident, device: Device) -> Step:
@@ -329,7 +335,7 @@ def state_lines(
             said = f"{who}{_known_cause(incident)}: {told(incident)}"
             yield from paragraph(f"{state.value.upper():<{STATE}}", said, width, role_of(state))
         if not (advised and number == 0) and not verdict.drill:
-            yield from _step_lines([step(incident, device), next_step(incident, device)], width)
+            yield from step_lines("Do now:  ", [step(incident, device), next_step(incident, device)], width)
         if verbose:
             yield from finding_lines(incident.findings, width=width)
     yield from note_lines(verdict, verbose=verbose, width=width)
@@ -366,15 +372,18 @@ def _title_lines(
 
 def _known_cause(incident: Incident) -> str:
     """Return the cause in brackets, where it is known and the incident's own words do not say it."""
-    silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED)
+    silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED) or awaits_tests(incident)
     return "" if silent else f" ({cause_words(incident.cause)})"
 
 
-def _step_lines(steps: Sequence[Step], width: int | None) -> Iterator[Line]:
-    lead = "Do now:  "
-    for todo in steps:
-        if todo.text:
-            yield from paragraph(lead, todo.text, width)
-            lead = INDENT
-        if todo.text and todo.command:
-            yield "head", f"{INDENT}{todo.shown}"
+def step_lines(lead: str, steps: Iterable[Step], width: int | None = None) -> Iterator[Line]:
+    """Yield what to do: sentences that follow each other as a paragraph, commands on lines of their own."""
+    sentences, hang = "", " " * len(lead)
+    for todo in (s for s in steps if s.text):
+        sentences = f"{sentences} {todo.text}".lstrip()
+        if todo.command:
+            yield from paragraph(lead, sentences, width)
+            yield "head", f"{hang}{todo.shown}"
+            lead, sentences = hang, ""
+    if sentences:
+        yield from paragraph(lead, sentences, width)

@@ -356,17 +356,17 @@ def ago(at: float | None, now: float) -> str:
     return age(at, now) if at is None else f"{age(at, now)} ago"
 
 
-JUDGE_NOW = "Wait some minutes for the daemon, or run canaryd check"
+JUDGE_NOW, TEST_NOW = "Wait some minutes for the daemon to judge it", "Test it: canaryd check"
+"""What to do about what is not judged yet, with a daemon and without one."""
 UNSTORED = "The daemon cannot store its results, so this verdict may be old."
 READ_LOG = "Free disk space, or give the files to the daemon's user; its log says which"
-START = "Start the daemon (canaryd run), or run canaryd check"
 
 
 def _up_to_date(
     store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float, *, daemon: bool
 ) -> Verdict:
     """Return the verdict with what came after it and is not judged yet: acknowledgements, and runs that were wrong."""
-    shown = _unless_old(verdict, device, now, daemon=daemon)
+    shown, action = _unless_old(verdict, device, now, daemon=daemon), JUDGE_NOW if daemon else TEST_NOW
     if verdict is None:
         return shown
     cut = judge_acks.cut(device, acks)
@@ -374,12 +374,12 @@ def _up_to_date(
         note = _note(
             UNJUDGED_RULE,
             f"It was repaired or replaced on {format_time(cut, seconds=False)} and has no new verdict yet.",
-            JUDGE_NOW,
+            action,
             f"Before, it was {verdict_note(verdict)}. Earlier failures no longer count."
             " Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
-    shown = _with_acks(shown, judge_acks.standing(device, acks, store.certain(now)), now)
+    shown = _with_acks(shown, judge_acks.standing(device, acks, store.certain(now)), now, action)
     if shown.state.severity > State.UNKNOWN.severity:
         return shown
     judged = {run for f in verdict.findings for run in f.runs}
@@ -396,7 +396,7 @@ def _up_to_date(
     note = _note(
         UNJUDGED_RULE,
         f"A newer {newest.probe} run {what}; not judged yet.",
-        JUDGE_NOW,
+        action,
         f"The run started on {format_time(newest.started)}. Before it, the device was {verdict_note(verdict)}.",
     )
     note = replace(
@@ -405,7 +405,7 @@ def _up_to_date(
     return _with(shown, note, newest.started)
 
 
-def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
+def _with_acks(verdict: Verdict, ack: Ack | None, now: float, action: str) -> Verdict:
     """Return a verdict with the acknowledgement in force applied, as the judge would.
 
     What was suspect when it was given becomes unknown; what an ended one covered is suspect again.
@@ -419,7 +419,7 @@ def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
             state=State.SUSPECT,
             cause=min((f.cause for f in covered), key=CAUSES.index),
             message="The acknowledgement has ended; the device is suspect again (see below).",
-            action=JUDGE_NOW,
+            action=action,
         )
         return _with(replace(verdict, findings=_without_ack_note(verdict)), note, now)
     if ack.at <= verdict.decided:
@@ -442,9 +442,8 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
     """Return a verdict, or where it is missing or was not renewed, unknown; an alarm stays, with a note."""
-    action = JUDGE_NOW if daemon else START
     if verdict is None:
-        return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", action))
+        return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", JUDGE_NOW if daemon else ""))
     age = now - verdict.decided
     if _is_renewed(verdict, now) or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
@@ -452,7 +451,7 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
     said = f"The last verdict is {old}; it was {verdict_note(verdict)}."
     if verdict.state.severity > State.UNKNOWN.severity:
         said = f"This verdict is {old}; no newer one was stored."
-    return _unless_alarm(verdict, _note(UNTENDED_RULE, said, action))
+    return _unless_alarm(verdict, _note(UNTENDED_RULE, said, JUDGE_NOW if daemon else TEST_NOW))
 
 
 def _is_renewed(verdict: Verdict, now: float) -> bool:

@@ -17,7 +17,7 @@ from canaryd.report import html
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
-from canaryd.report.incidents import Step, next_step, sentence, shown_notes, step, told
+from canaryd.report.incidents import Step, awaits_tests, next_step, sentence, shown_notes, step, told
 from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
 from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
 
@@ -189,7 +189,8 @@ def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
     state = incident.state.value
     todo = "" if advised else _html([step(incident, device), next_step(incident, device)])
     action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
-    cause = f'<span class="faint">({_text(cause_note(incident.cause))})</span>' if incident.wrong is None else ""
+    silent = incident.wrong is not None or awaits_tests(incident)
+    cause = "" if silent else f'<span class="faint">({_text(cause_note(incident.cause))})</span>'
     return f'<p class="incident {state}">{_text(told(incident))} {cause}{action}</p>'
 
 

@@ -48,7 +48,7 @@ def lines(found, device=GPU, width=79, **options):
 
 
 def test_a_confirmed_fault_is_one_paragraph():
-    """What, how much, where, which bits, confirmed how, the cause with its rivals, and what to do: six lines, and one for later."""
+    """What, how much, where, which bits, confirmed how, the cause with its rivals, what to do now, and then."""
     found = lines(verdict(fault()))
     assert found == [
         f"FAULTY   cuda:3  NVIDIA H100 80GB HBM3  since {found[0][-16:]}",

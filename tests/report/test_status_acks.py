@@ -62,6 +62,26 @@ def test_a_repair_that_nobody_has_judged_makes_the_device_unknown(store, state):
     assert status.as_of(found, NOW + 9e4).devices[0].verdict.findings == (only,)
 
 
+@pytest.mark.parametrize(
+    ("daemon", "todo"),
+    [
+        (False, "Do now: Test it:\n        canaryd check\n"),
+        (True, "Do now: Wait some minutes for the daemon to judge it.\n"),
+    ],
+)
+def test_what_a_replacement_asks_for_can_be_done(store, daemon, todo):
+    """No daemon is waited for where none runs; a command stands alone on its line; canaryd is not blamed."""
+    part = replace(CPU, weak_identity=True)
+    store.see_device(part, NOW)
+    store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=part.uuid))
+    store.add_ack(Ack(device=part.uuid, kind="replaced", at=NOW - 50, reason="swapped"))
+    found = status.gather(store, Config(), NOW, daemon=daemon)
+    text = status_text(found)
+    assert todo in text
+    assert "canaryd itself" not in text
+    assert "canaryd itself)" not in status_page.render(found, NOW).decode().partition("<details>")[0]
+
+
 def test_a_replaced_part_that_names_itself_keeps_its_verdict(store):
     """Its record stands while it is found; a processor has no name of its own and begins anew."""
     for device in (GPU, replace(CPU, weak_identity=True)):
