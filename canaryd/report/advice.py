@@ -10,6 +10,7 @@ from canaryd.model import Cause, State
 from canaryd.report.incidents import Step, brief, names_of, next_step, precaution, step
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
 from canaryd.report.terminal import cause_note
+from canaryd.store.locks import user_name
 
 ANSWERS = {
     State.HEALTHY: "YES, trust this node's numbers",
@@ -29,6 +30,8 @@ def answer(status: Status) -> str:
         return f"{ANSWERS[State.UNKNOWN]}: {status.unreadable}"
     if status.daemon and not status.devices:
         return f"{ANSWERS[State.UNKNOWN]}: the daemon is still looking for devices"
+    if status.closed:
+        return f"{ANSWERS[State.UNKNOWN]}: {status.absent} does not exist, and user {user_name()} cannot make it"
     if not status.devices:
         why = f": {status.absent} does not exist" if status.absent else ""
         return f"{ANSWERS[State.UNKNOWN]}: no device has been tested yet{why}"
@@ -140,6 +143,9 @@ def steps(status: Status) -> Iterator[Step]:
         yield Step("Make the stored record readable, then ask again.")
     elif status.first_tests or (status.daemon and not status.devices):
         yield Step("Wait some minutes, then ask again. No device counts as healthy before it is judged.")
+    elif status.closed:
+        yield Step("A daemon may run all the same, without a record: its /readyz says so.")
+        yield Step("To keep a record, use sudo, or name another directory with --state-dir.")
     elif status.devices:
         yield from (todo for todo in _steps_for_devices(status) if todo.text)
     else:

@@ -21,7 +21,7 @@ from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE, conclusion
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import verdict_note
-from canaryd.store.locks import Flag
+from canaryd.store.locks import Flag, may_make
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.store import Store
 
@@ -124,6 +124,8 @@ class Status:
     """Why what is recorded could not be read, one sentence; "" where it could."""
     absent: str = ""
     """The state directory, where it does not exist."""
+    closed: bool = False
+    """Whether this user cannot make it either: then a daemon may run without a record, and nothing here shows it."""
     not_tested: tuple[Gap, ...] = ()
     """What the tests on record did not look at."""
 
@@ -197,6 +199,7 @@ def gather(
                 drill=_drill(drills_of[device.uuid], now),
             )
         )
+    absent = "" if os.path.exists(store.state_dir) else str(store.state_dir)  # noqa: PTH110  never raises
     return Status(
         now=now,
         certain=certain,
@@ -206,7 +209,8 @@ def gather(
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
         # Where nothing is on record yet, as on a disk that is full from the start, the daemon has all of it in memory.
         unreadable="" if itself and store.failed_reads == failed else store.unreadable,
-        absent="" if os.path.exists(store.state_dir) else str(store.state_dir),  # noqa: PTH110  never raises
+        absent=absent,
+        closed=bool(absent) and not may_make(store.state_dir),
         not_tested=_not_tested(store, config, found),
     )
 
@@ -299,6 +303,7 @@ def as_of(status: Status, now: float) -> Status:
         ),
         problems=(*([stalled] if old > STALLED else []), *status.problems),
         absent="",
+        closed=False,
     )
 
 

@@ -180,5 +180,6 @@ def _last_lines(status: Status) -> Iterator[Line]:
         probe, at, name = min(known, key=lambda one: one[1] or 0.0)
         oldest = f"; oldest result: {probe} of {name} ({age(at, status.now)})"
     daemon = "running" if status.daemon else "not running on this state directory"
+    daemon = "not known without a state directory" if status.closed else daemon
     yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"

@@ -169,6 +169,23 @@ def test_a_directory_behind_a_closed_one_is_unreadable(place):
 
 
 @AS_ANOTHER
+def test_a_state_directory_that_cannot_be_made_says_nothing_of_a_daemon(place):
+    """A daemon serves without a record there, and nothing on disk shows it; one that could be made has no daemon."""
+    config, closed, absent = configure(place, "passes"), place / "closed/x", place / "open/x"
+    for path, mode in ((closed.parent, 0o755), (absent.parent, 0o777)):
+        path.mkdir()
+        path.chmod(mode)
+    told, plain = in_turn(*(("status", "--config", config, "--state-dir", d) for d in (closed, absent)), user=NOBODY)
+    assert told.code == plain.code == 3
+    text = " ".join(told.out.split())
+    assert f"{closed} does not exist, and user nobody cannot make it Do now: A daemon may run all the same" in text
+    assert "its /readyz says so. To keep a record, use sudo, or name another directory with --state-dir." in text
+    assert "daemon: not known without a state directory;" in text
+    assert "not running" not in text
+    assert "daemon: not running on this state directory;" in " ".join(plain.out.split())
+
+
+@AS_ANOTHER
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_check_without_a_right_to_the_locks(place, daemon):
     """Beside a daemon it refuses, as a capture does: both would use one device. Without one it goes on, unrecorded."""
