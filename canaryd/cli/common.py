@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from canaryd.config.settings import Config
+from canaryd.engine.check import MAKE_WRITABLE
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
@@ -99,7 +100,7 @@ def open_to_change(settings: Config) -> Iterator[Store]:
     with open_store(settings) as store:
         yield store
     if store.waiting:
-        raise Unstored(f"not stored: {store.problem}")
+        raise Unstored(f"not stored: {store.refused}; {MAKE_WRITABLE}")
 
 
 @contextlib.contextmanager

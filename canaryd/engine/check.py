@@ -31,6 +31,8 @@ class Gap(NamedTuple):
         return f"{self.what}: {self.detail}"
 
 
+MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir"
+"""What to do where a command cannot store what it found."""
 MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
@@ -303,8 +305,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     result.problems = [*engine.problems, *engine.store.problems]
     if engine.stopping:
         result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
-    if engine.store.problem:
-        result.problems.append(f"unrecorded: {engine.store.problem}")
+    if why := engine.store.refused:
+        result.problems.append(f"what this check found is not kept: {why}; {MAKE_WRITABLE}")
     gaps: list[Gap] = []
     if options.probes or options.cases:
         selected = ", ".join([*options.probes, *options.cases])

@@ -188,7 +188,7 @@ def test_a_state_directory_that_cannot_be_made_says_nothing_of_a_daemon(place):
 @AS_ANOTHER
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_check_without_a_right_to_the_locks(place, daemon):
-    """Beside a daemon it refuses, as a capture does: both would use one device. Without one it goes on, unrecorded."""
+    """Beside a daemon it refuses, as a capture does: both would use one device. Without one it keeps nothing."""
     state = recorded(place / "state")
     config = configure(place, "passes")
     with contextlib.ExitStack() as stack:
@@ -206,7 +206,7 @@ def test_a_check_without_a_right_to_the_locks(place, daemon):
             assert "cannot lock cpu:0 beside the daemon as user nobody: use sudo" in answer.err, command
         else:
             assert "cannot lock" not in answer.err
-            assert "unrecorded: " in answer.out
+            assert "what this check found is not kept: " in " ".join(answer.out.split())
 
 
 def test_two_readers_are_no_daemon(tmp_path):
@@ -241,3 +241,4 @@ def test_what_is_said_of_a_record_that_another_process_locks_is_true(tmp_path, m
         assert [a.reason for a in store.acks()] == ["seen"] * freed
     assert code == (0 if freed else 3)
     assert ("acknowledged until" in told.out, "ack: not stored" in told.err) == (freed, not freed)
+    assert "waiting in memory" not in told.err, "the command has ended"
