@@ -20,6 +20,8 @@ ANSWERS = {
     State.FAULTY: "NO, do not trust this node's numbers",
 }
 """What the worst state of a machine means for its numbers: those of a degraded device are right so far."""
+NO_ALERT = "it raises no alert, because no daemon runs on this state directory"
+"""What becomes of a drill that was caught without a daemon."""
 START = (Step("Start the daemon:", "canaryd run"), Step("Or test once:", "canaryd check"))
 """What to do where nothing is tested."""
 
@@ -121,14 +123,15 @@ def drills(status: Status) -> list[str]:
     for d in status.devices:
         if d.drill:
             alike.setdefault((d.drill.fault, d.drill.caught), []).append(d)
-    return [_drill(caught, same) for (_, caught), same in alike.items()]
+    return [_drill(caught, same, daemon=status.daemon) for (_, caught), same in alike.items()]
 
 
-def _drill(caught: bool, same: Sequence[DeviceStatus]) -> str:
+def _drill(caught: bool, same: Sequence[DeviceStatus], *, daemon: bool) -> str:
     seen = [d.drill for d in same if d.drill]
     at = format_time(max(each.at for each in seen), seconds=False)
     end = format_time(max(each.until for each in seen), seconds=False)
-    what = f"caught; the alert CanarydDrill ends by {end}" if caught else "not caught, so it raises no alert"
+    raised = f"the alert CanarydDrill ends by {end}" if daemon else NO_ALERT
+    what = f"caught; {raised}" if caught else "not caught, so it raises no alert"
     return f"drill of {at} ({seen[0].fault}) on {_names(same)}: {what}"
 
 

@@ -155,6 +155,8 @@ def test_a_drill_ends_with_a_confirmed_alarm(drill):
     document = valid(answer.document)
     (device,) = document["devices"]
     assert (document["drill"], device["state"]) == ("flip", "faulty")
+    end = "drill: the fault was caught; it raises no alert, because no daemon runs on this state directory ("
+    assert f"canaryd: {end}" in answer.err
     first, *confirmations = device["runs"]
     assert [run["confirms"] for run in confirmations] == [first["id"]] * 3
     assert all(run["wrong_trials"] > 0 for run in device["runs"])
