@@ -160,7 +160,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
-    stop_on_signals(engine)
+    stop_on_signals(engine, options.command)
     with stopped_by_release(engine):
         result = _tested(options, engine, printer, again)
     alone = bool(options.fault) and not daemon_runs(store)

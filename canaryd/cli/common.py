@@ -234,12 +234,13 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
     return None
 
 
-def stop_on_signals(engine: Engine) -> None:
-    """Stop the engine on SIGINT and SIGTERM."""
+def stop_on_signals(engine: Engine, doing: str = "command") -> None:
+    """Stop the engine on SIGINT, which a person at the terminal sends, and SIGTERM; `doing` names what they end."""
 
     def stop(number: int, frame: Any) -> None:  # noqa: ARG001  the signature is Python's
         # In a thread of its own: the engine's lock may be held by the code that this signal interrupted.
-        threading.Thread(target=engine.stop, args=(f"interrupted by {signal.Signals(number).name}",)).start()
+        who = f"you interrupted the {doing}" if number == signal.SIGINT else f"SIGTERM ended the {doing}"
+        threading.Thread(target=engine.stop, args=(who,)).start()
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
-from canaryd.engine.check import Result
+from canaryd.engine.check import Result, compared, found
 from canaryd.facts import DEVICE_SECONDS
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import incidents
@@ -51,7 +51,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         "since": verdict.since,
         "incidents": incidents_json(verdict, device),
         "findings": [finding_json(f) for f in verdict.findings],
-        **_found(result.runs.get(device.uuid, [])),
+        **found(result.runs.get(device.uuid, [])),
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
             {"probe": probe, "case": skipped.case, "reason": skipped.reason}
@@ -152,11 +152,11 @@ def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
     """
     verdict, runs = result.verdicts[device.uuid], result.runs.get(device.uuid, [])
     wrong = [i for i in incidents(verdict) if i.wrong]
-    if verdict.drill or any(i.since >= result.started for i in wrong):
+    if verdict.drill or device.uuid in result.missed or any(i.since >= result.started for i in wrong):
         return
-    found = _found(runs)
-    what = _compared(runs) if found["results"] or found["recordings"] else "no result"
-    clean = not (found["wrong"] or found["differ"])
+    of = found(runs)
+    what = compared(runs) if of["results"] or of["recordings"] else "no result"
+    clean = not (of["wrong"] or of["differ"])
     kept = f" The fault of {format_time(wrong[0].since, seconds=False)} stays on record." if wrong and clean else ""
     yield from paragraph(INDENT, f"This check: {what}.{kept}")
 
@@ -169,7 +169,7 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
         return
     for device in devices:
         runs = result.runs.get(device.uuid, [])
-        what = f"{device.name}  {device.model}  {_compared(runs)}, {sum(r.seconds for r in runs):.0f} s"
+        what = f"{device.name}  {device.model}  {compared(runs)}, {sum(r.seconds for r in runs):.0f} s"
         yield from paragraph(f"{'HEALTHY':<{STATE}}", what, role="good")
         if bounds := result.rules_out.get(device.uuid, {}):
             clean = sum(run.trials for run in runs if run.probe in bounds)
@@ -177,24 +177,6 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
         yield from note_lines(result.verdicts[device.uuid], verbose=verbose)
         if verbose:
             yield from _detail_lines(result, device)
-
-
-def _compared(runs: Sequence[Run]) -> str:
-    """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
-    found = _found(runs)
-    if found["results"] or not found["recordings"]:
-        return f"{count(found['results'], 'result')}, {found['wrong']:,} wrong"
-    return f"{count(found['recordings'], 'recording')}, {found['differ']:,} differ from the baseline"
-
-
-def _found(runs: Sequence[Run]) -> dict[str, int]:
-    """Return how much runs compared, and how much of it was not as it should be."""
-    return {
-        "results": sum(r.trials for r in runs),
-        "wrong": sum(c.wrong_trials for r in runs for c in r.comparisons),
-        "recordings": sum(len(r.recordings) for r in runs),
-        "differ": sum(len(r.unknown) for r in runs),
-    }
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:

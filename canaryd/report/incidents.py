@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from canaryd.codec import to_json
+from canaryd.engine.check import NOT_EXAMINED
 from canaryd.facts import Place
 from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
@@ -126,8 +127,8 @@ def step(incident: Incident, *devices: Device) -> Step:
 
 
 def awaits_tests(incident: Incident) -> bool:
-    """Return whether a device is unknown only because nothing judged it lately: then nothing has caused that."""
-    return incident.lead.rule in (NO_EVIDENCE, UNJUDGED_RULE, UNTENDED_RULE)
+    """Return whether a device is unknown only because its tests are still to come: its words say why."""
+    return incident.lead.rule in (NO_EVIDENCE, NOT_EXAMINED, UNJUDGED_RULE, UNTENDED_RULE)
 
 
 def next_step(incident: Incident, device: Device) -> Step:
