@@ -43,15 +43,21 @@ MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
-        Gap(OTHER_SETS, "each round tests one set of each processor; use --level standard"),
-        Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
-        Gap("large products", "larger than 512, or of more than 4 ms; use --level standard"),
-        Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
+        Gap(OTHER_SETS, "each round tests one set of each processor; type canaryd check --level standard"),
+        Gap("most shapes and layouts", "one of each was tested, in rotation; type canaryd check --level standard"),
+        Gap("large products", "larger than 512, or of more than 4 ms; type canaryd check --level standard"),
+        Gap(
+            MOST_MEMORY,
+            "beyond 16 MiB of each device and of the host; type canaryd check --level deep on a drained node",
+        ),
     ),
     "standard": (
-        Gap("some layouts", "not every format was tested with every layout and shape; use --level deep"),
-        Gap("large products", "larger than 2048, or of more than 30 ms; use --level deep"),
-        Gap(MOST_MEMORY, "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
+        Gap("some layouts", "not every format was tested with every layout and shape; type canaryd check --level deep"),
+        Gap("large products", "larger than 2048, or of more than 30 ms; type canaryd check --level deep"),
+        Gap(
+            MOST_MEMORY,
+            "beyond 1 GiB of each device and of the host; type canaryd check --level deep on a drained node",
+        ),
     ),
     "deep": (
         Gap("some layouts", "of formats for which a processor has no units of its own"),
@@ -74,7 +80,7 @@ def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
     gaps = []
     for probe, what in ONLY.items():
         without = [name for name, probes in done.items() if probe not in probes]
-        gaps += [Gap(what, f"no {probe} ran on {', '.join(without)}")] if without else []
+        gaps += [Gap(what, f"not tested on {', '.join(without)}")] if without else []
     return gaps
 
 

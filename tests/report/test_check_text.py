@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.engine.check import Result
+from canaryd.engine.check import Result, all_gaps, lacking
 from canaryd.formatting import format_time
 from canaryd.model import Cause, Finding, State
 from canaryd.report.check import as_json, as_text
@@ -56,6 +56,15 @@ def test_a_fault_that_this_check_found_needs_no_second_count(drill):
     """Its lines are about this check, as those of a drill are."""
     verdict = told_of(replace(fault(), since=NOW + 1))
     assert "This check:" not in as_text(checked(replace(verdict, drill=drill), mismatch(1)))
+
+
+def test_what_was_not_tested_says_how_to_test_it():
+    """In words of the reader: no names of probes; the command is whole, since the status says it too."""
+    gaps = list(map(str, all_gaps("quick", lacking({"cpu:0": ()}), [GPU])))
+    assert "links: not tested on cpu:0" in gaps
+    levels = [gap for gap in gaps if "--level" in gap]
+    assert len(levels) >= 2
+    assert all("canaryd check --level " in gap for gap in levels)
 
 
 def test_a_check_without_a_result_says_so():
