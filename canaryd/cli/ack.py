@@ -16,7 +16,7 @@ from canaryd.judge import acks, software
 from canaryd.judge.brief import fold
 from canaryd.judge.case import Case
 from canaryd.judge.node import node
-from canaryd.model import Ack, AckKind, Device, State
+from canaryd.model import Ack, AckKind, Device, State, Verdict
 from canaryd.store.locks import user_name
 from canaryd.store.store import Store
 
@@ -82,7 +82,7 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
             rules=tuple(dict.fromkeys(f.rule for f in suspicions)) if kind == AckKind.ACKNOWLEDGED else (),
         )
         store.add_ack(ack)
-    say(f"{device.name} {device.uuid}: {_effect(ack, device)}")
+    say(f"{device.name} {device.uuid}: {_effect(ack, device, verdict)}")
     return 0
 
 
@@ -118,8 +118,8 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
     )
 
 
-def _effect(ack: Ack, device: Device) -> str:
-    """Return what an acknowledgement changes, as a sentence."""
+def _effect(ack: Ack, device: Device, verdict: Verdict | None) -> str:
+    """Return what an acknowledgement changes, as a sentence; `verdict` is the one that it is about."""
     if ack.kind == AckKind.REPAIRED:
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
     if ack.kind == AckKind.SOFTWARE:
@@ -130,5 +130,11 @@ def _effect(ack: Ack, device: Device) -> str:
         return "replaced; once it is gone, it is not reported as missing. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"
-    muted = f"acknowledged until {format_time(ack.until)} {time_zone()}: pages about what is known now are muted"
+    known = f"acknowledged until {format_time(ack.until)} {time_zone()}"
+    if verdict is None or verdict.state is State.HEALTHY:
+        # The fleet comparison may accuse a device against which its own node knows nothing.
+        muted = "the page of the fleet comparison, and alerts that it is unknown, degraded or stale"
+        later = "A suspicion or fault that comes later still alerts"
+        return f"{known}, but this node knows no fault of it. Muted until then: {muted}. {later}"
+    muted = f"{known}: pages about what is known now are muted"
     return f"{muted}. Suspect is shown as unknown until then; faulty is still shown as faulty"
