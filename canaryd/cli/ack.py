@@ -32,6 +32,7 @@ def add_parsers(commands: Commands) -> None:
         *("ack", ack_command),
         "acknowledge a known fault, a repair or a replacement",
         "Mute a known fault, or record a repair or a replacement. What is muted stays on record.",
+        epilog="exit status: 0 stored, 3 not stored, or the record cannot be read, 64 usage or configuration error",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument(
