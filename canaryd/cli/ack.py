@@ -16,7 +16,7 @@ from canaryd.judge import acks, software
 from canaryd.judge.brief import fold
 from canaryd.judge.case import Case
 from canaryd.judge.node import node
-from canaryd.model import Ack, AckKind, Device, State
+from canaryd.model import Ack, AckKind, Device, State, Verdict
 from canaryd.store.locks import user_name
 from canaryd.store.store import Store
 
@@ -32,6 +32,7 @@ def add_parsers(commands: Commands) -> None:
         *("ack", ack_command),
         "acknowledge a known fault, a repair or a replacement",
         "Mute a known fault, or record a repair or a replacement. What is muted stays on record.",
+        epilog="exit status: 0 stored, 3 not stored, or the record cannot be read, 64 usage or configuration error",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument(
@@ -60,7 +61,8 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
         if device is None:
             return USAGE
         now = time.time()
-        if mistake := _mistake(options, acks.standing(acks.heeded(store.acks(device.uuid), now), store.certain(now))):
+        given = acks.heeded(store.acks(device.uuid), now)
+        if mistake := _mistake(options, acks.standing(device, given, store.certain(now))):
             complain(f"ack: {mistake}")
             return USAGE
         if options.software and (why := software.missing(_case(store, settings, device, known, now))):
@@ -81,7 +83,7 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
             rules=tuple(dict.fromkeys(f.rule for f in suspicions)) if kind == AckKind.ACKNOWLEDGED else (),
         )
         store.add_ack(ack)
-    say(f"{device.name} {device.uuid}: {_effect(ack, device)}")
+    say(f"{device.name} {device.uuid}: {_effect(ack, device, verdict)}")
     return 0
 
 
@@ -117,8 +119,8 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
     )
 
 
-def _effect(ack: Ack, device: Device) -> str:
-    """Return what an acknowledgement changes, as a sentence."""
+def _effect(ack: Ack, device: Device, verdict: Verdict | None) -> str:
+    """Return what an acknowledgement changes, as a sentence; `verdict` is the one that it is about."""
     if ack.kind == AckKind.REPAIRED:
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
     if ack.kind == AckKind.SOFTWARE:
@@ -129,5 +131,11 @@ def _effect(ack: Ack, device: Device) -> str:
         return "replaced; once it is gone, it is not reported as missing. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"
-    muted = f"acknowledged until {format_time(ack.until)} {time_zone()}: pages about what is known now are muted"
+    known = f"acknowledged until {format_time(ack.until)} {time_zone()}"
+    if verdict is None or verdict.state is State.HEALTHY:
+        # The fleet comparison may accuse a device against which its own node knows nothing.
+        muted = "the page of the fleet comparison, and alerts that it is unknown, degraded or stale"
+        later = "A suspicion or fault that comes later still alerts"
+        return f"{known}, but this node knows no fault of it. Muted until then: {muted}. {later}"
+    muted = f"{known}: pages about what is known now are muted"
     return f"{muted}. Suspect is shown as unknown until then; faulty is still shown as faulty"

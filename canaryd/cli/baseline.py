@@ -19,7 +19,7 @@ from canaryd.cli.common import complain, open_record, open_to_change, say
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.facts import printable, whole
-from canaryd.formatting import did_you_mean, format_time
+from canaryd.formatting import columns, did_you_mean, format_time
 from canaryd.judge.characterised import Met
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.recordings import cases
@@ -46,7 +46,9 @@ Each new result is compared with them.
 def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
     command = commands.add(
-        *("baseline", baseline_command), "list, accept or pin the baselines of recorded cases", DESCRIPTION
+        *("baseline", baseline_command, "list, accept or pin the baselines of recorded cases", DESCRIPTION),
+        epilog="exit status: 0 done, 3 there is no record, it cannot be read\n"
+        "or written, or too few samples to pin, 64 usage or configuration error",
     )
     command.add_argument("what", choices=("list", "show", "accept", "pin", "unpin", "export", "import"))
     command.add_argument(
@@ -241,8 +243,12 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
     return replace(one, imported_kind=kind)
 
 
-def table(found: Sequence[Listed]) -> str:
-    """Return baselines as text, one line each."""
+LEAST_TELLING = ("last seen", "results", "confirmed by", "samples", "repeats")
+"""Columns of the list that a narrow terminal does without, the first that goes first."""
+
+
+def table(found: Sequence[Listed], width: int = 0) -> str:
+    """Return baselines as text, one line each; columns that do not fit `width` are left out, 0 for none."""
     if not found:
         return "no baseline matches; canaryd learns baselines while it runs (docs/baselines.md)"
     rows = [("device", "probe", "case", "results", "samples", "repeats", "confirmed by", "last seen")]
@@ -262,8 +268,15 @@ def table(found: Sequence[Listed]) -> str:
                 format_time(b.last, seconds=False),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    widths = {name: max(len(row[i]) for row in rows) for i, name in enumerate(rows[0])}
+    kept, left_out = list(rows[0]), []
+    for name in LEAST_TELLING:
+        if width and sum(widths[n] + 2 for n in kept) - 2 > width:
+            kept.remove(name)
+            left_out.append(name)
+    named = (dict(zip(rows[0], row, strict=True)) for row in rows)
+    lines = ["  ".join(row[n].ljust(widths[n]) for n in kept).rstrip() for row in named]
+    lines += [f"not shown: {', '.join(left_out)} (canaryd baseline show)"] if left_out else []
     return "\n".join(map(printable, lines))
 
 
@@ -322,6 +335,9 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
     if options.what == "import":
         return _import_baselines(options, settings)
     with open_record(settings, to_change=options.what in ("accept", "pin", "unpin")) as store:
+        if options.what in ("list", "show", "export") and not settings.state_dir.exists():
+            complain(f"baseline: nothing is recorded in {settings.state_dir}: name the daemon's with --state-dir")
+            return exit_code(State.UNKNOWN)
         named = {b.device: b.device for b in store.baselines()} | {
             r.device.uuid: r.device.name for r in store.devices()
         }
@@ -341,7 +357,7 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
     if options.json or options.what == "export":
         print(json.dumps(document(found, met), indent=2))
     else:
-        say((table if options.what == "list" else described)(found))
+        say(table(found, columns() if sys.stdout.isatty() else 0) if options.what == "list" else described(found))
     return 0
 
 

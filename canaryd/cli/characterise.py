@@ -204,7 +204,7 @@ def _accept(store: Store, document: Document, work: Characterisation) -> bool:
     found = acceptance.records(work.conversation.device, work.directory.results())
     classes = sum(len(met.accepted) for met in found)
     if not classes or not store.set_met(found):
-        complain(f"--accept: nothing was accepted: {store.problem or 'no case of a probe was right'}")
+        complain(f"--accept: nothing was accepted: {store.refused or 'no case of a probe was right'}")
         return False
     say(f"{classes:,} classes accepted for {document['device']['model']}; baseline export has them", sys.stderr)
     return True

@@ -34,7 +34,9 @@ from canaryd.formatting import did_you_mean
 from canaryd.judge.verdict import exit_code
 from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, Run, State
 from canaryd.probe import LEVELS, NEAREST
+from canaryd.report.advice import NO_ALERT
 from canaryd.report.check import as_json, as_text
+from canaryd.store.notes import daemon_runs
 from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
@@ -158,11 +160,17 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
-    stop_on_signals(engine)
+    stop_on_signals(engine, options.command)
     with stopped_by_release(engine):
         result = _tested(options, engine, printer, again)
+    alone = bool(options.fault) and not daemon_runs(store)
     store.close()
-    return result if isinstance(result, int) else _told(options, result, printer, stopped=bool(engine.stopping))
+    if isinstance(result, int):
+        return result
+    code = _told(options, result, printer, stopped=bool(engine.stopping))
+    if alone and check.alarmed(result):
+        complain(f"drill: the fault was caught; {NO_ALERT} ({settings.state_dir})")
+    return code
 
 
 def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter, again: Run | None) -> Result | int:

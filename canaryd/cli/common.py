@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from canaryd.config.settings import Config
+from canaryd.engine.check import MAKE_WRITABLE
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.phrases import count
 from canaryd.model import Device, Outcome, Run
-from canaryd.report.terminal import typed
+from canaryd.report.terminal import UNBROKEN, typed
 from canaryd.store.locks import Busy, Unreadable, user_name
 from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
@@ -43,8 +44,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
     On a terminal its lines are folded; elsewhere they stay whole for other programs.
     """
-    stream, text = stream or sys.stdout, typed(text)
-    print(folded(text, columns()) if stream is not None and stream.isatty() else text, file=stream, flush=True)
+    stream = stream or sys.stdout
+    watched = stream is not None and stream.isatty()
+    text = folded(typed(text, UNBROKEN), columns()).replace(UNBROKEN, " ") if watched else typed(text)
+    print(text, file=stream, flush=True)
 
 
 def complain(*lines: str) -> None:
@@ -100,7 +103,7 @@ def open_to_change(settings: Config) -> Iterator[Store]:
     with open_store(settings) as store:
         yield store
     if store.waiting:
-        raise Unstored(f"not stored: {store.problem}")
+        raise Unstored(f"not stored: {store.refused}; {MAKE_WRITABLE}")
 
 
 @contextlib.contextmanager
@@ -234,12 +237,13 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
     return None
 
 
-def stop_on_signals(engine: Engine) -> None:
-    """Stop the engine on SIGINT and SIGTERM."""
+def stop_on_signals(engine: Engine, doing: str = "command") -> None:
+    """Stop the engine on SIGINT, which a person at the terminal sends, and SIGTERM; `doing` names what they end."""
 
     def stop(number: int, frame: Any) -> None:  # noqa: ARG001  the signature is Python's
         # In a thread of its own: the engine's lock may be held by the code that this signal interrupted.
-        threading.Thread(target=engine.stop, args=(f"interrupted by {signal.Signals(number).name}",)).start()
+        who = f"you interrupted the {doing}" if number == signal.SIGINT else f"SIGTERM ended the {doing}"
+        threading.Thread(target=engine.stop, args=(who,)).start()
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -30,6 +30,8 @@ def add_parsers(commands: Commands) -> None:
         *("run", run_command),
         "run the daemon: test on a schedule, serve metrics",
         "Run the daemon in the foreground: test every device on a schedule, serve metrics and a page.",
+        epilog="exit status: 0 stopped by SIGTERM or SIGINT while it served, 64 usage or configuration error, or the "
+        "address is taken",
     )
     command.add_argument(
         "--listen", type=listen, metavar="HOST:PORT", help="address of metrics and page (default: 127.0.0.1:19469)"
@@ -39,6 +41,8 @@ def add_parsers(commands: Commands) -> None:
         *("release", release_command),
         "let go of every device for a while, e.g. for a driver upgrade",
         "Ask the daemon to let go of every device for a while. Nothing is tested until that time is over.",
+        epilog="exit status: 0 released, or no daemon runs, 3 not released, or there is no record, 64 usage or "
+        "configuration error",
     )
     command.add_argument(
         "--for", dest="seconds", type=duration, default=600.0, metavar="10m", help="for how long (default: 10m)"

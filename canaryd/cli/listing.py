@@ -22,8 +22,14 @@ CONFIG_EXIT_STATUS = "exit status of check: 0 no mistake, 3 a setting has no eff
 
 def add_parsers(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    commands.add("devices", devices_command, "list the devices of this host as JSON")
-    commands.add("probes", probes_command, "list the probes and what each one tests")
+    commands.add(
+        *("devices", devices_command, "list the devices of this host as JSON"),
+        epilog="exit status: 0 listed, 3 no device, or the record cannot be read, 64 usage or configuration error",
+    )
+    commands.add(
+        *("probes", probes_command, "list the probes and what each one tests"),
+        epilog="exit status: 0 listed, 3 something could not be loaded, 64 usage or configuration error",
+    )
     command = commands.add(
         *("config", config_command),
         "check the configuration, or print an example or its schema",

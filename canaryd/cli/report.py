@@ -22,6 +22,8 @@ def add_parsers(commands: Commands) -> None:
         *("report", report_command),
         "write the report on a device for its vendor",
         "Write the report on a device for its vendor: a page, JSON and the evidence, in one archive.",
+        epilog="exit status: 0 written, 3 the record cannot be read, or has nothing to report, 64 usage or "
+        "configuration error, or DIR cannot be written",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument(

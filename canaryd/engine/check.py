@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,8 @@ from canaryd.engine.catalogue import Entry
 from canaryd.engine.engine import Engine
 from canaryd.engine.schedule import Plan
 from canaryd.facts import Skipped
+from canaryd.judge.findings import NO_EVIDENCE, conclusion
+from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound, worst
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Reason, Run, State, Verdict
@@ -31,19 +35,29 @@ class Gap(NamedTuple):
         return f"{self.what}: {self.detail}"
 
 
+NOT_EXAMINED = "not-examined"
+"""Rule of the finding about a device on which a check could not do all that was asked for; it is made here."""
+MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir"
+"""What to do where a command cannot store what it found."""
 MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
-        Gap(OTHER_SETS, "each round tests one set of each processor; use --level standard"),
-        Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
-        Gap("large products", "larger than 512, or of more than 4 ms; use --level standard"),
-        Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
+        Gap(OTHER_SETS, "each round tests one set of each processor; type canaryd check --level standard"),
+        Gap("most shapes and layouts", "one of each was tested, in rotation; type canaryd check --level standard"),
+        Gap("large products", "larger than 512, or of more than 4 ms; type canaryd check --level standard"),
+        Gap(
+            MOST_MEMORY,
+            "beyond 16 MiB of each device and of the host; type canaryd check --level deep on a drained node",
+        ),
     ),
     "standard": (
-        Gap("some layouts", "not every format was tested with every layout and shape; use --level deep"),
-        Gap("large products", "larger than 2048, or of more than 30 ms; use --level deep"),
-        Gap(MOST_MEMORY, "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
+        Gap("some layouts", "not every format was tested with every layout and shape; type canaryd check --level deep"),
+        Gap("large products", "larger than 2048, or of more than 30 ms; type canaryd check --level deep"),
+        Gap(
+            MOST_MEMORY,
+            "beyond 1 GiB of each device and of the host; type canaryd check --level deep on a drained node",
+        ),
     ),
     "deep": (
         Gap("some layouts", "of formats for which a processor has no units of its own"),
@@ -66,7 +80,7 @@ def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
     gaps = []
     for probe, what in ONLY.items():
         without = [name for name, probes in done.items() if probe not in probes]
-        gaps += [Gap(what, f"no {probe} ran on {', '.join(without)}")] if without else []
+        gaps += [Gap(what, f"not tested on {', '.join(without)}")] if without else []
     return gaps
 
 
@@ -112,6 +126,8 @@ class Result:
     runs: dict[str, list[Run]] = field(default_factory=dict)
     skipped: dict[str, list[tuple[str, Skipped]]] = field(default_factory=dict)
     """Device → (probe, what was left out of it and why)."""
+    planned: Counter[str] = field(default_factory=Counter)
+    """Device → how many tests were to run on it, without retests."""
     missed: dict[str, str] = field(default_factory=dict)
     """Device → why something that was asked for could not be run on it."""
     rules_out: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -258,6 +274,8 @@ def _plans_of_groups(
 def _carry_out(
     engine: Engine, plans: Sequence[Plan], result: Result, wait: float, on_wait: Callable[[str], None]
 ) -> None:
+    with engine.mutex:
+        result.planned.update(plan.device.uuid for plan in plans for _ in plan.steps)
     for plan in plans:
         try:
             runs = engine.carry_out(plan, wait=wait, on_wait=on_wait)
@@ -289,8 +307,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     for device in result.devices:
         uuid = device.uuid
         verdict = engine.drill_verdict(uuid, since=result.started) if options.drill else engine.verdict(uuid)
-        result.verdicts[uuid] = _missing(verdict, result.missed.get(uuid, ""))
         runs = result.runs.get(uuid, [])
+        result.verdicts[uuid] = _missing(verdict, options, device, _incomplete(result, uuid))
         result.rules_out[uuid] = fault_rate_bound(runs, drill=bool(options.drill))
         if not options.drill:
             result.polls[uuid] = engine.watch.polls(uuid)
@@ -301,10 +319,10 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
             (n, Skipped(case="*", reason="disabled in the configuration")) for n in left_out
         )
     result.problems = [*engine.problems, *engine.store.problems]
-    if engine.stopping:
+    if engine.stopping and not result.missed:
         result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
-    if engine.store.problem:
-        result.problems.append(f"unrecorded: {engine.store.problem}")
+    if why := engine.store.refused:
+        result.problems.append(f"what this check found is not kept: {why}; {MAKE_WRITABLE}")
     gaps: list[Gap] = []
     if options.probes or options.cases:
         selected = ", ".join([*options.probes, *options.cases])
@@ -334,17 +352,62 @@ def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
     ]
 
 
-def _missing(verdict: Verdict, why: str) -> Verdict:
+def _incomplete(result: Result, uuid: str) -> str:
+    """Return why a device was not tested as was asked for, and how far its tests came; "" where it was."""
+    if not (why := result.missed.get(uuid, "")):
+        return ""
+    runs, planned = result.runs.get(uuid, []), result.planned[uuid]
+    ended = min(planned, sum(not run.confirms for run in runs))
+    return f"{why}; {ended} of {count(planned, 'test')} had ended ({compared(runs)})"
+
+
+def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Verdict:
     """Return the verdict of a check that missed something: earlier evidence is no substitute."""
     if not why:
         return verdict
     finding = Finding(
-        rule="not-examined",
+        rule=NOT_EXAMINED,
         state=State.UNKNOWN,
         cause=Cause.ENVIRONMENT,
-        message=f"this check could not do all it was asked for: {why}",
+        message=why,
+        action=f"Run it again: {_command(options, device)}",
     )
-    findings = tuple(sorted((*verdict.findings, finding), key=lambda f: -f.state.severity))
-    if verdict.state.severity >= State.UNKNOWN.severity:
+    # That its other probes have no result yet follows from it.
+    rest = [f for f in verdict.findings if f.rule != NO_EVIDENCE]
+    findings = tuple(sorted((*rest, finding), key=lambda f: -f.state.severity))
+    if verdict.state.severity > State.UNKNOWN.severity:
         return replace(verdict, findings=findings)
-    return replace(verdict, findings=findings, state=State.UNKNOWN, cause=Cause.ENVIRONMENT)
+    state, cause = conclusion(findings)
+    return replace(verdict, findings=findings, state=state, cause=cause)
+
+
+def _command(options: Options, device: Device) -> str:
+    """Return the command that tests a device as was asked for."""
+    words = ["canaryd", *(["drill", "--fault", options.drill] if options.drill else ["check"])]
+    words += [] if options.drill or options.level == Options.level else ["--level", options.level]
+    words += ["--device", device.name]
+    words += [word for name in options.probes for word in ("--probe", name)]
+    words += [word for name in options.cases for word in ("--case", name)]
+    words += [] if options.seed is None else ["--seed", str(options.seed)]
+    words += ["--instruction-set", options.instruction_set] if options.instruction_set else []
+    words += ["--intensity", options.intensity] if options.intensity else []
+    words += ["--for", f"{options.seconds:g}s"] if options.seconds else []
+    return shlex.join(words)
+
+
+def found(runs: Sequence[Run]) -> dict[str, int]:
+    """Return how much runs compared, and how much of it was not as it should be."""
+    return {
+        "results": sum(r.trials for r in runs),
+        "wrong": sum(c.wrong_trials for r in runs for c in r.comparisons),
+        "recordings": sum(len(r.recordings) for r in runs),
+        "differ": sum(len(r.unknown) for r in runs),
+    }
+
+
+def compared(runs: Sequence[Run]) -> str:
+    """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
+    of = found(runs)
+    if of["results"] or not of["recordings"]:
+        return f"{count(of['results'], 'result')}, {of['wrong']:,} wrong"
+    return f"{count(of['recordings'], 'recording')}, {of['differ']:,} differ from the baseline"

@@ -48,9 +48,13 @@ def retired(device: Device, acks: Iterable[Ack], last_seen: float) -> bool:
     return not device.weak_identity and any(a.kind == AckKind.REPLACED and a.at >= last_seen for a in of)
 
 
-def standing(acks: Sequence[Ack], now: float) -> Ack | None:
-    """Return the acknowledgement that has not expired; a newer one takes the place of an older one."""
-    newest = next((a for a in reversed(acks) if a.kind == AckKind.ACKNOWLEDGED), None)
+def standing(device: Device, acks: Sequence[Ack], now: float) -> Ack | None:
+    """Return the acknowledgement of this part that has not expired; a newer one takes the place of an older one.
+
+    What was said of a device before its repair is about a fault that no longer counts.
+    """
+    begun = cut(device, acks)
+    newest = next((a for a in reversed(acks) if a.kind == AckKind.ACKNOWLEDGED and a.at >= begun), None)
     return newest if newest is not None and newest.until > now else None
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import Incident, incidents
-from canaryd.judge.phrases import recipient
 from canaryd.model import Cause, State
-from canaryd.report.incidents import Step, brief, names_of, precaution, step
+from canaryd.report.incidents import Step, brief, names_of, next_step, precaution, step
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
 from canaryd.report.terminal import cause_note
+from canaryd.store.locks import user_name
 
 ANSWERS = {
     State.HEALTHY: "YES, trust this node's numbers",
@@ -20,6 +20,10 @@ ANSWERS = {
     State.FAULTY: "NO, do not trust this node's numbers",
 }
 """What the worst state of a machine means for its numbers: those of a degraded device are right so far."""
+NO_ALERT = "it raises no alert, because no daemon runs on this state directory"
+"""What becomes of a drill that was caught without a daemon."""
+START = (Step("Start the daemon:", "canaryd run"), Step("Or test once:", "canaryd check"))
+"""What to do where nothing is tested."""
 
 
 def answer(status: Status) -> str:
@@ -28,6 +32,8 @@ def answer(status: Status) -> str:
         return f"{ANSWERS[State.UNKNOWN]}: {status.unreadable}"
     if status.daemon and not status.devices:
         return f"{ANSWERS[State.UNKNOWN]}: the daemon is still looking for devices"
+    if status.closed:
+        return f"{ANSWERS[State.UNKNOWN]}: {status.absent} does not exist, and user {user_name()} cannot make it"
     if not status.devices:
         why = f": {status.absent} does not exist" if status.absent else ""
         return f"{ANSWERS[State.UNKNOWN]}: no device has been tested yet{why}"
@@ -117,14 +123,15 @@ def drills(status: Status) -> list[str]:
     for d in status.devices:
         if d.drill:
             alike.setdefault((d.drill.fault, d.drill.caught), []).append(d)
-    return [_drill(caught, same) for (_, caught), same in alike.items()]
+    return [_drill(caught, same, daemon=status.daemon) for (_, caught), same in alike.items()]
 
 
-def _drill(caught: bool, same: Sequence[DeviceStatus]) -> str:
+def _drill(caught: bool, same: Sequence[DeviceStatus], *, daemon: bool) -> str:
     seen = [d.drill for d in same if d.drill]
     at = format_time(max(each.at for each in seen), seconds=False)
     end = format_time(max(each.until for each in seen), seconds=False)
-    what = f"caught; the alert CanarydDrill ends by {end}" if caught else "not caught, so it raises no alert"
+    raised = f"the alert CanarydDrill ends by {end}" if daemon else NO_ALERT
+    what = f"caught; {raised}" if caught else "not caught, so it raises no alert"
     return f"drill of {at} ({seen[0].fault}) on {_names(same)}: {what}"
 
 
@@ -139,10 +146,13 @@ def steps(status: Status) -> Iterator[Step]:
         yield Step("Make the stored record readable, then ask again.")
     elif status.first_tests or (status.daemon and not status.devices):
         yield Step("Wait some minutes, then ask again. No device counts as healthy before it is judged.")
+    elif status.closed:
+        yield Step("A daemon may run all the same, without a record: its /readyz says so.")
+        yield Step("To keep a record, use sudo, or name another directory with --state-dir.")
     elif status.devices:
         yield from (todo for todo in _steps_for_devices(status) if todo.text)
     else:
-        yield _start()
+        yield from START
     if many := _problems(status):
         yield Step(f"canaryd itself has {many} (see below).")
 
@@ -151,10 +161,6 @@ def _problems(status: Status) -> str:
     """Return how many problems canaryd itself has, beside a record that cannot be read; "" for none."""
     others = [text for text in status.problems if text != status.unreadable]
     return "" if not others else "a problem" if len(others) == 1 else "problems"
-
-
-def _start() -> Step:
-    return Step("Start the daemon (canaryd run), or test once:", "canaryd check")
 
 
 def _steps_for_devices(status: Status) -> Iterator[Step]:
@@ -174,7 +180,8 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
     elif state is State.FAULTY:
         yield todo if todo.text else Step(precaution(worst[0].verdict.cause, [d.device for d in worst]))
         if all(d.verdict.state in (State.FAULTY, State.HEALTHY) for d in status.devices):  # else there is more to read
-            yield _for_vendor(worst)
+            found = _worst_incident(worst[0])
+            yield next_step(found, worst[0].device) if found else Step("")
         if not status.daemon:
             yield Step("The daemon is not running, so nothing else is tested. Start it:", "canaryd run")
     elif state is State.SUSPECT:
@@ -187,22 +194,6 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         yield from _steps_for_unknown(status, worst)
     if others := [d for d in worst if d.device.uuid not in advised(status)]:
         yield Step(f"For {_names(others)}, see below.")
-
-
-def _for_vendor(worst: Sequence[DeviceStatus]) -> Step:
-    """Return what to send to the vendor about faulty devices: once it is known that the part is at fault."""
-    first, found = worst[0].device, _worst_incident(worst[0])
-    if found is None or found.wrong is None or first.is_endpoint:
-        return Step("")
-    if found.cause is Cause.HARDWARE:
-        return Step(f"Send the file that it names to {recipient(first)}.")
-    if found.cause is Cause.UNDETERMINED:
-        return Step(
-            "Wrong there too: look for a software fault first. "
-            f"Right there: {first.name} is at fault; write the report for {recipient(first)}:",
-            f"canaryd report {first.name} -o ./case",
-        )
-    return Step("")
 
 
 def _step_for_suspect(status: Status, worst: Sequence[DeviceStatus], todo: Step) -> Step:
@@ -229,7 +220,7 @@ def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterato
     if todo.text:
         yield todo
     elif not status.daemon:
-        yield _start()
+        yield from START
     else:
         yield Step(f"See below why {_names(here)} {is_} unknown. To test {it} now:", _check(here))
 

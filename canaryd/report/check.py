@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
-from canaryd.engine.check import Result
+from canaryd.engine.check import Result, compared, found
 from canaryd.facts import DEVICE_SECONDS
+from canaryd.formatting import format_time
+from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
@@ -49,6 +51,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         "since": verdict.since,
         "incidents": incidents_json(verdict, device),
         "findings": [finding_json(f) for f in verdict.findings],
+        **found(result.runs.get(device.uuid, [])),
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
             {"probe": probe, "case": skipped.case, "reason": skipped.reason}
@@ -133,12 +136,29 @@ def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> st
 def _bad_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:
     verdict = result.verdicts[device.uuid]
     yield from state_lines(device, verdict, verbose=verbose)
+    yield from _this_check_lines(result, device)
     if verdict.drill and verdict.state.severity >= State.SUSPECT.severity:
         yield from paragraph(
             INDENT, "The injected fault was caught, as it must be; it does not count against the device."
         )
     if verbose:
         yield from _detail_lines(result, device)
+
+
+def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
+    """Yield what this check found, where the lines about its device are about an older fault, or none of its results.
+
+    Without it nobody could tell a repeat that was clean from one that was wrong again.
+    """
+    verdict, runs = result.verdicts[device.uuid], result.runs.get(device.uuid, [])
+    wrong = [i for i in incidents(verdict) if i.wrong]
+    if verdict.drill or device.uuid in result.missed or any(i.since >= result.started for i in wrong):
+        return
+    of = found(runs)
+    what = compared(runs) if of["results"] or of["recordings"] else "no result"
+    clean = not (of["wrong"] or of["differ"])
+    kept = f" The fault of {format_time(wrong[0].since, seconds=False)} stays on record." if wrong and clean else ""
+    yield from paragraph(INDENT, f"This check: {what}.{kept}")
 
 
 def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) -> Iterator[Line]:
@@ -149,7 +169,7 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
         return
     for device in devices:
         runs = result.runs.get(device.uuid, [])
-        what = f"{device.name}  {device.model}  {_compared(runs)}, {sum(r.seconds for r in runs):.0f} s"
+        what = f"{device.name}  {device.model}  {compared(runs)}, {sum(r.seconds for r in runs):.0f} s"
         yield from paragraph(f"{'HEALTHY':<{STATE}}", what, role="good")
         if bounds := result.rules_out.get(device.uuid, {}):
             clean = sum(run.trials for run in runs if run.probe in bounds)
@@ -157,14 +177,6 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
         yield from note_lines(result.verdicts[device.uuid], verbose=verbose)
         if verbose:
             yield from _detail_lines(result, device)
-
-
-def _compared(runs: Sequence[Run]) -> str:
-    """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
-    results, recordings = sum(r.trials for r in runs), sum(len(r.recordings) for r in runs)
-    if results or not recordings:
-        return f"{results:,} results, {sum(c.wrong_trials for r in runs for c in r.comparisons):,} wrong"
-    return f"{count(recordings, 'recording')}, {sum(len(r.unknown) for r in runs):,} differ from the baseline"
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:

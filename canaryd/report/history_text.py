@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from canaryd.formatting import DAY, HOUR, format_time, number, scale, time_zone
 from canaryd.judge.phrases import count
 from canaryd.judge.trends.change import Change
+from canaryd.report.advice import START
 from canaryd.report.history import MOST_ITEMS, MOST_READINGS, DeviceHistory, History, Trend, counter, is_telling
-from canaryd.report.incidents import state_lines
+from canaryd.report.incidents import state_lines, step_lines
 from canaryd.report.svg import value_range
 from canaryd.report.terminal import Line, paint, paragraph, typed
 
@@ -49,7 +50,10 @@ def as_text(history: History, width: int, *, verbose: bool = False, color: bool 
     for one in history.devices:
         lines += [*_device_lines(one, history, room, verbose=verbose), ("", "")]
     if not history.devices:
-        lines += [*paragraph("", NOTHING if history.asked is None else NO_DEVICE, room), ("", "")]
+        if history.asked is None:
+            lines += [("", "nothing is recorded yet"), *step_lines("Do now: ", START, room), ("", "")]
+        else:
+            lines += [*paragraph("", NO_DEVICE, room), ("", "")]
     for problem in history.problems:
         lines += paragraph("problem: ", problem, room, role="calm")
     span = f"from {format_time(history.since, seconds=False)} to {format_time(history.now, seconds=False)}"
@@ -57,7 +61,6 @@ def as_text(history: History, width: int, *, verbose: bool = False, color: bool 
     return paint(lines, color=color)
 
 
-NOTHING = "nothing is recorded yet: start the daemon (canaryd run), or run canaryd check"
 NO_DEVICE = "no such device is known: canaryd status lists those that are"
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from canaryd.codec import to_json
+from canaryd.engine.check import NOT_EXAMINED
 from canaryd.facts import Place
 from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
-from canaryd.judge.findings import ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY
+from canaryd.judge.findings import ACKNOWLEDGED, NO_EVIDENCE, REPLACED_IS_HERE, TEXT_ONLY
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
-from canaryd.judge.phrases import identical, listed, whom_to_tell
+from canaryd.judge.phrases import identical, listed, recipient, whom_to_tell
 from canaryd.model import Cause, Device, Elsewhere, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
+from canaryd.report.status import UNJUDGED_RULE, UNTENDED_RULE
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
@@ -48,6 +50,13 @@ class Step(NamedTuple):
     text: str
     command: str = ""
     """What to type for it; "" for nothing."""
+    here: bool = True
+    """Whether to type it on this node, so with the options that name this node's record."""
+
+    @property
+    def shown(self) -> str:
+        """The command as this user has to type it."""
+        return typed(self.command) if self.here else self.command
 
     def __str__(self) -> str:
         return f"{self.text} {self.command}".rstrip()
@@ -109,12 +118,32 @@ def step(incident: Incident, *devices: Device) -> Step:
         case = f"{out_of_service(devices)}, then {whom_to_tell(first)}{each}:"
         return Step(case, f"canaryd report {first.name} -o ./case")
     if lead.state is State.FAULTY and there and incident.cause is Cause.UNDETERMINED:
-        return Step(f"{out_of_service(devices)}. Repeat the test on {identical(first, there)}:", _repeated(there))
+        return _repeat(f"{out_of_service(devices)}. Repeat the test on {identical(first, there)}:", first, there)
     if lead.state is State.FAULTY:
         return _parted(f"{precaution(incident.cause, devices)} {lead.action}".rstrip())
     if wrong and there and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come:
-        return Step(f"{lead.action}:", _repeated(there))
+        return _repeat(f"{lead.action}:", first, there)
     return _parted(lead.action)
+
+
+def awaits_tests(incident: Incident) -> bool:
+    """Return whether a device is unknown only because its tests are still to come: its words say why."""
+    return incident.lead.rule in (NO_EVIDENCE, NOT_EXAMINED, UNJUDGED_RULE, UNTENDED_RULE)
+
+
+def next_step(incident: Incident, device: Device) -> Step:
+    """Return what to do about a faulty device after `step`: what to send to the vendor, once the part is at fault."""
+    if incident.state is not State.FAULTY or incident.wrong is None or device.is_endpoint:
+        return Step("")
+    if incident.cause is Cause.HARDWARE:
+        return Step(f"Send the file that it names to {recipient(device)}.")
+    if incident.cause is Cause.UNDETERMINED:
+        return Step(
+            "Wrong there too: look for a software fault first. "
+            f"Right there: {device.name} is at fault; write the report for {recipient(device)}:",
+            f"canaryd report {device.name} -o ./case",
+        )
+    return Step("")
 
 
 def _parted(action: str) -> Step:
@@ -123,13 +152,13 @@ def _parted(action: str) -> Step:
     return Step(f"{text}:", command) if text and command.startswith(COMMANDS) else Step(sentence(action))
 
 
-def _repeated(there: Elsewhere) -> str:
-    """Return the command that shows whether another device computes the same."""
+def _repeat(text: str, device: Device, there: Elsewhere) -> Step:
+    """Return a step that shows whether another device computes the same."""
     words = ["canaryd", "check", "--device", there.device, "--probe", there.probe, "--case", there.case]
     words += ["--seed", str(there.seed), "--level", there.level]
     words += ["--instruction-set", there.instruction_set] if there.instruction_set else []
     words += ["--intensity", there.intensity] if there.intensity else []
-    return shlex.join(words)
+    return Step(text, shlex.join(words), here=there.device != device.backend)
 
 
 def precaution(cause: Cause, devices: Sequence[Device]) -> str:
@@ -307,7 +336,7 @@ def state_lines(
             said = f"{who}{_known_cause(incident)}: {told(incident)}"
             yield from paragraph(f"{state.value.upper():<{STATE}}", said, width, role_of(state))
         if not (advised and number == 0) and not verdict.drill:
-            yield from _step_lines(step(incident, device), width)
+            yield from step_lines("Do now:  ", [step(incident, device), next_step(incident, device)], width)
         if verbose:
             yield from finding_lines(incident.findings, width=width)
     yield from note_lines(verdict, verbose=verbose, width=width)
@@ -344,12 +373,18 @@ def _title_lines(
 
 def _known_cause(incident: Incident) -> str:
     """Return the cause in brackets, where it is known and the incident's own words do not say it."""
-    silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED)
+    silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED) or awaits_tests(incident)
     return "" if silent else f" ({cause_words(incident.cause)})"
 
 
-def _step_lines(todo: Step, width: int | None) -> Iterator[Line]:
-    if todo.text:
-        yield from paragraph("Do now:  ", todo.text, width)
-    if todo.text and todo.command:
-        yield "head", f"{INDENT}{typed(todo.command)}"
+def step_lines(lead: str, steps: Iterable[Step], width: int | None = None) -> Iterator[Line]:
+    """Yield what to do: sentences that follow each other as a paragraph, commands on lines of their own."""
+    sentences, hang = "", " " * len(lead)
+    for todo in (s for s in steps if s.text):
+        sentences = f"{sentences} {todo.text}".lstrip()
+        if todo.command:
+            yield from paragraph(lead, sentences, width)
+            yield "head", f"{hang}{todo.shown}"
+            lead, sentences = hang, ""
+    if sentences:
+        yield from paragraph(lead, sentences, width)

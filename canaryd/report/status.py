@@ -21,7 +21,7 @@ from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE, conclusion
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import verdict_note
-from canaryd.store.locks import Flag
+from canaryd.store.locks import Flag, may_make
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.store import Store
 
@@ -124,6 +124,8 @@ class Status:
     """Why what is recorded could not be read, one sentence; "" where it could."""
     absent: str = ""
     """The state directory, where it does not exist."""
+    closed: bool = False
+    """Whether this user cannot make it either: then a daemon may run without a record, and nothing here shows it."""
     not_tested: tuple[Gap, ...] = ()
     """What the tests on record did not look at."""
 
@@ -192,11 +194,12 @@ def gather(
                 present=record.present,
                 verdict=verdict,
                 events=tuple(events_of[device.uuid]),
-                acks=_in_force(own, now, certain),
+                acks=_in_force(device, own, now, certain),
                 evidence=_since_repair(evidence.get(device.uuid, {}), judge_acks.cut(device, own)),
                 drill=_drill(drills_of[device.uuid], now),
             )
         )
+    absent = "" if os.path.exists(store.state_dir) else str(store.state_dir)  # noqa: PTH110  never raises
     return Status(
         now=now,
         certain=certain,
@@ -206,7 +209,8 @@ def gather(
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
         # Where nothing is on record yet, as on a disk that is full from the start, the daemon has all of it in memory.
         unreadable="" if itself and store.failed_reads == failed else store.unreadable,
-        absent="" if os.path.exists(store.state_dir) else str(store.state_dir),  # noqa: PTH110  never raises
+        absent=absent,
+        closed=bool(absent) and not may_make(store.state_dir),
         not_tested=_not_tested(store, config, found),
     )
 
@@ -292,13 +296,14 @@ def as_of(status: Status, now: float) -> Status:
                 d,
                 verdict=_unless_old(d.verdict, d.device, now, daemon=status.daemon),
                 events=tuple(e for e in d.events if e.last >= now - RECENT),
-                acks=_in_force(d.acks, now, certain),
+                acks=_in_force(d.device, d.acks, now, certain),
                 drill=d.drill if d.drill and now <= d.drill.until else None,
             )
             for d in status.devices
         ),
         problems=(*([stalled] if old > STALLED else []), *status.problems),
         absent="",
+        closed=False,
     )
 
 
@@ -329,10 +334,10 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
     return found
 
 
-def _in_force(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
+def _in_force(device: Device, acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
     """Return every repair and replacement, and the acknowledgement that has not ended."""
     heeded = judge_acks.heeded(acks, now)
-    standing = judge_acks.standing(heeded, certain)
+    standing = judge_acks.standing(device, heeded, certain)
     return tuple(a for a in heeded if a.kind != AckKind.ACKNOWLEDGED or a is standing)
 
 
@@ -356,17 +361,17 @@ def ago(at: float | None, now: float) -> str:
     return age(at, now) if at is None else f"{age(at, now)} ago"
 
 
-JUDGE_NOW = "Wait some minutes for the daemon, or run canaryd check"
+JUDGE_NOW, TEST_NOW = "Wait some minutes for the daemon to judge it", "Test it: canaryd check"
+"""What to do about what is not judged yet, with a daemon and without one."""
 UNSTORED = "The daemon cannot store its results, so this verdict may be old."
 READ_LOG = "Free disk space, or give the files to the daemon's user; its log says which"
-START = "Start the daemon (canaryd run), or run canaryd check"
 
 
 def _up_to_date(
     store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float, *, daemon: bool
 ) -> Verdict:
     """Return the verdict with what came after it and is not judged yet: acknowledgements, and runs that were wrong."""
-    shown = _unless_old(verdict, device, now, daemon=daemon)
+    shown, action = _unless_old(verdict, device, now, daemon=daemon), JUDGE_NOW if daemon else TEST_NOW
     if verdict is None:
         return shown
     cut = judge_acks.cut(device, acks)
@@ -374,12 +379,12 @@ def _up_to_date(
         note = _note(
             UNJUDGED_RULE,
             f"It was repaired or replaced on {format_time(cut, seconds=False)} and has no new verdict yet.",
-            JUDGE_NOW,
+            action,
             f"Before, it was {verdict_note(verdict)}. Earlier failures no longer count."
             " Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
-    shown = _with_acks(shown, judge_acks.standing(acks, store.certain(now)), now)
+    shown = _with_acks(shown, judge_acks.standing(device, acks, store.certain(now)), now, action)
     if shown.state.severity > State.UNKNOWN.severity:
         return shown
     judged = {run for f in verdict.findings for run in f.runs}
@@ -396,7 +401,7 @@ def _up_to_date(
     note = _note(
         UNJUDGED_RULE,
         f"A newer {newest.probe} run {what}; not judged yet.",
-        JUDGE_NOW,
+        action,
         f"The run started on {format_time(newest.started)}. Before it, the device was {verdict_note(verdict)}.",
     )
     note = replace(
@@ -405,7 +410,7 @@ def _up_to_date(
     return _with(shown, note, newest.started)
 
 
-def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
+def _with_acks(verdict: Verdict, ack: Ack | None, now: float, action: str) -> Verdict:
     """Return a verdict with the acknowledgement in force applied, as the judge would.
 
     What was suspect when it was given becomes unknown; what an ended one covered is suspect again.
@@ -413,13 +418,13 @@ def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
     if ack is None:
         covered = [f for f in verdict.findings if f.acknowledged]
         if not covered:
-            return verdict
+            return replace(verdict, findings=_without_ack_note(verdict))
         note = Finding(
             rule=UNJUDGED_RULE,
             state=State.SUSPECT,
             cause=min((f.cause for f in covered), key=CAUSES.index),
             message="The acknowledgement has ended; the device is suspect again (see below).",
-            action=JUDGE_NOW,
+            action=action,
         )
         return _with(replace(verdict, findings=_without_ack_note(verdict)), note, now)
     if ack.at <= verdict.decided:
@@ -442,9 +447,8 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
     """Return a verdict, or where it is missing or was not renewed, unknown; an alarm stays, with a note."""
-    action = JUDGE_NOW if daemon else START
     if verdict is None:
-        return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", action))
+        return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", JUDGE_NOW if daemon else ""))
     age = now - verdict.decided
     if _is_renewed(verdict, now) or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
@@ -452,7 +456,7 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
     said = f"The last verdict is {old}; it was {verdict_note(verdict)}."
     if verdict.state.severity > State.UNKNOWN.severity:
         said = f"This verdict is {old}; no newer one was stored."
-    return _unless_alarm(verdict, _note(UNTENDED_RULE, said, action))
+    return _unless_alarm(verdict, _note(UNTENDED_RULE, said, JUDGE_NOW if daemon else TEST_NOW))
 
 
 def _is_renewed(verdict: Verdict, now: float) -> bool:

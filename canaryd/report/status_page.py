@@ -17,7 +17,7 @@ from canaryd.report import html
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
-from canaryd.report.incidents import Step, sentence, shown_notes, step, told
+from canaryd.report.incidents import Step, awaits_tests, next_step, sentence, shown_notes, step, told
 from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
 from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
 
@@ -120,7 +120,11 @@ def render(status: Status, now: float) -> bytes:
 
 def _advice(status: Status) -> str:
     """Return what to do now, each command on a line of its own, to be copied."""
-    told = ((_text(todo.text), _text(todo.command)) for todo in steps(status))
+    return _html(steps(status))
+
+
+def _html(todo: Iterable[Step]) -> str:
+    told = ((_text(each.text), _text(each.command)) for each in todo if each.text)
     return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in told)
 
 
@@ -183,10 +187,10 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
 def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
     """Return an incident as one paragraph; `advised`: what to do about it stands at the top of the page."""
     state = incident.state.value
-    todo = Step("") if advised else step(incident, device)
-    command = f" <code>{_text(todo.command)}</code>" if todo.command else ""
-    action = f"<br><strong>Do now:</strong> {_text(todo.text)}{command}" if todo.text else ""
-    cause = f'<span class="faint">({_text(cause_note(incident.cause))})</span>' if incident.wrong is None else ""
+    todo = "" if advised else _html([step(incident, device), next_step(incident, device)])
+    action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
+    silent = incident.wrong is not None or awaits_tests(incident)
+    cause = "" if silent else f'<span class="faint">({_text(cause_note(incident.cause))})</span>'
     return f'<p class="incident {state}">{_text(told(incident))} {cause}{action}</p>'
 
 

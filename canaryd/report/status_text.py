@@ -13,7 +13,7 @@ from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.report.advice import advice, advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
-from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, told
+from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, step_lines, told
 from canaryd.report.status import DeviceStatus, Status, age, ago, newest_of
 from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
@@ -66,7 +66,8 @@ def as_json(status: Status) -> dict[str, Any]:
 
 def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> str:
     """Return the status for a terminal: may the numbers be trusted, what to do now, then each device, worst first."""
-    lines: list[Line] = [*paragraph("", answer(status), role=role_of(status.state)), *_advice_lines(status)]
+    lines: list[Line] = paragraph("", answer(status), role=role_of(status.state))
+    lines += step_lines("Do now: ", steps(status))
     alike, told_of = dict[object, list[DeviceStatus]](), advised(status)
     for d in status.devices:
         if not _is_quiet(d, verbose=verbose):
@@ -90,19 +91,6 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
         lines += _untested_lines(status, verbose=verbose)
     lines += _last_lines(status)
     return paint(lines, color=color)
-
-
-def _advice_lines(status: Status) -> Iterator[Line]:
-    """Yield what to do now: sentences that follow each other as a paragraph, commands on lines of their own."""
-    lead, sentences = "Do now: ", ""
-    for todo in steps(status):
-        sentences = f"{sentences} {todo.text}".lstrip()
-        if todo.command:
-            yield from paragraph(lead, sentences)
-            yield "head", f"        {typed(todo.command)}"
-            lead, sentences = "        ", ""
-    if sentences:
-        yield from paragraph(lead, sentences)
 
 
 def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
@@ -192,5 +180,6 @@ def _last_lines(status: Status) -> Iterator[Line]:
         probe, at, name = min(known, key=lambda one: one[1] or 0.0)
         oldest = f"; oldest result: {probe} of {name} ({age(at, status.now)})"
     daemon = "running" if status.daemon else "not running on this state directory"
+    daemon = "not known without a state directory" if status.closed else daemon
     yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"

@@ -29,6 +29,8 @@ PRINTED = re.compile(rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:sta
 started as, nor one that "canaryd baseline export wrote"."""
 SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
 """Where units are installed: in `systemd/system` below these (systemd.unit(5))."""
+UNBROKEN = "\u00a0"
+"""The space at which no line is broken."""
 _REPLACED: dict[str, str] = {}
 """What `type_with` was told: "options" and "start"."""
 
@@ -43,12 +45,12 @@ def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
     _REPLACED["start"] = "systemctl start canaryd" if installed and not options else ""
 
 
-def typed(text: str) -> str:
-    """Return a text for a terminal with its commands as this user has to type them."""
+def typed(text: str, space: str = " ") -> str:
+    """Return a text for a terminal with its commands as this user has to type them; `space` parts their words."""
 
     def command(found: re.Match[str]) -> str:
         start = _REPLACED.get("start") if found[1] == "run" else ""
-        return start or f"{found[0]} {_REPLACED.get('options', '')}".rstrip()
+        return (start or f"{found[0]} {_REPLACED.get('options', '')}".rstrip()).replace(" ", space)
 
     return PRINTED.sub(command, text)
 
@@ -62,9 +64,12 @@ def paint(lines: Iterable[Line], *, color: bool) -> str:
 
 
 def paragraph(lead: str, text: str, width: int | None = None, role: str = "") -> list[Line]:
-    """Return a text, its commands as this user types them, as wrapped lines of one role; see `wrapped`."""
-    own = typed(text)
-    return [(role, line) for line in wrapped(lead, own, width, whole=own != text)]
+    """Return a text, its commands as this user types them, as wrapped lines of one role; see `wrapped`.
+
+    A command within a sentence is never cut in two, since people copy it.
+    """
+    own = typed(text, UNBROKEN)
+    return [(role, line.replace(UNBROKEN, " ")) for line in wrapped(lead, own, width, whole=own != text)]
 
 
 def role_of(state: State) -> str:

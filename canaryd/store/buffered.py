@@ -77,7 +77,9 @@ class BufferedDatabase:
         now, monotonic = clocks
         self.state_dir = state_dir
         self.problem = ""
-        """One sentence while something cannot be stored; "" when all is well."""
+        """One sentence while something cannot be stored, with how much waits for it; "" when all is well."""
+        self.refused = ""
+        """The same without what waits: a command that ends takes that with it."""
         self.unreadable = ""
         """Why the record could not be read, one sentence; "" when it could, and where there is none. Of a store for
         reading this stays: some of its answers lack what is on record."""
@@ -156,7 +158,7 @@ class BufferedDatabase:
                 self.waiting = True
                 self._fail(error)
                 return False
-            self.problem = ""
+            self.problem = self.refused = ""
             return True
 
     def _read(self, query: str, *args: Any) -> tuple[list[Any], list[Any]]:
@@ -195,7 +197,8 @@ class BufferedDatabase:
 
     def _fail(self, error: Exception) -> None:
         (runs,) = self._memory.execute("SELECT count(*) FROM runs").fetchone()
-        self.problem = f"{self.path}: {reason(self.path, error)}; runs waiting in memory: {runs}"
+        self.refused = f"{self.path}: {reason(self.path, error)}"
+        self.problem = f"{self.refused}; runs waiting in memory: {runs}"
 
     def _fail_to_read(self, error: Exception) -> None:
         missing, why = isinstance(error, FileNotFoundError), refusal(self.path, error)

@@ -113,6 +113,12 @@ def make(path: Path) -> int:
     return fd
 
 
+def may_make(path: Path) -> bool:
+    """Return whether this user may make a directory that does not exist."""
+    above = next(p for p in path.absolute().parents if os.path.exists(p))  # noqa: PTH110  never raises
+    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+
+
 def make_directory(path: Path) -> None:
     """Create a directory where there is none; one that root makes gets the owner of the directory above it."""
     if path.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, met_by, pin
+from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, met_by, pin, table
 from canaryd.facts import Recording
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
@@ -169,6 +169,18 @@ def test_what_is_no_export_is_refused_whole(store, text, said):
     with pytest.raises(ValueError, match=said):
         import_document(store, text)
     assert store.baselines() == []
+
+
+@pytest.mark.parametrize("width", [79, 110])
+def test_the_list_fits_the_terminal(store, width):
+    """What tells least is left out, and the last line says so; a program gets all columns."""
+    store.set_baselines([replace(learnt(GPUS[0]), case="bfloat16/decode/batch-8/position-1024")])
+    found = chosen(store, Selection())
+    assert "not shown" not in table(found)
+    lines = table(found, width).splitlines()
+    assert max(map(len, lines)) <= width, lines
+    assert lines[0].split()[:3] == ["device", "probe", "case"]
+    assert lines[-1].startswith("not shown: last seen")
 
 
 def test_the_commands(store, tmp_path):

@@ -60,6 +60,14 @@ def test_every_command_explains_its_options():
             assert not action.option_strings or action.option_strings[-1] in answer.out
 
 
+def test_every_command_names_its_exit_statuses():
+    """As the list of commands and the README promise."""
+    for command, one in commands_of(parser()).items():
+        text = one.format_help()
+        assert "exit status" in text, command
+        assert "64" in text[text.index("exit status") :], command
+
+
 def test_one_command_is_parsed_without_the_modules_of_the_others():
     """The table names every command, and the module that has it."""
     assert MODULES.keys() == commands_of(parser()).keys()

@@ -82,13 +82,13 @@ def test_a_mistyped_state_directory_is_not_made(tmp_path):
     before = held(tmp_path)
     for command, answer in asked([*SHOWING, *CHANGING, ("compare", tmp_path / "a", tmp_path / "a")], config, state):
         assert held(tmp_path) == before, command
-        if command[0] in {"status", "release"}:
+        if command[0] in {"status", "release"} or (command[0] == "baseline" and command not in CHANGING):
             assert answer.code == 3, answer
         elif command[0] in {"ack", "report"} or "cpu:0" in command:
             assert answer.code == 64, answer
         if command[0] == "ack":
             assert "nothing is recorded yet: start the daemon" in answer.err
-        if command[0] == "release":
+        if command[0] == "release" or (command[0] == "baseline" and command not in CHANGING):
             assert f"nothing is recorded in {state}" in answer.err
 
 
@@ -169,9 +169,26 @@ def test_a_directory_behind_a_closed_one_is_unreadable(place):
 
 
 @AS_ANOTHER
+def test_a_state_directory_that_cannot_be_made_says_nothing_of_a_daemon(place):
+    """A daemon serves without a record there, and nothing on disk shows it; one that could be made has no daemon."""
+    config, closed, absent = configure(place, "passes"), place / "closed/x", place / "open/x"
+    for path, mode in ((closed.parent, 0o755), (absent.parent, 0o777)):
+        path.mkdir()
+        path.chmod(mode)
+    told, plain = in_turn(*(("status", "--config", config, "--state-dir", d) for d in (closed, absent)), user=NOBODY)
+    assert told.code == plain.code == 3
+    text = " ".join(told.out.split())
+    assert f"{closed} does not exist, and user nobody cannot make it Do now: A daemon may run all the same" in text
+    assert "its /readyz says so. To keep a record, use sudo, or name another directory with --state-dir." in text
+    assert "daemon: not known without a state directory;" in text
+    assert "not running" not in text
+    assert "daemon: not running on this state directory;" in " ".join(plain.out.split())
+
+
+@AS_ANOTHER
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_check_without_a_right_to_the_locks(place, daemon):
-    """Beside a daemon it refuses, as a capture does: both would use one device. Without one it goes on, unrecorded."""
+    """Beside a daemon it refuses, as a capture does: both would use one device. Without one it keeps nothing."""
     state = recorded(place / "state")
     config = configure(place, "passes")
     with contextlib.ExitStack() as stack:
@@ -189,7 +206,7 @@ def test_a_check_without_a_right_to_the_locks(place, daemon):
             assert "cannot lock cpu:0 beside the daemon as user nobody: use sudo" in answer.err, command
         else:
             assert "cannot lock" not in answer.err
-            assert "unrecorded: " in answer.out
+            assert "what this check found is not kept: " in " ".join(answer.out.split())
 
 
 def test_two_readers_are_no_daemon(tmp_path):
@@ -224,3 +241,4 @@ def test_what_is_said_of_a_record_that_another_process_locks_is_true(tmp_path, m
         assert [a.reason for a in store.acks()] == ["seen"] * freed
     assert code == (0 if freed else 3)
     assert ("acknowledged until" in told.out, "ack: not stored" in told.err) == (freed, not freed)
+    assert "waiting in memory" not in told.err, "the command has ended"

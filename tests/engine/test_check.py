@@ -155,6 +155,8 @@ def test_a_drill_ends_with_a_confirmed_alarm(drill):
     document = valid(answer.document)
     (device,) = document["devices"]
     assert (document["drill"], device["state"]) == ("flip", "faulty")
+    end = "drill: the fault was caught; it raises no alert, because no daemon runs on this state directory ("
+    assert f"canaryd: {end}" in answer.err
     first, *confirmations = device["runs"]
     assert [run["confirms"] for run in confirmations] == [first["id"]] * 3
     assert all(run["wrong_trials"] > 0 for run in device["runs"])
@@ -357,14 +359,16 @@ def test_what_did_not_complete_is_unknown(tmp_path):
 
 
 def test_an_unwritable_state_directory_costs_the_record_only(tmp_path):
-    """The check runs, judges, and says that it is unrecorded."""
+    """The check runs, judges, and says that nothing of it is kept, why, and what to do; nothing waits after its end."""
     (tmp_path / "file").touch()
     config = configure(tmp_path, "passes")
     common = ("--config", config, "--state-dir", tmp_path / "file/state")
     answer, told = in_turn(("check", *common), ("check", "--json", *common))
     assert answer.code == 0
-    assert "problem: unrecorded:" in answer.out
-    assert any(problem.startswith("unrecorded: ") for problem in valid(told.document)["problems"])
+    why = f"what this check found is not kept: {tmp_path}/file/state/canaryd.db: Not a directory; use sudo, make room,"
+    assert f"problem: {why}".replace(" ", "") in "".join(answer.out.split())
+    assert f"{why} or name another directory with --state-dir" in valid(told.document)["problems"]
+    assert "waiting in memory" not in answer.out + told.out
 
 
 def test_a_device_that_cannot_be_had_is_unknown(tmp_path):
@@ -406,7 +410,14 @@ def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, num
         code, seconds = process.end(number)
         assert (code, process.others()) == (3, [])
         assert seconds < 5
-        assert f"interrupted by {number.name}" in process.popen.stdout.read()
+        out = process.popen.stdout.read()
+    who = "you interrupted the check" if number is signal.SIGINT else "SIGTERM ended the check"
+    assert f"{who}; 0 of 1 test had ended (0 results, 0 wrong). Do now: Run it again: canaryd check" in " ".join(
+        out.split()
+    )
+    assert out.count(who) == out.count("UNKNOWN  cpu:0") == 1
+    assert "--device cpu:0 --for 1800s" in out
+    assert "(environment)" not in out
     assert "Traceback" not in "".join(process.lines)
 
 
@@ -418,7 +429,7 @@ def test_an_interrupted_drill_says_nothing_of_its_alarm(tmp_path):
     with running(Process("drill", *options)) as process:
         eventually(log.exists)
         assert process.end(signal.SIGINT)[0] == 3
-        assert "interrupted by SIGINT" in process.popen.stdout.read()
+        assert "you interrupted the drill; 0 of 1 test" in process.popen.stdout.read()
         assert not any("no alarm" in line for line in process.lines), process.lines
 
 
@@ -449,7 +460,7 @@ def test_an_interrupt_ends_the_wait_for_a_device(tmp_path):
             second.line("waiting: ")
             code, seconds = second.end(signal.SIGINT)
             assert (code, seconds < 5) == (3, True)
-            assert "interrupted by SIGINT" in second.popen.stdout.read()
+            assert "you interrupted the check" in second.popen.stdout.read()
         assert first.popen.poll() is None
 
 
@@ -469,7 +480,7 @@ def test_an_interrupt_while_devices_are_sought_is_no_usage_error(tmp_path):
         code, seconds = process.end(signal.SIGINT)
         assert (code, process.others()) == (3, [])
         assert seconds < 5
-        assert "interrupted by SIGINT" in process.popen.stdout.read()
+        assert "you interrupted the check" in process.popen.stdout.read()
 
 
 def test_an_interrupt_while_probes_are_sought_changes_no_verdict(tmp_path):

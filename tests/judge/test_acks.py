@@ -52,9 +52,20 @@ def test_a_replaced_part_is_not_waited_for_once_it_is_gone(of, last_seen, expect
 def test_the_newest_acknowledgement_stands_until_it_runs_out():
     """An operator may shorten it, too."""
     long, short = word("acknowledged", 2 * HOUR, NOW + DAY), word("acknowledged", HOUR, NOW - 1)
-    assert standing([long], NOW) == long
-    assert standing([long, short], NOW) is None
-    assert standing([dataclasses.replace(long, until=NOW)], NOW) is None
+    assert standing(GPU, [long], NOW) == long
+    assert standing(GPU, [long, short], NOW) is None
+    assert standing(GPU, [dataclasses.replace(long, until=NOW)], NOW) is None
+
+
+@pytest.mark.parametrize(("of", "kind", "expected"), [
+    (GPU, "repaired", False), (CPU, "repaired", False), (CPU, "replaced", False), (GPU, "replaced", True),
+    (CPU, "software", True),
+])  # fmt: skip
+def test_a_repair_ends_what_was_acknowledged_before(of, kind, expected):
+    """Not the replacement of a part with a name of its own: the record with this name is still that of the old part."""
+    known = word("acknowledged", 2 * HOUR, NOW + DAY)
+    assert (standing(of, [known, word(kind, HOUR, of=of)], NOW) == known) is expected
+    assert standing(of, [word(kind, 3 * HOUR, of=of), known], NOW) == known
 
 
 # --- With engine and store --------------------------------------------------------------------------------------------
@@ -171,12 +182,26 @@ def test_the_command_keeps_the_word_and_says_what_follows(host, tmp_path):
     assert canaryd("ack", "GPU-a", "--reason", " ", *common).code == 64
     assert store.acks() == []
     done = canaryd("ack", "cuda:0", "--reason", "ticket 1", "--for", "2d", *common)
-    assert (done.code, "faulty is still shown as faulty" in " ".join(done.out.split())) == (0, True)
+    assert (done.code, "this node knows no fault of it" in " ".join(done.out.split())) == (0, True)
     done = canaryd("ack", "cuda:0", "--reason", "came back from the vendor", "--repaired", *common)
     assert (done.code, "earlier failures no longer count" in done.out) == (0, True)
     known, repaired = store.acks(GPU.uuid)
     assert (known.kind, known.reason, round(known.until - known.at)) == ("acknowledged", "ticket 1", 2 * 86_400)
     assert (repaired.kind, repaired.until, bool(repaired.by)) == ("repaired", 0.0, True)
+
+
+def test_what_is_said_of_a_healthy_device_is_true(host, tmp_path):
+    """Its node knows no fault that could be muted; the fleet comparison may."""
+    store, _ = host
+    healthy = Verdict(device=GPU.uuid, state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW, since=NOW)
+    store.set_verdict(healthy)
+    done = canaryd("ack", "cuda:0", "--reason", "odd in the fleet", "--state-dir", tmp_path / "state")
+    assert done.code == 0
+    assert "but this node knows no fault of it. Muted until then: the page of the fleet comparison," in done.out
+    assert "known now" not in done.out
+    store.set_verdict(dataclasses.replace(healthy, state=State.FAULTY, cause=Cause.HARDWARE))
+    done = canaryd("ack", "cuda:0", "--reason", "case 4711", "--state-dir", tmp_path / "state")
+    assert "pages about what is known now are muted. Suspect" in done.out
 
 
 def test_words_outlive_a_disk_that_refuses_and_a_kill(tmp_path):

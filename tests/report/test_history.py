@@ -201,7 +201,8 @@ def test_counters_that_did_not_rise_are_only_counted(store):
 def test_a_store_that_knows_nothing(store):
     """An unknown device, and a device without any evidence, are said to be just that."""
     assert "no such device is known" in as_text(look(store, "cuda:9"), 80)
-    assert as_text(look(store, None), 80).startswith("nothing is recorded yet: start the daemon (canaryd run), or run")
+    start = "nothing is recorded yet\nDo now: Start the daemon:\n        canaryd run\n        Or test once:\n"
+    assert as_text(look(store, None), 80).startswith(f"{start}        canaryd check\n")
     store.see_device(GPU, NOW)
     text = as_text(look(store, None), 80)
     assert "UNKNOWN" in text

@@ -14,10 +14,12 @@ from html.parser import HTMLParser
 import pytest
 
 from canaryd.config.settings import Config
+from canaryd.engine.check import Result
 from canaryd.facts import Place
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import find_cause
 from canaryd.model import (
+    Cause,
     Confirmation,
     Finding,
     Ground,
@@ -28,10 +30,11 @@ from canaryd.model import (
     Suspect,
     Tally,
 )
-from canaryd.report import status, status_page
-from canaryd.report.incidents import incidents_json, state_lines, step, told
+from canaryd.report import check, history, history_text, status, status_page
+from canaryd.report.incidents import INDENT, incidents_json, state_lines, step, told
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
+from canaryd.report.terminal import type_with
 from canaryd.store.store import Store
 from tests.command import canaryd, configure
 from tests.mixed_machine import GPU, NOW, H, S, U, fault, mixed_machine, rivals, tally, verdict
@@ -45,7 +48,7 @@ def lines(found, device=GPU, width=79, **options):
 
 
 def test_a_confirmed_fault_is_one_paragraph():
-    """What, how much, where, which bits, confirmed how, the cause with its rivals, and what to do: six lines."""
+    """What, how much, where, which bits, confirmed how, the cause with its rivals, what to do now, and then."""
     found = lines(verdict(fault()))
     assert found == [
         f"FAULTY   cuda:3  NVIDIA H100 80GB HBM3  since {found[0][-16:]}",
@@ -54,6 +57,7 @@ def test_a_confirmed_fault_is_one_paragraph():
         "         software, reference or host: 7 identical devices compute it correctly.",
         "Do now:  Take cuda:3 out of service, then open a vendor case:",
         "         canaryd report cuda:3 -o ./case",
+        "         Send the file that it names to the vendor.",
     ]
 
 
@@ -90,9 +94,13 @@ def test_a_command_at_the_end_of_an_action_stands_on_its_own_line():
     ids=["hardware", "undetermined", "software", "suspect", "five probes"],
 )
 def test_a_paragraph_has_at_most_six_lines(finding, width):
-    """At 80 and at 120 columns, one more to say where to find the cause; only a command is longer than a line."""
+    """At 80 and at 120 columns, one more to say where to find the cause, and what follows for the vendor after it.
+
+    Only a command is longer than a line.
+    """
     body = lines(verdict(finding), width=width)
-    assert len(body) <= 6 + (finding.cause is U), body
+    vendor = {H: 1, U: 3}.get(finding.cause, 0) if finding.state is State.FAULTY else 0
+    assert len(body) <= 6 + (finding.cause is U) + vendor, body
     assert all(len(line) <= width or line.lstrip().startswith("canaryd ") for line in body)
 
 
@@ -207,6 +215,41 @@ def test_a_command_that_names_a_backend_is_for_another_node(state, there, words)
     assert todo.command.startswith(f"canaryd check --device {there} ")
 
 
+@pytest.mark.parametrize(("there", "options"), [("cuda", ""), ("cuda:1", " --state-dir /srv/a")])
+def test_only_commands_for_this_node_name_its_record(there, options):
+    """Another node has another state directory."""
+    found = fault(State.FAULTY, U)
+    found = replace(found, wrong=replace(found.wrong, elsewhere=replace(found.wrong.elsewhere, device=there)))
+    type_with(("--state-dir", "/srv/a"), ())
+    try:
+        text = lines(verdict(found))
+    finally:
+        type_with((), ())
+    assert any(line.strip().startswith(f"canaryd check{options} --device {there} ") for line in text), text
+    assert f"{INDENT}canaryd report --state-dir /srv/a cuda:3 -o ./case" in text
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (U, "Wrong there too: look for a software fault first. Right there: cuda:3 is at fault; write the report for "),
+        (Cause.HARDWARE, "canaryd report cuda:3 -o ./case Send the file that it names to the vendor."),
+    ],
+)
+def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
+    """A check, the history, the status and its page: whoever reads one of them needs no second command."""
+    found = verdict(replace(fault(cause=cause), since=NOW - 7200))
+    store.see_device(GPU, NOW)
+    store.set_verdict(found)
+    of_status = status.gather(store, Config(), NOW)
+    result = Result(level="quick", started=NOW - 9000, devices=[GPU], verdicts={GPU.uuid: found})
+    of_history = history.gather(store, Config(), GPU.uuid, NOW - 9000, NOW, {})
+    texts = [check.as_text(result), history_text.as_text(of_history, 80), status_text(of_status)]
+    page = status_page.render(of_status, NOW).decode()
+    for text in (*texts, Words(page).text):
+        assert words in " ".join(text.split()), text
+
+
 def test_a_drill_asks_for_nothing():
     """Nothing is to be done about an injected fault."""
     text = "\n".join(lines(verdict(fault(), drill=True)))
@@ -302,7 +345,7 @@ def test_a_check_begins_and_ends_with_the_verdict(faulty):
     assert found[0].startswith("FAULTY   cpu:0  ")
     assert found[-1].startswith("verdict: FAULTY  (exit 2, ")
     assert len([line for line in found if line.startswith("Do now:")]) == 1
-    assert len(found) <= 12, checked  # on an interpreter without torch, which takes two of them
+    assert len(found) <= 17, checked  # on an interpreter without torch, which takes two of them
     full = canaryd("status", "-v", *options).out
     assert "- exact-mismatch-confirmed (" in full
     assert re.search(r"Runs: [0-9a-f]{12}-", full)

@@ -6,8 +6,8 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.formatting import format_time
-from canaryd.model import Ack, Finding, State
-from canaryd.report import status
+from canaryd.model import Ack, Cause, Finding, State
+from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
@@ -60,6 +60,26 @@ def test_a_repair_that_nobody_has_judged_makes_the_device_unknown(store, state):
     assert (found.devices[0].verdict.decided, found.devices[0].verdict.since) == (NOW - 60, NOW - 50)
     assert "UNKNOWN" in answer(found)
     assert status.as_of(found, NOW + 9e4).devices[0].verdict.findings == (only,)
+
+
+@pytest.mark.parametrize(
+    ("daemon", "todo"),
+    [
+        (False, "Do now: Test it:\n        canaryd check\n"),
+        (True, "Do now: Wait some minutes for the daemon to judge it.\n"),
+    ],
+)
+def test_what_a_replacement_asks_for_can_be_done(store, daemon, todo):
+    """No daemon is waited for where none runs; a command stands alone on its line; canaryd is not blamed."""
+    part = replace(CPU, weak_identity=True)
+    store.see_device(part, NOW)
+    store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=part.uuid))
+    store.add_ack(Ack(device=part.uuid, kind="replaced", at=NOW - 50, reason="swapped"))
+    found = status.gather(store, Config(), NOW, daemon=daemon)
+    text = status_text(found)
+    assert todo in text
+    assert "canaryd itself" not in text
+    assert "canaryd itself)" not in status_page.render(found, NOW).decode().partition("<details>")[0]
 
 
 def test_a_replaced_part_that_names_itself_keeps_its_verdict(store):
@@ -168,3 +188,30 @@ def test_a_part_that_was_replaced_is_not_told_of(store):
     assert {d.device.uuid for d in ask(store).devices} == {"GPU-1", "CPU-1"}
     store.set_present({CPU.uuid}, NOW)
     assert {d.device.uuid for d in ask(store).devices} == {"CPU-1"}
+
+
+@pytest.mark.parametrize("kind", ["repaired", "replaced"])
+def test_what_was_acknowledged_of_an_earlier_part_is_not_shown_of_this_one(store, kind):
+    """Its fault is news, whoever knew of the old one: in the text, the JSON, the page and the next verdict."""
+    part = replace(CPU, weak_identity=True)
+    store.see_device(part, NOW - 900)
+    acknowledge(store, at=NOW - 600, device=part.uuid)
+    store.add_ack(Ack(device=part.uuid, kind=kind, at=NOW - 300, reason="swapped"))
+    bits = Finding(rule="exact-mismatch", state=State.FAULTY, cause=U, message="wrong bits")
+    old = Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message="Acknowledged until …: RMA 7")
+    faulty = replace(verdict(State.FAULTY, U), device=part.uuid)
+    store.set_verdict(replace(faulty, findings=(bits, old)))
+    found = ask(store)
+    assert [a["kind"] for a in status_json(found)["devices"][0]["acks"]] == [kind]
+    for text in (status_text(found), str(status_json(found)), status_page.render(found, NOW).decode()):
+        assert "RMA 7" not in text
+        assert "wrong bits" in text
+
+
+def test_a_part_that_names_itself_stays_acknowledged_until_it_is_gone(store):
+    """Its uuid is that of the part: another one has no acknowledgement, and this one's record stands."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store)
+    store.add_ack(Ack(device=GPU.uuid, kind="replaced", at=NOW - 5, reason="swapped"))
+    assert "Nothing new: cuda:3 is acknowledged" in advice(ask(store))

@@ -180,15 +180,22 @@ def test_a_record_that_cannot_be_read_sends_nobody_to_text_that_is_not_there(sto
     assert "see below" in advice(replace(found, problems=(*found.problems, "the kernel log is not read")))
 
 
-@pytest.mark.parametrize(("wrong", "words"), [(True, "caught; the alert CanarydDrill ends by"), (False, "not caught")])
-def test_a_drill_is_told_while_its_alert_stands(store, wrong, words):
-    """When, and how it ended; the device stays healthy, and an hour later nothing is left."""
+@pytest.mark.parametrize(
+    ("wrong", "daemon", "words"),
+    [
+        (True, True, "caught; the alert CanarydDrill ends by"),
+        (True, False, "caught; it raises no alert, because no daemon runs on this state directory"),
+        (False, True, "not caught"),
+    ],
+)
+def test_a_drill_is_told_while_its_alert_stands(store, wrong, daemon, words):
+    """When, and how it ended, also where nobody serves an alert; an hour later nothing is left."""
     store.see_device(GPU, NOW)
     store.set_verdict(verdict(State.HEALTHY, Cause.NONE))
     assert status_json(ask(store))["devices"][0]["drill"] is None
     made = replace(mismatch(1), drill="flip", started=NOW - 600)
     store.add_run(made if wrong else replace(made, comparisons=()))
-    seen = ask(store)
+    seen = replace(ask(store), daemon=daemon)
     until = NOW + 3000
     told = status_json(seen)["devices"][0]["drill"]
     assert told == {"fault": "flip", "at": NOW - 600, "caught": wrong, "until": until}
@@ -196,7 +203,7 @@ def test_a_drill_is_told_while_its_alert_stands(store, wrong, words):
     line = f"drill of {format_time(NOW - 600, seconds=False)} (flip) on cuda:3: {words}"
     for text in (status_text(seen), re.sub(r"<[^>]+>", "", status_page.render(seen, NOW).decode())):
         assert line in unwrapped(text)
-        assert (format_time(until, seconds=False) in unwrapped(text)) is wrong
+        assert (format_time(until, seconds=False) in unwrapped(text)) is (wrong and daemon)
     later = status.as_of(seen, NOW + 3001)
     assert later.devices[0].drill is None
     assert "drill" not in status_text(later)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from canaryd.cli.main import parser
-from canaryd.report.terminal import COMMANDS, type_with, typed
+from canaryd.report.terminal import COMMANDS, paragraph, type_with, typed
 from tests.command import configure, in_turn
 
 
@@ -30,6 +30,19 @@ def test_commands_carry_the_options_once():
     assert typed(given) == f"{right}; canaryd itself is fine"
     assert typed(typed(given)) == typed(given)
     assert typed("waiting: pid 7: /opt/canaryd/bin/canaryd run") == "waiting: pid 7: /opt/canaryd/bin/canaryd run"
+
+
+@pytest.mark.parametrize("before", range(0, 80, 7))
+def test_a_command_in_a_sentence_is_never_cut_in_two(before):
+    """A line that ends within it cannot be pasted."""
+    own = "--state-dir /srv/some/where"
+    type_with(tuple(own.split()), ())
+    text = f"{'x ' * before}(canaryd run), or canaryd check; more of the sentence follows after both of them"
+    shown = [line for _, line in paragraph("note     ", text, 79)]
+    assert sum(f"canaryd run {own}" in line for line in shown) == 1
+    assert sum(f"canaryd check {own}" in line for line in shown) == 1
+    assert " ".join(" ".join(shown).split()) == f"note {typed(text)}"
+    assert max(map(len, shown)) <= 79
 
 
 def test_an_installed_service_is_started_by_systemd(tmp_path):
@@ -57,7 +70,9 @@ def test_the_commands_of_real_answers_can_be_copied(tmp_path):
         ("status", "--json", *common),
         ("status", "--state-dir", state),
     )
-    assert f"        canaryd check {own}\n" in status.out
+    for text in (status.out, history.out):
+        assert f"Do now: Start the daemon:\n        canaryd run {own}\n        Or test once:\n" in text
+        assert f"        canaryd check {own}\n" in text
     for text in (status.out, history.out, gate.out):
         assert f"canaryd run {own}" in " ".join(text.split()), text
     assert own not in document.out

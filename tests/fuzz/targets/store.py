@@ -146,7 +146,7 @@ def _rows(data: bytes) -> None:
     for problem in store.problems:
         assert problem
     counted = heeded(words, NOW)
-    standing(counted, NOW)
+    standing(DEVICE, counted, NOW)
     if table == "runs":
         among = node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: runs}, NOW)
         verdict = decide(
