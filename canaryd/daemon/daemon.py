@@ -27,7 +27,7 @@ from canaryd.config.settings import Config
 from canaryd.daemon import systemd
 from canaryd.daemon.inventory import Inventories
 from canaryd.daemon.jobs import Jobs
-from canaryd.daemon.logs import Warnings
+from canaryd.daemon.logs import Warnings, log_failure
 from canaryd.daemon.publisher import Publisher
 from canaryd.daemon.release import Releases
 from canaryd.daemon.rounds import Rounds, log_run
@@ -182,7 +182,8 @@ class Daemon:
                 if signals != {signal.SIGHUP}:
                     return
                 self.manager.tell(*systemd.reloading())
-                self._reload()
+                with log_failure("reload"):
+                    self._reload()
                 self.manager.tell("READY=1")
             if self._watchdog.pulsed > fed:
                 fed = self._watchdog.pulsed
@@ -193,7 +194,7 @@ class Daemon:
             self._jobs.follow_clock()
 
     def _reload(self) -> None:
-        publisher = self._publisher
+        publisher, bad = self._publisher, "the new configuration is bad; the old one stays in force"
         try:
             new = replace(load.load(self.config_path), **self.overrides)
             if new.web_config != self.config.web_config:
@@ -201,8 +202,11 @@ class Daemon:
                 self._server.guard(publisher.gate)
         except ConfigError as error:
             publisher.config_ok = False
-            for problem in [*error.problems, "the new configuration is bad; the old one stays in force"]:
+            for problem in [*error.problems, bad]:
                 log.error("%s", problem)  # noqa: TRY400  a mistake in a file, not a traceback
+        except Exception:  # a mistake of canaryd
+            publisher.config_ok = False
+            log.exception("%s", bad)
         else:
             for name in ("listen", "state_dir", "store", "telemetry.kernel_log"):
                 if operator.attrgetter(name)(new) != operator.attrgetter(name)(self.config):

@@ -93,7 +93,7 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 def is_yaml(path: Path) -> bool:
     try:
         yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, OverflowError):
         return False
     return True
 

@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from canaryd.config.load import load
+from canaryd.daemon import daemon as daemon_module
 from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import STRICT
@@ -261,6 +263,9 @@ def test_a_bad_file_is_refused_and_a_good_one_takes_effect(tmp_path, state):
         daemon.line(f"{config}:1: judge.stale_after: ")
         daemon.line("the old one stays in force")
         assert daemon.value("canaryd_probe_runs_total", probe="passes", outcome="completed") >= 1
+        config.write_text('state_dir: "\\U99999999"\n')
+        daemon.send(signal.SIGHUP)
+        daemon.line(f"{config}:1: cannot read this YAML: ")
 
         catalogue(tmp_path / "probes.d", "echoes")
         config.write_text(json.dumps(json.loads(good) | {"devices": {"expected": 5}}))
@@ -271,6 +276,17 @@ def test_a_bad_file_is_refused_and_a_good_one_takes_effect(tmp_path, state):
         # What the command line gave still wins: nothing has changed about these two.
         assert not any("takes effect at the next restart" in line for line in daemon.lines)
         assert daemon.end()[0] == 0
+
+
+def test_a_reload_that_fails_in_any_way_keeps_the_old_configuration(tmp_path, state):
+    """A mistake of canaryd while it reads the files is a traceback in its log and a bad configuration, not its end."""
+    path = configure(tmp_path, "passes")
+    config = load(path)
+    with Store.open(state) as store:
+        daemon = daemon_module.Daemon(config, path, store, overrides={"no_such_setting": 1})
+        daemon._reload()
+        assert not daemon._publisher.config_ok
+        assert daemon.config is config
 
 
 # --- Killed ----------------------------------------------------------------------------------------------------------
