@@ -49,6 +49,8 @@ SUM_UP = 60.0
 PRUNE = 3600.0
 STOP = 4.0
 """Seconds that a stop may take before the process leaves without its threads."""
+SAVE = 0.5
+"""Seconds of these that are left for a last write when a worker does not end (ours)."""
 SWITCH = 0.001
 """Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
 
@@ -135,7 +137,6 @@ class Daemon:
             releases.start()
             self._watch()
         log.info("stopping")
-        self.manager.tell("STOPPING=1", "STATUS=stopping")
         self._stop(releases)
         return 0
 
@@ -219,24 +220,34 @@ class Daemon:
         publisher.changed()
 
     def _stop(self, releases: threading.Thread) -> None:
-        self.engine.stop()
-        self._quit.set()
-        self.engine.watch.history.note_stop()
-        self._server.close()
-        done = threading.Event()
+        """End all threads and write what is known; leave without what has not ended when the time is over.
+
+        Nothing here is waited for without a limit: a worker may be unkillable, another process may hold the database.
+        """
+        over, ended, saved = time.monotonic() + STOP, threading.Event(), threading.Event()
 
         def finish() -> None:
+            self.engine.stop()
+            self._quit.set()
+            self.manager.tell("STOPPING=1", "STATUS=stopping")
+            self._server.close()
             self._jobs.scheduler.shutdown(wait=True)
             releases.join()
-            done.set()
+            ended.set()
 
-        threading.Thread(target=finish, daemon=True).start()
-        if not done.wait(STOP):
-            log.warning("a worker did not end within %.0f s; leaving without it", STOP)
+        def save() -> None:
+            self.engine.watch.history.note_stop()
+            ended.wait(over - SAVE - time.monotonic())
             self.store.close()
+            saved.set()
+
+        for what in (finish, save):
+            threading.Thread(target=what, daemon=True).start()
+        if not (saved.wait(over - time.monotonic()) and ended.is_set()):
+            unfinished = "a worker did not end" if saved.is_set() else "the database could not be written"
+            log.warning("%s within %.0f s; leaving without it", unfinished, STOP)
             logging.shutdown()
             os._exit(0)  # a thread that waits for an unkillable worker must not hold the stop
-        self.store.close()
 
     # The store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,8 +12,10 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -148,6 +151,28 @@ def test_it_stops_at_once_with_a_worker_that_will_not(tmp_path, state, number):
     assert not any("Traceback" in line for line in daemon.lines)
     with Store.open(state) as store:
         assert store.runs() == []
+
+
+@pytest.mark.parametrize("held", [60.0, 2.0])
+def test_it_stops_at_once_while_another_process_holds_the_database(tmp_path, state, held):
+    """Within five seconds, and a run that waited in memory is on disk where the disk is free again in time."""
+    config = configure(tmp_path, "passes", each={"passes": {"period": "1s"}})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        other = sqlite3.connect(state / "canaryd.db", isolation_level=None, check_same_thread=False, timeout=10)
+        with contextlib.closing(other):
+            other.execute("BEGIN IMMEDIATE")
+            eventually(lambda: daemon.value("canaryd_store_problem") == 1)
+            free = threading.Timer(held, lambda: other.execute("ROLLBACK"))
+            free.start()
+            code, seconds = daemon.end()
+            free.cancel()
+            free.join()
+        assert code == 0
+        assert seconds < STOP
+    found = {RUN_ID.search(line)[0] for line in daemon.lines if " passes completed: " in line}
+    with Store.open(state) as store:
+        assert (found <= {run.id for run in store.runs()}) is (held < STOP)
 
 
 def test_it_stops_at_once_while_it_looks_for_devices(tmp_path, state):
