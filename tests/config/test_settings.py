@@ -204,7 +204,11 @@ def test_listen_forms(tmp_path, text, wanted):
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":", "host:", "host:+1", "host:\uff11", "[::1:1", "[]:1", "a b:1", "[host]:1", "::1"]
+    "text",
+    [
+        *("", ":", "host:", "host:+1", "host:\uff11", "[::1:1", "[]:1", "a b:1", "[host]:1", "::1"),
+        *("a..b:1", ".a:1", f"{'a' * 64}:1", f"{'a' * 300}:1"),
+    ],
 )
 def test_listen_refused(text):
     """What is not HOST:PORT is refused with a sentence."""
