@@ -68,7 +68,12 @@ for _tag, _pattern, _first in (
 
 
 def _compose(text: str) -> yaml.Node | None:
-    return _Loader(text).get_single_node()
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    except (OverflowError, ValueError) as error:  # PyYAML asks Python for the character of any number after \U
+        problem = 'a text contains "\\U" with a number of no character; write at most "\\U0010FFFF"'
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=loader.get_mark()) from error
 
 
 def _type(node: yaml.Node) -> str:

@@ -84,6 +84,7 @@ def _is_host(host: str) -> bool:
         if re.fullmatch(r"[0-9.]+", host):
             ipaddress.IPv4Address(host)
             return True
+        host.encode("idna")  # as `socket` does, which refuses empty labels and those above 63 letters
     except ValueError:
         return False
     return bool(re.fullmatch(r"[A-Za-z0-9._-]*", host))

@@ -27,7 +27,7 @@ from canaryd.config.settings import Config
 from canaryd.daemon import systemd
 from canaryd.daemon.inventory import Inventories
 from canaryd.daemon.jobs import Jobs
-from canaryd.daemon.logs import Warnings
+from canaryd.daemon.logs import Warnings, log_failure
 from canaryd.daemon.publisher import Publisher
 from canaryd.daemon.release import Releases
 from canaryd.daemon.rounds import Rounds, log_run
@@ -49,6 +49,8 @@ SUM_UP = 60.0
 PRUNE = 3600.0
 STOP = 4.0
 """Seconds that a stop may take before the process leaves without its threads."""
+SAVE = 0.5
+"""Seconds of these that are left for a last write when a worker does not end (ours)."""
 SWITCH = 0.001
 """Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
 
@@ -135,7 +137,6 @@ class Daemon:
             releases.start()
             self._watch()
         log.info("stopping")
-        self.manager.tell("STOPPING=1", "STATUS=stopping")
         self._stop(releases)
         return 0
 
@@ -182,7 +183,8 @@ class Daemon:
                 if signals != {signal.SIGHUP}:
                     return
                 self.manager.tell(*systemd.reloading())
-                self._reload()
+                with log_failure("reload"):
+                    self._reload()
                 self.manager.tell("READY=1")
             if self._watchdog.pulsed > fed:
                 fed = self._watchdog.pulsed
@@ -193,7 +195,7 @@ class Daemon:
             self._jobs.follow_clock()
 
     def _reload(self) -> None:
-        publisher = self._publisher
+        publisher, bad = self._publisher, "the new configuration is bad; the old one stays in force"
         try:
             new = replace(load.load(self.config_path), **self.overrides)
             if new.web_config != self.config.web_config:
@@ -201,8 +203,11 @@ class Daemon:
                 self._server.guard(publisher.gate)
         except ConfigError as error:
             publisher.config_ok = False
-            for problem in [*error.problems, "the new configuration is bad; the old one stays in force"]:
+            for problem in [*error.problems, bad]:
                 log.error("%s", problem)  # noqa: TRY400  a mistake in a file, not a traceback
+        except Exception:  # a mistake of canaryd
+            publisher.config_ok = False
+            log.exception("%s", bad)
         else:
             for name in ("listen", "state_dir", "store", "telemetry.kernel_log"):
                 if operator.attrgetter(name)(new) != operator.attrgetter(name)(self.config):
@@ -215,24 +220,34 @@ class Daemon:
         publisher.changed()
 
     def _stop(self, releases: threading.Thread) -> None:
-        self.engine.stop()
-        self._quit.set()
-        self.engine.watch.history.note_stop()
-        self._server.close()
-        done = threading.Event()
+        """End all threads and write what is known; leave without what has not ended when the time is over.
+
+        Nothing here is waited for without a limit: a worker may be unkillable, another process may hold the database.
+        """
+        over, ended, saved = time.monotonic() + STOP, threading.Event(), threading.Event()
 
         def finish() -> None:
+            self.engine.stop()
+            self._quit.set()
+            self.manager.tell("STOPPING=1", "STATUS=stopping")
+            self._server.close()
             self._jobs.scheduler.shutdown(wait=True)
             releases.join()
-            done.set()
+            ended.set()
 
-        threading.Thread(target=finish, daemon=True).start()
-        if not done.wait(STOP):
-            log.warning("a worker did not end within %.0f s; leaving without it", STOP)
+        def save() -> None:
+            self.engine.watch.history.note_stop()
+            ended.wait(over - SAVE - time.monotonic())
             self.store.close()
+            saved.set()
+
+        for what in (finish, save):
+            threading.Thread(target=what, daemon=True).start()
+        if not (saved.wait(over - time.monotonic()) and ended.is_set()):
+            unfinished = "a worker did not end" if saved.is_set() else "the database could not be written"
+            log.warning("%s within %.0f s; leaving without it", unfinished, STOP)
             logging.shutdown()
             os._exit(0)  # a thread that waits for an unkillable worker must not hold the stop
-        self.store.close()
 
     # The store
 

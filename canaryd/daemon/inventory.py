@@ -122,14 +122,14 @@ class Inventories:
     def _read_kernel_log(self) -> None:
         """Read the kernel log for as long as the daemon runs; replace a reader that dies."""
         while not self._engine.stopping:
-            problem = ""
+            kernel_log = self._engine.watch.kernel_log
             try:
                 self._engine.read_log(until_end=False)
             except Exception:
                 log.exception("reading the kernel log failed; trying again in %.0f s", LOG_RETRY)
-                problem = "see the log of canaryd"
+                kernel_log.set_problem("it failed; see the log of canaryd", stopped=bool(self._engine.stopping))
             if not self._engine.stopping:
-                if problem := problem or self._engine.watch.kernel_log.problem:
+                if problem := kernel_log.problem:
                     self._warnings.log([f"kernel log: {problem}"])
                     self._changed()
                 self._stop.wait(LOG_RETRY if problem else SWEEP)

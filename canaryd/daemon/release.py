@@ -30,8 +30,8 @@ class Releases:
         self._store = store
         self._changed = changed
         self._look_around = look_around
-        self._wanted = ""
-        """The request as it was read last."""
+        self._until = 0.0
+        """Until when a release was asked for, as it was read last, in seconds since the epoch."""
 
     def follow(self, stop: threading.Event) -> None:
         """Check each second until `stop`: as jobs of the scheduler the checks would cost more than they do."""
@@ -42,18 +42,17 @@ class Releases:
     def check(self) -> None:
         """Let go of every device or take them back, as `canaryd release` asks; answer when it is done."""
         engine, failed = self._engine, self._store.failed_reads
-        wanted = self._store.note(RELEASE_NOTE)
+        until = self._store.note_time(RELEASE_NOTE)
         if self._store.failed_reads != failed:
-            wanted = self._wanted  # what was asked for last still holds
-        self._wanted = wanted
-        until = float(wanted or 0.0)
+            until = self._until  # what was asked for last still holds
+        self._until = until
         if until > time.time():
             clock = f"{datetime.fromtimestamp(until, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
             if not engine.released:
                 log.info("released until %s: no device is touched", clock)
                 threading.Thread(target=engine.release, args=(f"released until {clock} by canaryd release",)).start()
-            elif not engine.holds and self._store.note(RELEASED_NOTE) != wanted:
-                self._store.set_note(RELEASED_NOTE, wanted)
+            elif not engine.holds and self._store.note(RELEASED_NOTE) != str(until):
+                self._store.set_note(RELEASED_NOTE, str(until))
                 self._changed()
         elif engine.released:
             log.info("the release is over: devices are tested again")

@@ -136,6 +136,9 @@ class Rounds:
             log.info("%s: %s; trying again in %.0f s", device.name, busy, TICK)
             self._put_back(uuid, chosen.trigger)
             return
+        except Exception:  # a mistake of canaryd: the next try is at the next turn, and not at the next tick
+            self._last.update(dict.fromkeys(((uuid, name) for name in names), started))
+            raise
         finally:
             self._changed()
         if engine.halted:  # released meanwhile: what was cut short or did not begin is due as before
@@ -149,8 +152,7 @@ class Rounds:
             self._note_waiting()
         self._turns[group] = turn + 1
         self._luck[uuid] = random.random()
-        for name in names:
-            self._last[uuid, name] = started
+        self._last.update(dict.fromkeys(((uuid, name) for name in names), started))
 
     def _take_trigger(self, uuid: str) -> str:
         """Return once why a device needs an extra test, and not again too soon; "" where nothing calls for one."""

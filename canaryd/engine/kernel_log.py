@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from canaryd.engine.events import BUS, HOST, EventHistory
+from canaryd.engine.events import BOOT_ID, BUS, HOST, EventHistory
 from canaryd.engine.inventory import bus_key
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.clock import credible
@@ -60,13 +61,21 @@ class KernelLog:
         failed = self._store.failed_reads
         boot, _, sequence = self._store.note(LOG_NOTE).rpartition(":")
         if self._store.failed_reads != failed:  # from the beginning every line would count twice
-            self._set_problem(f"how far it was read before is not known: {self._store.failure}")
+            self.set_problem(f"how far it was read before is not known: {self._store.failure}")
             return
+        if not re.fullmatch("-1|[0-9]{1,18}|", sequence):
+            if _may_be_present(boot):
+                self.set_problem(
+                    f"how far it was read before is not known: {sequence!r:.30} on record is damaged; it is read again"
+                    " after a reboot"
+                )
+                return
+            sequence = ""  # of an earlier boot, of which no line is left
         position = LogPosition(boot=boot, sequence=int(sequence) if sequence else -1)
         seen: Counter[str] = Counter()
 
         def take(records: Sequence[LogRecord], position: LogPosition) -> None:
-            self._set_problem("")
+            self.set_problem("")
             for name, count in (("lost", position.lost), ("garbled", position.garbled)):
                 self.lost[name] += count - seen[name]
                 seen[name] = count
@@ -75,9 +84,9 @@ class KernelLog:
                 self.on_records()
 
         ended = series.follow(str(path), position, take, until_end=until_end)
-        self._set_problem(ended.partition("\n")[0], stopped=series.stopped)
+        self.set_problem(ended.partition("\n")[0], stopped=series.stopped)
 
-    def _set_problem(self, problem: str, *, stopped: bool = False) -> None:
+    def set_problem(self, problem: str, *, stopped: bool = False) -> None:
         """Keep why the log is not read; in the store only where canaryd did not end the reading itself."""
         self.problem = problem
         note = "" if stopped else problem
@@ -93,6 +102,14 @@ class KernelLog:
             return
         events = [_event(record, devices) for record in records]
         self._history.record(events, [_counter(r, e) for r, e in zip(records, events, strict=True)], note)
+
+
+def _may_be_present(boot: str) -> bool:
+    """Return whether a boot id is that of this boot, or nobody can say."""
+    try:
+        return boot == BOOT_ID.read_text().strip()
+    except OSError:
+        return True
 
 
 def addressee(record: LogRecord, devices: Sequence[Device]) -> str:

@@ -309,7 +309,7 @@ def render(snapshot: Snapshot) -> Exposition:
     for (name, items), count in snapshot.counters.items():
         of = dict(items)
         if "probe" in of:
-            counted.setdefault(of["device"], set()).add(of["probe"])
+            counted.setdefault(of.get("device", ""), set()).add(of["probe"])
         else:
             tallies.setdefault(of.get("device", ""), []).append((name, of, count))
     for view in snapshot.devices:
@@ -358,17 +358,17 @@ def _add_verdict(page: Page, view: DeviceView, labels: Labels) -> None:
 def _add_tallies(
     page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: Labels
 ) -> None:
-    """Add the counters of events; those that are known beforehand start at 0."""
+    """Add the counters of events; those that are known beforehand start at 0. One whose labels rotted is left out."""
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
     components = {key: 0.0 for key in COMPONENTS if key in device.detail}
     for name, of, count in tallies:
-        if name == "xid_errors":
+        if name == "xid_errors" and "xid" in of:
             xids[of["xid"]] = count
-        elif name == "sxid_errors":
+        elif name == "sxid_errors" and "sxid" in of:
             page.add("canaryd_sxid_errors_total", count, *labels, of["sxid"])
-        elif name == "kernel_log_events":
+        elif name == "kernel_log_events" and {"kind", "name"} <= of.keys():
             page.add("canaryd_kernel_log_events_total", count, *labels, of["kind"], of["name"])
-        elif name == "stack_changes":
+        elif name == "stack_changes" and "component" in of:
             components[of["component"]] = count
     for xid, count in sorted(xids.items()):
         page.add("canaryd_xid_errors_total", count, *labels, xid)

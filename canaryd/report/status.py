@@ -21,6 +21,7 @@ from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE, conclusion
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import verdict_note
+from canaryd.store.clock import parse_time
 from canaryd.store.locks import Flag, may_make
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.store import Store
@@ -270,10 +271,14 @@ def _postponed(store: Store) -> Mapping[str, Finding]:
             rule=WITHHELD_RULE,
             state=State.HEALTHY,
             cause=Cause.NONE,
-            message=f"A test has been waiting since {format_time(float(held['since']))}: {held['text']}",
+            message=f"A test has been waiting since {format_time(since)}: {text}",
         )
-        for uuid, held in json.loads(store.note(BUDGET_NOTE) or "{}").items()
+        for uuid, (since, text) in store.parsed_note(BUDGET_NOTE, _parse_waiting, _parse_waiting("{}")).items()
     }
+
+
+def _parse_waiting(text: str) -> dict[str, tuple[float, str]]:
+    return {uuid: (parse_time(held["since"]), str(held["text"])) for uuid, held in dict(json.loads(text)).items()}
 
 
 def _since_repair(evidence: Newest, repaired: float) -> Newest:
@@ -319,7 +324,9 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
     """Return the newest evidence of each probe that ever ran on one of `devices` and is not switched off."""
     found: dict[str, Newest] = {}
     probes = {
-        (of["device"], of["probe"]) for name, items in store.counters() if name == "probe_runs" and (of := dict(items))
+        (of.get("device", ""), of.get("probe", ""))  # labels may have rotted
+        for name, items in store.counters()
+        if name == "probe_runs" and (of := dict(items))
     }
     off = {name for name, settings in config.probes.each.items() if settings.enabled is False}
     for device, probe in sorted(probes):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from canaryd.facts import printable
-from canaryd.store.clock import Clock
+from canaryd.store.clock import Clock, parse_time
 from canaryd.store.database import READ_ONLY, REFUSED, Database, connect
 from canaryd.store.locks import reason, refusal
 from canaryd.store.migrations import Migration
@@ -90,7 +90,7 @@ class BufferedDatabase:
         self._clock = Clock(
             now,
             monotonic,
-            load=lambda note: float(self.note(note) or 0.0),
+            load=self.note_time,
             save=lambda note, at: self.set_note(note, repr(at)),
         )
         self._database = Database(state_dir, now, migrations, for_reading=for_reading, on_open=self._note_newest)
@@ -137,6 +137,24 @@ class BufferedDatabase:
         """Return the value of a note; "" where there is none."""
         stored, waiting = self._read("SELECT value FROM notes WHERE name = ?", name)
         return str(([*stored, *waiting] or [("",)])[-1][0])
+
+    def parsed_note(self, name: str, parse: Callable[[str], T], absent: T) -> T:
+        """Return what `parse` makes of a note; `absent` where there is none, or one that rotted, with a problem.
+
+        `parse` raises `LookupError`, `TypeError` or `ValueError` for a text that no canaryd wrote.
+        """
+        text = self.note(name)
+        try:
+            return parse(text) if text else absent
+        except (LookupError, TypeError, ValueError, RecursionError):
+            self._problems[f"note {name}"] = printable(
+                f'{self.path}: the note "{name}" is damaged and counts as absent: {text!r:.100}'
+            )
+            return absent
+
+    def note_time(self, name: str) -> float:
+        """Return the time that a note holds, in seconds since the epoch; 0.0 where there is none."""
+        return self.parsed_note(name, parse_time, 0.0)
 
     def set_note(self, name: str, value: str) -> bool:
         """Set the value of a note. False: only in memory so far."""
@@ -216,7 +234,8 @@ class BufferedDatabase:
             self._fail(PermissionError(READ_ONLY))
 
     def _note_newest(self, db: sqlite3.Connection) -> None:
-        (newest,) = db.execute("SELECT max(stored) FROM runs").fetchone()
+        # To SQLite every text and blob is above every number: a time that rotted to one is no time.
+        (newest,) = db.execute("SELECT max(stored) FROM runs WHERE stored < 9e999").fetchone()
         self._clock.saw(newest or 0.0)
         before = math.inf
         if self._passed is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from canaryd.judge.clock import EPOCH
+from canaryd.judge.clock import END, EPOCH
 from canaryd.store.rows import HOUR
 
 DAY = 86_400.0
@@ -19,6 +19,14 @@ REACHED_NOTE = "reached"
 """Note: the confirmed time, in seconds since the epoch."""
 AGED_NOTE = "aged"
 """Note: the time by which records are deleted, in seconds since the epoch."""
+
+
+def parse_time(text: str) -> float:
+    """Return the seconds since the epoch that a note holds; raise `ValueError` for what cannot be a time."""
+    at = float(text)
+    if not 0 <= at < END:
+        raise ValueError(f"{text} is not a time")
+    return at
 
 
 class Clock:

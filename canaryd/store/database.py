@@ -8,7 +8,7 @@ import functools
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -99,7 +99,8 @@ class Database:
         """Do `work` on the file; where the file turns out to be damaged or replaced, once more on the next one."""
         with self.lock:
             try:
-                return work(self.connect())
+                with _rotten_text():
+                    return work(self.connect())
             except _Replaced:
                 pass
             except sqlite3.DatabaseError as error:
@@ -108,7 +109,8 @@ class Database:
                 with flock(self._open_lock, OPEN_TIMEOUT):
                     if not self._moved():
                         self._set_aside(error)
-            return work(self.connect())
+            with _rotten_text():
+                return work(self.connect())
 
     def commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
         """Do `write` in one transaction; it is on disk when this returns."""
@@ -148,8 +150,9 @@ class Database:
         try:
             if not self.for_reading:
                 self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-            db = self._open_as_allowed()
-            self._on_open(db)
+            with _rotten_text():
+                db = self._open_as_allowed()
+                self._on_open(db)
         except REFUSED:
             self.close()
             raise
@@ -171,7 +174,8 @@ class Database:
     def _open_to_write(self) -> sqlite3.Connection:
         with flock(self._open_lock, OPEN_TIMEOUT):
             try:
-                return self._open_and_migrate()
+                with _rotten_text():
+                    return self._open_and_migrate()
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     raise
@@ -347,6 +351,15 @@ def _is_resting(path: Path) -> bool:
     if not head:
         raise sqlite3.DatabaseError("it is empty")
     return head[18:] == WAL and not _log(path).exists()
+
+
+@contextlib.contextmanager
+def _rotten_text() -> Iterator[None]:
+    """Raise SQLite's own error for damage that Python cannot tell, because it repeats a text that rotted."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError(f"a text in it is not UTF-8: {error.object!r:.200}") from error
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from canaryd.model import Ack, Device, Verdict
 from canaryd.store.buffered import BufferedDatabase
-from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack
+from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack, time_of
 
 VOID_NOTE = "void acks"
 """Note: device, kind and time of the operators' statements that were dated in the future, as JSON."""
@@ -60,8 +60,10 @@ class DeviceTables(BufferedDatabase):
         first_seen = {uuid: first for uuid, _, first, _, _ in [*waiting, *stored]}
         newest = {row[0]: row for row in [*stored, *waiting]}
         return [
-            DeviceRecord(device=device, first_seen=first_seen[uuid], last_seen=last, present=bool(present))
-            for uuid, body, _, last, present in sorted(newest.values())
+            DeviceRecord(
+                device=device, first_seen=time_of(first_seen[uuid]), last_seen=time_of(last), present=bool(present)
+            )
+            for uuid, body, _, last, present in sorted(newest.values(), key=lambda row: str(row[0]))
             for device in self._decode(Device, [(uuid, body)])
         ]
 
@@ -117,7 +119,7 @@ class DeviceTables(BufferedDatabase):
         stored, waiting = self._read(
             "SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device
         )
-        void = {tuple(key) for key in json.loads(self.note(VOID_NOTE) or "[]")}
+        void = self.parsed_note(VOID_NOTE, _parse_keys, _parse_keys("[]"))
         found = (replace(a, void=_key(a) in void) for a in self._decode(Ack, [*stored, *waiting]))
         return sorted(found, key=lambda a: a.at)
 
@@ -125,6 +127,10 @@ class DeviceTables(BufferedDatabase):
         """Mark statements as void, for good. False: only in memory so far."""
         keys = {_key(a) for a in self.acks() if a.void} | {_key(a) for a in acks}
         return self.set_note(VOID_NOTE, json.dumps(sorted(keys)))
+
+
+def _parse_keys(text: str) -> set[tuple[str, str, float]]:
+    return {(str(device), str(kind), float(at)) for device, kind, at in json.loads(text)}
 
 
 def _key(ack: Ack) -> tuple[str, str, float]:

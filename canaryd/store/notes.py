@@ -28,5 +28,5 @@ DAEMON_LOCK, TELEMETRY_LOCK = "daemon", "telemetry"
 
 def released_until(store: Store, now: float) -> float:
     """Return the end of a release in seconds since the epoch; 0.0 where there is none."""
-    until = float(store.note(RELEASE_NOTE) or 0.0)
+    until = store.note_time(RELEASE_NOTE)
     return until if until > now else 0.0

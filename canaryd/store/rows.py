@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import sqlite3
 import zlib
@@ -16,6 +17,7 @@ from canaryd.codec import from_json, to_json
 from canaryd.facts import whole
 from canaryd.judge.brief import brief
 from canaryd.judge.characterised import Met
+from canaryd.judge.clock import END
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Day
@@ -141,14 +143,32 @@ def event_row(e: Event) -> tuple[Any, ...]:
 
 def event_from_row(row: Sequence[Any]) -> Event:
     """Return the event of the columns `EVENT`."""
-    *plain, code, reading, labels, fields = row
+    device, kind, name, first, last, count, before, after, detail, code, reading, labels, fields = row
     return Event(
-        **dict(zip(EVENT.split(", "), plain, strict=False)),
+        device=str(device),
+        kind=str(kind),
+        name=str(name),
+        first=time_of(first),
+        last=time_of(last),
+        count=count if is_number(count) else 1.0,
+        before=str(before),
+        after=str(after),
+        detail=str(detail),
         code=code if isinstance(code, int) else None,
         reading=str(reading),
         labels=_texts(labels),
         fields=_texts(fields),
     )
+
+
+def is_number(column: object) -> bool:
+    """Return whether a column that should hold a number does: SQLite gives what rotted as any type."""
+    return isinstance(column, (int, float)) and math.isfinite(column)
+
+
+def time_of(column: Any) -> float:
+    """Return a column's time in seconds since the epoch; 0.0 where it rotted."""
+    return column if is_number(column) and 0 <= column < END else 0.0
 
 
 def _texts(column: Any) -> Mapping[str, str]:

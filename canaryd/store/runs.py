@@ -22,10 +22,12 @@ from canaryd.store.rows import (
     ADD_SUMMARY,
     add_met,
     baseline_key,
+    is_number,
     met_row,
     pack,
     run_counts,
     run_row,
+    time_of,
 )
 
 BACKLOG = 10_000
@@ -61,6 +63,11 @@ class Counted(NamedTuple):
     stack_id: str
     results: int
     uploads: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no number of it rotted; one that did is no evidence."""
+        return all(map(is_number, (self.started, self.probe_version, self.results, self.uploads)))
 
 
 class RunTables(BufferedDatabase):
@@ -177,7 +184,7 @@ class RunTables(BufferedDatabase):
         ranked = _ranked("probe", "failed = 0")
         query = f"SELECT {', '.join(Counted._fields)} FROM {ranked} WHERE place > ? AND {PLAIN} ORDER BY number"
         counted, others = self._read(query, device, skip)
-        return looked_into, [Counted(*row) for row in (*counted, *others)]
+        return looked_into, [found for found in map(Counted._make, (*counted, *others)) if found.is_sound]
 
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
         """Return the runs from the `first` to the `last` newest of each `of`, oldest first, as the judge needs them."""
@@ -189,7 +196,7 @@ class RunTables(BufferedDatabase):
         """Return (device, probe, first start, newest start) of the mismatches on each software, drills left out."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
         stored, waiting = self._read(f"{query} GROUP BY device, probe, stack_id")
-        return [*stored, *waiting]
+        return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in (*stored, *waiting)]
 
     # Baselines
 
@@ -241,7 +248,7 @@ class RunTables(BufferedDatabase):
         """Return the summaries of a device's days that ended at `since` or later, oldest first."""
         query = "SELECT day, body FROM days WHERE device = ? AND day >= ? ORDER BY day"
         stored, waiting = self._read(query, device, int(since // DAY))
-        newest = dict((*stored, *waiting))
+        newest = {day: body for day, body in (*stored, *waiting) if isinstance(day, int)}
         return self._decode(Day, [(f"{device} {day}", body) for day, body in sorted(newest.items())])
 
     def summed(self, device: str, since: float) -> set[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from canaryd.store.clock import STEP
+from canaryd.store.clock import STEP, parse_time
 from canaryd.store.database import LOST_NOTE, REFUSED, StoreTooNew
 from canaryd.store.devices import DeviceTables
 from canaryd.store.locks import Busy, Unreadable, flock, is_held, make_directory, refusal
@@ -83,8 +83,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     @property
     def lost(self) -> tuple[float, str] | None:
         """When a database was lost last, in seconds since the epoch, and what is left of it; None for never."""
-        at, _, aside = self.note(LOST_NOTE).partition(" ")
-        return (float(at), aside) if at else None
+        return self.parsed_note(LOST_NOTE, _parse_loss, None)
 
     @property
     def reached(self) -> float:
@@ -165,3 +164,8 @@ class Store(RunTables, TelemetryTables, DeviceTables):
 
     def _lock_file(self, device_uuid: str) -> Path:
         return self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"
+
+
+def _parse_loss(text: str) -> tuple[float, str] | None:
+    at, _, aside = text.partition(" ")
+    return parse_time(at), aside

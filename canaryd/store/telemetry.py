@@ -21,6 +21,7 @@ from canaryd.store.rows import (
     encode_labels,
     event_from_row,
     event_row,
+    is_number,
     pack,
 )
 
@@ -129,6 +130,7 @@ class TelemetryTables(BufferedDatabase):
         total: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         stored, waiting = self._read("SELECT name, labels, value FROM counters")
         for name, labels, value in [*stored, *waiting]:
-            key = name, frozenset(parse_qsl(labels, keep_blank_values=True))
-            total[key] = total.get(key, 0) + value
+            if isinstance(labels, str) and is_number(value):  # one that rotted begins anew
+                key = str(name), frozenset(parse_qsl(labels, keep_blank_values=True))
+                total[key] = total.get(key, 0) + value
         return total

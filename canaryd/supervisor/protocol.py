@@ -128,6 +128,12 @@ class Answer:
             raise ValueError(f"seconds is {self.seconds}, but must not be negative")
 
 
+MOST = 2**63
+"""Numbers from here on are none of ours: the store holds smaller ones (SQLite's INTEGER)."""
+MOST_READ = 2**64
+"""The same of readings: drivers say of a 64-bit counter that they do not know it with all its bits."""
+
+
 def parse_text(value: object) -> str:
     """Return a text; raise `TypeError` for anything else."""
     if not isinstance(value, str):
@@ -166,6 +172,8 @@ class Facts:
     skipped: list[Skipped] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     """Missing reading → why."""
+    counted: int = 0
+    """Results and uploads of the comparisons so far."""
 
     def add(self, kind: str, message: Mapping[str, Any]) -> None:
         """Add what a message holds. Raises `LookupError`, `TypeError` or `ValueError` for a malformed one."""
@@ -179,10 +187,15 @@ class Facts:
 
     def _add(self, fact: Any) -> None:
         if isinstance(fact, Reading):
+            if isinstance(fact.value, int) and abs(fact.value) >= MOST_READ:
+                raise ValueError(f"{fact.name} has more than 64 bits")
             self.readings.append(fact)
         elif isinstance(fact, Comparison):
             if not 0 <= fact.wrong_trials <= fact.trials:
                 raise ValueError(f"{fact.wrong_trials} wrong of {fact.trials} trials")
+            self.counted += fact.trials + max(0, fact.uploads)
+            if not (fact.uploads >= 0 and self.counted < MOST):
+                raise ValueError(f"{fact.trials} trials of {fact.uploads} uploads, {self.counted} in the run so far")
             self.comparisons.append(fact)
         elif isinstance(fact, Recording):
             self.recordings.append(fact)

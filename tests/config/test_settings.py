@@ -93,7 +93,7 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 def is_yaml(path: Path) -> bool:
     try:
         yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, OverflowError):
         return False
     return True
 
@@ -204,7 +204,11 @@ def test_listen_forms(tmp_path, text, wanted):
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":", "host:", "host:+1", "host:\uff11", "[::1:1", "[]:1", "a b:1", "[host]:1", "::1"]
+    "text",
+    [
+        *("", ":", "host:", "host:+1", "host:\uff11", "[::1:1", "[]:1", "a b:1", "[host]:1", "::1"),
+        *("a..b:1", ".a:1", f"{'a' * 64}:1", f"{'a' * 300}:1"),
+    ],
 )
 def test_listen_refused(text):
     """What is not HOST:PORT is refused with a sentence."""

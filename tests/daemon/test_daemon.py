@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,8 +12,10 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -21,6 +24,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from canaryd.config.load import load
+from canaryd.daemon import daemon as daemon_module
 from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import STRICT
@@ -148,6 +153,28 @@ def test_it_stops_at_once_with_a_worker_that_will_not(tmp_path, state, number):
         assert store.runs() == []
 
 
+@pytest.mark.parametrize("held", [60.0, 2.0])
+def test_it_stops_at_once_while_another_process_holds_the_database(tmp_path, state, held):
+    """Within five seconds, and a run that waited in memory is on disk where the disk is free again in time."""
+    config = configure(tmp_path, "passes", each={"passes": {"period": "1s"}})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        other = sqlite3.connect(state / "canaryd.db", isolation_level=None, check_same_thread=False, timeout=10)
+        with contextlib.closing(other):
+            other.execute("BEGIN IMMEDIATE")
+            eventually(lambda: daemon.value("canaryd_store_problem") == 1)
+            free = threading.Timer(held, lambda: other.execute("ROLLBACK"))
+            free.start()
+            code, seconds = daemon.end()
+            free.cancel()
+            free.join()
+        assert code == 0
+        assert seconds < STOP
+    found = {RUN_ID.search(line)[0] for line in daemon.lines if " passes completed: " in line}
+    with Store.open(state) as store:
+        assert (found <= {run.id for run in store.runs()}) is (held < STOP)
+
+
 def test_it_stops_at_once_while_it_looks_for_devices(tmp_path, state):
     """The first inventory may hang in a driver: that does not hold the stop either."""
     config = configure(tmp_path, "hangs_at_import")
@@ -261,6 +288,9 @@ def test_a_bad_file_is_refused_and_a_good_one_takes_effect(tmp_path, state):
         daemon.line(f"{config}:1: judge.stale_after: ")
         daemon.line("the old one stays in force")
         assert daemon.value("canaryd_probe_runs_total", probe="passes", outcome="completed") >= 1
+        config.write_text('state_dir: "\\U99999999"\n')
+        daemon.send(signal.SIGHUP)
+        daemon.line(f"{config}:1: cannot read this YAML: ")
 
         catalogue(tmp_path / "probes.d", "echoes")
         config.write_text(json.dumps(json.loads(good) | {"devices": {"expected": 5}}))
@@ -271,6 +301,17 @@ def test_a_bad_file_is_refused_and_a_good_one_takes_effect(tmp_path, state):
         # What the command line gave still wins: nothing has changed about these two.
         assert not any("takes effect at the next restart" in line for line in daemon.lines)
         assert daemon.end()[0] == 0
+
+
+def test_a_reload_that_fails_in_any_way_keeps_the_old_configuration(tmp_path, state):
+    """A mistake of canaryd while it reads the files is a traceback in its log and a bad configuration, not its end."""
+    path = configure(tmp_path, "passes")
+    config = load(path)
+    with Store.open(state) as store:
+        daemon = daemon_module.Daemon(config, path, store, overrides={"no_such_setting": 1})
+        daemon._reload()
+        assert not daemon._publisher.config_ok
+        assert daemon.config is config
 
 
 # --- Killed ----------------------------------------------------------------------------------------------------------

@@ -127,6 +127,21 @@ def test_what_could_not_be_run_is_due_as_before(served, hindered, trigger):
     assert len(served.ran) == 1
 
 
+def test_a_round_that_failed_has_had_its_turn(served):
+    """A mistake of canaryd in a round: the log has it once a period, and not at every tick."""
+    served.said, tries = dict.fromkeys(served.engine.devices, ()), []
+
+    def fail(plan, **_):
+        tries.append(plan)
+        raise OverflowError("a number too large")
+
+    served.engine.carry_out = fail
+    with pytest.raises(OverflowError):
+        served._rounds.tick(CARD.uuid)
+    served._rounds.tick(CARD.uuid)
+    assert len(tries) == 1
+
+
 def test_a_failure_is_tried_again_when_evidence_is_wanted(served):
     """Not never again."""
     served.know("a", 1800)

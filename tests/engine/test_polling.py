@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
+from canaryd.daemon.inventory import Inventories
+from canaryd.daemon.jobs import Jobs
+from canaryd.daemon.logs import Warnings
+from canaryd.daemon.rounds import Rounds
 from canaryd.engine import events, kernel_log
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
@@ -18,6 +22,7 @@ from canaryd.engine.kernel_log import addressee
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.telemetry.events import log_event
 from canaryd.model import Cause, Device, Event, Outcome, State
+from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
 from canaryd.supervisor import killed
 from tests.command import BUILTIN, bare_python, catalogue, eventually
@@ -439,6 +444,38 @@ def test_a_log_that_cannot_be_read_is_said(host):
     host.log.touch()
     host.engine.read_log(until_end=True)
     assert host.watch.kernel_log.problem == ""
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_position_that_rotted_is_not_known(host, present):
+    """Lines of this boot might count twice, so it is said and the log waits; of an earlier boot no line is left."""
+    boot = events.BOOT_ID.read_text().strip() if present else "00000000-0000-4000-8000-000000000000"
+    host.store.set_note(LOG_NOTE, f"{boot}:12\x035")
+    host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)")
+    host.engine.read_log(until_end=True)
+    assert ("is damaged" in host.watch.kernel_log.problem) is present
+    assert host.store.note(LOG_PROBLEM_NOTE) == host.watch.kernel_log.problem
+    assert any(e.kind == "thermal" for e in host.watch.history.of(host.device)) is not present
+
+
+def test_a_reader_of_the_log_that_failed_is_a_problem(host):
+    """An error that is a mistake of canaryd: metric, note and log say that nothing follows the kernel log."""
+    stop, shown = threading.Event(), []
+    stop.set()
+
+    def changed():
+        shown.append(host.watch.kernel_log.problem)
+        host.engine.stop()
+
+    def fail():
+        raise RuntimeError("a mistake")
+
+    host.watch.kernel_log.on_records = fail
+    host.hear(XID)
+    rounds = Rounds(host.engine, host.store, changed)
+    Inventories(host.engine, Jobs(), rounds, Warnings(), changed=changed, refresh=changed, stop=stop)._read_kernel_log()
+    assert shown == ["it failed; see the log of canaryd"]
+    assert host.store.note(LOG_PROBLEM_NOTE) == shown[0]
 
 
 def test_the_log_is_followed_until_the_engine_stops(host):

@@ -487,3 +487,13 @@ if __name__ == "__main__":
     begin = text.index("| 16 GPUs")
     end = text.index("\n\n", begin)
     DOCS.write_text(text[:begin] + "\n".join(sizes()) + text[end:])
+
+
+@pytest.mark.parametrize("name", ["xid_errors", "sxid_errors", "kernel_log_events", "stack_changes", "probe_runs"])
+def test_a_counter_without_its_labels_costs_no_page(name):
+    """Labels that rotted in the store leave out one series, and every other one is shown."""
+    device = gpu()
+    counters = counter(name, 1.0, device=device.uuid, rotten="31") | counter(name, 1.0, probe="exact_matmul")
+    page = render(snapshot(view(device), counters=counters)).decode()
+    assert f'canaryd_device_present{{device="{device.uuid}"' in page
+    assert "rotten" not in page

@@ -66,6 +66,7 @@ from tests.supervisor.workers import DEVICE, PATIENCE, PROBES, gone, pid_in, rea
         ("garbles_protocol", {"how": "list"}, Outcome.GARBLED, "not an object"),
         ("garbles_protocol", {"how": "deep"}, Outcome.GARBLED, "[[["),
         ("garbles_protocol", {"how": "fact"}, Outcome.GARBLED, "Reading.name: wanted str, got int"),
+        ("counts_too_far", {}, Outcome.GARBLED, f"{2**64} trials"),
         ("garbles_protocol", {"how": "line"}, Outcome.GARBLED, "the worker sent too much"),
     ],
 )

@@ -315,6 +315,34 @@ def test_what_stands_for_no_reading_is_refused(item):
         protocol.parse_fact(item)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [{"trials": 2**63}],
+        [{"uploads": 2**63}],
+        [{"uploads": -1}],
+        [{"trials": 2**64, "wrong_trials": 1}],
+        [{"trials": 2**62}] * 2,
+    ],
+)
+def test_counts_that_no_store_holds_are_refused(sent):
+    """They break the protocol: the run is garbled, and costs no other one."""
+    facts = protocol.Facts()
+    common = {"case": "c", "shape": "", "seed": 1, "exactness": "U"}
+    *first, last = ({"type": "Comparison", "value": common | count} for count in sent)
+    for fact in first:
+        facts.add("fact", fact)
+    with pytest.raises(ValueError, match="uploads"):
+        facts.add("fact", last)
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**64), 10**400], ids=["large", "negative", "no double"])
+def test_readings_of_more_than_64_bits_are_refused(value):
+    """A number that no double holds would cost the whole page of metrics."""
+    with pytest.raises(ValueError, match="has more than 64 bits"):
+        protocol.Facts().add("readings", {"values": [["energy_joules", value, "joules", {}]]})
+
+
 def test_readings_arrive_as_they_were_yielded():
     """Name, value with its type, unit, labels; an absence with its reason."""
     assert protocol.parse_fact(["a", True, "1", {"b": "c"}]) == Reading(

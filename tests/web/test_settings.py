@@ -140,6 +140,13 @@ def test_a_file_that_is_none(tmp_path, name):
         WebConfig(tmp_path / name)
 
 
+def test_a_number_of_no_character_is_a_mistake_like_any_other(tmp_path):
+    """What PyYAML itself fails on has its line too."""
+    path = write(tmp_path, 'http_server_config:\n  headers: {X-Frame-Options: "\\U99999999"}\n')
+    with pytest.raises(ConfigError, match=r"web\.yml:2: cannot read this YAML: "):
+        WebConfig(path)
+
+
 def test_a_file_that_others_can_write_is_refused(tmp_path):
     """Whoever writes it decides who may read the evidence."""
     path = write(tmp_path, "")
