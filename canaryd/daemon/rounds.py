@@ -81,8 +81,7 @@ class Rounds:
 
     def _test(self, device: Device) -> None:
         engine, uuid = self._engine, device.uuid
-        periods = engine.periods(device)
-        if not self._loading(periods):
+        if not self._loading(engine.periods(device)):
             self._stop_waiting(uuid)
         try:
             self.run_aside(device, engine.owed(uuid), budget.DOUBT)
@@ -90,7 +89,7 @@ class Rounds:
         except Busy as busy:
             log.info("%s: retests wait: %s", device.name, busy)
             return
-        chosen = self._choose(device, periods)
+        chosen = self._choose(device, engine.periods(device))  # retests take long: a reload may have left probes out
         if chosen.names:
             self._run(device, chosen)
 

@@ -127,6 +127,23 @@ def test_what_could_not_be_run_is_due_as_before(served, hindered, trigger):
     assert len(served.ran) == 1
 
 
+def test_a_reload_during_retests_leaves_a_probe_out_of_the_round(served):
+    """They take long; what is due is chosen afterwards."""
+    served.said = dict.fromkeys(served.engine.devices, ())
+    step = Step(entry=served.engine.entries["b"], level="quick", seed=1)
+    plan = Plan(device=CARD, instruction_set="", steps=(step,))
+    served.engine.retests = lambda _: [plan]
+    noted = served.engine.carry_out
+
+    def reload(plan, *, purpose):
+        noted(plan, purpose=purpose)
+        served.engine.entries = {"a": served.engine.entries["a"]}
+
+    served.engine.carry_out = reload
+    served._rounds.tick(CARD.uuid)
+    assert [(names, purpose) for _, names, purpose in served.ran] == [(("b",), RETEST), (("a",), ROUND)]
+
+
 def test_a_round_that_failed_has_had_its_turn(served):
     """A mistake of canaryd in a round: the log has it once a period, and not at every tick."""
     served.said, tries = dict.fromkeys(served.engine.devices, ()), []
