@@ -126,8 +126,10 @@ class Inventories:
             try:
                 self._engine.read_log(until_end=False)
             except Exception:
+                if self._engine.stopping:
+                    return  # the store may be closed by now
                 log.exception("reading the kernel log failed; trying again in %.0f s", LOG_RETRY)
-                kernel_log.set_problem("it failed; see the log of canaryd", stopped=bool(self._engine.stopping))
+                kernel_log.set_problem("it failed; see the log of canaryd")
             if not self._engine.stopping:
                 if problem := kernel_log.problem:
                     self._warnings.log([f"kernel log: {problem}"])

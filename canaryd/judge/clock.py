@@ -8,8 +8,6 @@ from canaryd.model import Run
 
 EPOCH = 1_577_836_800.0
 """2020-01-01: a clock that shows an earlier time was never set (ours). False alarms: none, it moves what happened."""
-END = 253_370_764_800.0
-"""The year 9999: no calendar goes further, so a later time is no time."""
 AHEAD = 3600.0
 """Seconds by which something may lie in the future before its age counts as unknown (ours): less is a clock that was
 corrected. False alarms: none, such a run is no fresh evidence, and such an acknowledgement does not count."""

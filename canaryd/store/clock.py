@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from canaryd.judge.clock import END, EPOCH
-from canaryd.store.rows import HOUR
+from canaryd.judge.clock import EPOCH
+from canaryd.store.rows import END, HOUR
 
 DAY = 86_400.0
 MAX_LAG = DAY

@@ -17,7 +17,6 @@ from canaryd.codec import from_json, to_json
 from canaryd.facts import whole
 from canaryd.judge.brief import brief
 from canaryd.judge.characterised import Met
-from canaryd.judge.clock import END
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Day
@@ -28,6 +27,8 @@ T = TypeVar("T")
 
 HOUR = 3600.0
 """Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
+END = 253_370_764_800.0
+"""Seconds since the epoch, the year 9999: no calendar goes further, so a later time is no time."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
 """Of a run that release 0.1.0 stored and that is no failure, these columns are NULL."""
 RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
