@@ -391,7 +391,7 @@ def _command(options: Options, device: Device) -> str:
     words += [] if options.seed is None else ["--seed", str(options.seed)]
     words += ["--instruction-set", options.instruction_set] if options.instruction_set else []
     words += ["--intensity", options.intensity] if options.intensity else []
-    words += ["--for", f"{options.seconds:g}s"] if options.seconds else []
+    words += ["--for", f"{options.seconds:.0f}s"] if options.seconds else []
     return shlex.join(words)
 
 

@@ -93,7 +93,8 @@ class _Lane:
             at = run.started
             return [Event(device=run.device, kind=EventKind.OFF_BUS, name="driver", first=at, last=at, detail=reason)]
         if run.outcome is Outcome.COMPLETED and self.recorded is not None:
-            return changes(replace(self.recorded, readings=tuple(r for r, _ in self.known.values())), run)
+            failed = self.newest.started if self.failures and self.newest is not None else 0.0
+            return changes(replace(self.recorded, readings=tuple(r for r, _ in self.known.values())), run, failed)
         return []
 
     def recall(self, polls: Sequence[Run]) -> None:

@@ -24,8 +24,11 @@ COMMANDS = (
     *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "devices", "drill"),
     *("fleet", "gate", "history", "pack", "probes", "release", "report", "run", "status"),
 )
-PRINTED = re.compile(rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)")
-"""A command in a text for people; not one of a path, which is what a process was
+PRINTED = re.compile(
+    rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)"
+    r"((?: --[\w-]+(?: [^\s,;-][^\s,;]*)?)*)"
+)
+"""A command in a text for people, and the options behind it; not one of a path, which is what a process was
 started as, nor one that "canaryd baseline export wrote"."""
 SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
 """Where units are installed: in `systemd/system` below these (systemd.unit(5))."""
@@ -50,7 +53,8 @@ def typed(text: str, space: str = " ") -> str:
 
     def command(found: re.Match[str]) -> str:
         start = _REPLACED.get("start") if found[1] == "run" else ""
-        return (start or f"{found[0]} {_REPLACED.get('options', '')}".rstrip()).replace(" ", space)
+        plain = start or f"canaryd {found[1]} {_REPLACED.get('options', '')}".rstrip()
+        return f"{plain}{found[2]}".replace(" ", space)
 
     return PRINTED.sub(command, text)
 

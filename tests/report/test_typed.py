@@ -45,6 +45,15 @@ def test_a_command_in_a_sentence_is_never_cut_in_two(before):
     assert max(map(len, shown)) <= 79
 
 
+@pytest.mark.parametrize("before", range(0, 80, 7))
+def test_nor_are_the_options_behind_it(before):
+    """Up to the next word that is none."""
+    type_with(("--state-dir", "/srv/a"), ())
+    text = f"{'x ' * before}type canaryd check --level deep --device cuda:0 on a node that serves nobody at this time"
+    lines = [line for _, line in paragraph("", text, 78)]
+    assert [line for line in lines if "canaryd check --state-dir /srv/a --level deep --device cuda:0" in line]
+
+
 def test_an_installed_service_is_started_by_systemd(tmp_path):
     """Not so for another record than that of the service, or where there is no unit."""
     unit = tmp_path / "systemd/system/canaryd.service"

@@ -58,12 +58,14 @@ Facts = Mapping[str, Reading]
 """Readings by key; numbers only."""
 
 
-def changes(before: Run, after: Run) -> list[Event]:
+def changes(before: Run, after: Run, failed: float = 0.0) -> list[Event]:
     """Return what happened between two completed polls of one probe on one device; `after` is the newer.
 
+    `failed`: when the newest poll between them began, which failed; 0.0 for none.
+
     A counter rose at an unknown time between the two, so its event begins with the older poll; `within` shares it out.
-    A reset has the time of the newer poll, by which it was over, and in `fields` that of the older one: equal events of
-    an hour are merged, and the newest reset's beginning must be known.
+    A reset has the time of the newer poll, by which it was over, and in `fields` that of the poll before it: equal
+    events of an hour are merged, and the newest one's beginning must be known. Where polls failed, a reset ended that.
     """
     old, new = numbers(before), numbers(after)
     event = partial(Event, device=after.device, first=min(before.started, after.started), last=after.started)
@@ -84,7 +86,9 @@ def changes(before: Run, after: Run) -> list[Event]:
             reading=new[key].name,
             labels=new[key].labels,
         )
-        events.append(replace(reset, first=after.started, fields={RESET_SINCE: repr(reset.first)}))
+        events.append(
+            replace(reset, first=after.started, fields={RESET_SINCE: repr(min(max(reset.first, failed), reset.last))})
+        )
     was_set, is_set = _flags(old), _flags(new)
     for key, (reading, value) in is_set.items():
         if key in was_set and was_set[key][1] != value:

@@ -123,8 +123,10 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
     wiped = signs.seen(EventKind.RESET, HELD, ECC[0], kind="uncorrected")
     logged = [*signs.memory_lost, *signs.named("amdgpu", "ras-uncorrected")]
-    # A lifetime count that rose across a reset may have risen before it: that is no return.
-    times = [e.first if e.reading in ECC[1:] else e.last for e in (*rises, *logged)]
+    times = [e.last for e in (*rises, *logged) if e.reading not in ECC[1:]]
+    # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
+    lifetime = [e for e in rises if e.reading in ECC[1:]]
+    times += [e.first for e in lifetime if not any(e.first <= t <= e.last for t in times)]
     if (back := returns(times, signs.resets)) >= RECURRENCES:
         yield finding(
             *("uncorrected-error", State.FAULTY, Cause.HARDWARE),

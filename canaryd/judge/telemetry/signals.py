@@ -214,13 +214,14 @@ class Signs:
         return {e.last: _reset_since(e) for e in self.seen(EventKind.RESET)}
 
     def followed(self, after: float, resets: Sequence[float]) -> list[float]:
-        """Return those of the `resets` that certainly came after a time."""
-        return [r for r in resets if (r if r in self.boots else self._since.get(r, r)) > after]
+        """Return those of the `resets` that certainly came after a time, such as that of the poll before a reset."""
+        return [r for r in resets if r > after and (r in self.boots or self._since.get(r, r) >= after)]
 
     @cached_property
     def trainings(self) -> list[float]:
-        """When links had to train: at a reset, and when MIG was switched on or off; ascending."""
-        return sorted({*self.resets, *(e.last for e in self.seen(EventKind.FLAG, HELD, "mig_enabled"))})
+        """When links had to train: at a reset, until the poll that shows it, and when MIG was switched; ascending."""
+        shown = (t for e in self.seen(EventKind.RESET) for t in (e.first, e.last))
+        return sorted({*self.boots, *shown, *(e.last for e in self.seen(EventKind.FLAG, HELD, "mig_enabled"))})
 
     def trained(self, event: Event, start: float, end: float) -> float:
         """Return `within`, without what happened before the device's links had trained."""

@@ -122,7 +122,7 @@ class RepeatedTurns:
         session, waiting, turn = self._session, deque[tuple[int, Repeater]](), 1
         ahead = 1 if session.ctx.room else AHEAD  # a server gets pauses in which nothing is left to do
         try:
-            while waiting or turn == 1:
+            while True:
                 if turn == 1 or (session.ctx.clock() < until and not 0 < most < turn):
                     session.ctx.pace()
                     repeater = self._repeaters[turn % AHEAD]
@@ -133,6 +133,8 @@ class RepeatedTurns:
                     turn += 1
                     if len(waiting) < ahead:
                         continue
+                elif not waiting:
+                    break
                 number, repeater = waiting.popleft()
                 yield Turn(number, repeater.answers(), repeater)
         finally:

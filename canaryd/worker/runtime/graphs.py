@@ -34,9 +34,10 @@ class Graph:
             self._answers = torch.full((count,), NOT_RUN, dtype=torch.uint8, device=device)
             self._read = torch.full((count,), NOT_RUN, dtype=torch.uint8, pin_memory=True)
             self._device, self._done = device, torch.cuda.Event()
-            try:
+            self._graph: Any = None
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
                 self._graph = self._captured(work, stream)
-            except torch.cuda.OutOfMemoryError:
+            if self._graph is None:
                 torch.cuda.empty_cache()  # torch gives nothing of it back by itself while it captures
                 self._graph = self._captured(work, stream)
 

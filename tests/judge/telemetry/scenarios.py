@@ -341,6 +341,24 @@ SCENARIOS = {
     "Xid 64 before the gap of a reset, tested since": lambda: (
         sign(xid(64, 4 * HOUR), reset(HOUR, fields={"since": str(NOW - 3 * HOUR)}), passed=60), [],
     ),
+    "an uncorrected error that the poll before a reset showed, tested since": lambda: (
+        sign(rise(UE, ago=2 * HOUR), reset(HOUR, fields={"since": str(NOW - 2 * HOUR)}), passed=60), [],
+    ),
+    "one uncorrected error between a boot and the first poll, and another after a reset": lambda: (
+        sign(
+            boot(9 * DAY), xid(48, 9 * DAY - 60), rise(AGGREGATE_UE, ago=9 * DAY - HOUR, lasted=DAY),
+            reset(9 * DAY - HOUR, fields={"since": str(NOW - 10 * DAY + HOUR)}),
+            reset(5 * DAY, fields={"since": str(NOW - 5 * DAY - 15)}), xid(48, HOUR),
+        ),
+        [("uncorrected-error", SUSPECT, H)],
+    ),
+    "a fatal error counted while links trained, long before the first poll": lambda: (
+        sign(
+            boot(3 * HOUR), rise(AER("fatal"), ago=HOUR, lasted=DAY),
+            reset(HOUR, fields={"since": str(NOW - DAY - HOUR)}),
+        ),
+        [],
+    ),
     "Xid 64 around one reboot, whose first poll finds counters at zero": lambda: (
         sign(
             xid(64, 4 * HOUR), boot(3 * HOUR), xid(64, 2.9 * HOUR), xid(64, HOUR),

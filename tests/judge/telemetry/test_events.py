@@ -384,3 +384,17 @@ def test_triggers_are_named_once_and_three_at_most():
 def test_a_poll_is_fresh_for_five_periods_and_two_minutes():
     """One missed poll on a busy machine must not flap."""
     assert (stale_after(15), stale_after(60)) == (120, 300)
+
+
+def test_a_reset_that_ended_failing_polls_came_after_them():
+    """What was reported while they failed, it may clear; without a failed poll it came after the poll before."""
+    before, after = (poll(only={"energy_joules_total": energy}) for energy in (900.0, 5.0))
+    before = dataclasses.replace(before, started=after.started - 7200.0)
+
+    def since(*failed):
+        (reset,) = (e for e in changes(before, after, *failed) if e.kind == "reset")
+        return float(reset.fields["since"])
+
+    assert since() == before.started
+    assert since(after.started - 15.0) == after.started - 15.0
+    assert since(after.started + 99.0) == after.started

@@ -295,6 +295,7 @@ def test_beside_a_server_no_turn_is_left_to_the_pause(room):
 
     runtime.repeated = lambda _, burst: Counted(runtime, burst)
     verified(runtime, room=room, pace=lambda: paces.append(len(begun)))
+    assert len(paces) > SHEET
     assert max(paces) == (0 if room else repeating.AHEAD - 1)
 
 
