@@ -145,12 +145,14 @@ class BufferedDatabase:
         """
         text = self.note(name)
         try:
-            return parse(text) if text else absent
+            found = parse(text) if text else absent
         except (LookupError, TypeError, ValueError, RecursionError):
             self._problems[f"note {name}"] = printable(
                 f'{self.path}: the note "{name}" is damaged and counts as absent: {text!r:.100}'
             )
             return absent
+        self._problems.pop(f"note {name}", None)
+        return found
 
     def note_time(self, name: str) -> float:
         """Return the time that a note holds, in seconds since the epoch; 0.0 where there is none."""

@@ -209,7 +209,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         time.sleep(STEP)
     for pid in told & _group().keys():
         _tell(pid, signal.SIGKILL)
-    process.wait()
+    process.kill()  # also where it left the group
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
 
 
 def _started_by(tool: int) -> set[int]:
@@ -232,5 +234,5 @@ def _group() -> dict[int, int]:
 
 
 def _tell(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # a wrapper may have started it as another user
         os.kill(pid, number)
