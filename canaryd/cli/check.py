@@ -167,6 +167,8 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     store.close()
     if isinstance(result, int):
         return result
+    if store.waiting:  # closing has tried once more what was refused before
+        result.problems.append(f"what this check found is not kept: {store.refused}; {check.MAKE_WRITABLE}")
     code = _told(options, result, printer, stopped=bool(engine.stopping))
     if alone and check.alarmed(result):
         complain(f"drill: the fault was caught; {NO_ALERT} ({settings.state_dir})")

@@ -321,8 +321,6 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     result.problems = [*engine.problems, *engine.store.problems]
     if engine.stopping and not result.missed:
         result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
-    if why := engine.store.refused:
-        result.problems.append(f"what this check found is not kept: {why}; {MAKE_WRITABLE}")
     gaps: list[Gap] = []
     if options.probes or options.cases:
         selected = ", ".join([*options.probes, *options.cases])
