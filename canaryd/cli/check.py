@@ -12,6 +12,7 @@ from pathlib import Path
 from canaryd.cli import repeat
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, seed
 from canaryd.cli.common import (
+    MAKE_WRITABLE,
     ProgressPrinter,
     complain,
     device_names,
@@ -168,7 +169,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     if isinstance(result, int):
         return result
     if store.waiting:  # closing has tried once more what was refused before
-        result.problems.append(f"what this check found is not kept: {store.refused}; {check.MAKE_WRITABLE}")
+        result.problems.append(f"what this check found is not kept: {store.refused}; {MAKE_WRITABLE}")
     code = _told(options, result, printer, stopped=bool(engine.stopping))
     if alone and check.alarmed(result):
         complain(f"drill: the fault was caught; {NO_ALERT} ({settings.state_dir})")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from canaryd.config.settings import Config
-from canaryd.engine.check import MAKE_WRITABLE
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
@@ -27,6 +26,8 @@ from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
+MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir"
+"""What to do where a command cannot store what it found."""
 RELEASE_PERIOD = 1.0
 """Seconds between two looks at what `canaryd release` asks for."""
 ANSWER_PATIENCE = 3600.0

@@ -128,6 +128,7 @@ class Rounds:
             sets=schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index), turn),
         )
         started, before = time.time(), engine.account.spent(device.physical)
+        turned = {(uuid, name): started for name in names}
         try:
             for plan in plans:
                 engine.carry_out(plan, purpose=chosen.purpose)
@@ -136,7 +137,7 @@ class Rounds:
             self._put_back(uuid, chosen.trigger)
             return
         except Exception:  # a mistake of canaryd: the next try is at the next turn, and not at the next tick
-            self._last.update(dict.fromkeys(((uuid, name) for name in names), started))
+            self._last.update(turned)
             raise
         finally:
             self._changed()
@@ -151,7 +152,7 @@ class Rounds:
             self._note_waiting()
         self._turns[group] = turn + 1
         self._luck[uuid] = random.random()
-        self._last.update(dict.fromkeys(((uuid, name) for name in names), started))
+        self._last.update(turned)
 
     def _take_trigger(self, uuid: str) -> str:
         """Return once why a device needs an extra test, and not again too soon; "" where nothing calls for one."""

@@ -37,8 +37,6 @@ class Gap(NamedTuple):
 
 NOT_EXAMINED = "not-examined"
 """Rule of the finding about a device on which a check could not do all that was asked for; it is made here."""
-MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir"
-"""What to do where a command cannot store what it found."""
 MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {

@@ -448,7 +448,7 @@ def test_a_log_that_cannot_be_read_is_said(host):
 
 @pytest.mark.parametrize("present", [True, False])
 def test_a_position_that_rotted_is_not_known(host, present):
-    """Lines of this boot might count twice, so it is said and the log waits; of an earlier boot no line is left."""
+    """The log is not read, so that no line of this boot counts twice. After a reboot it is read again."""
     boot = events.BOOT_ID.read_text().strip() if present else "00000000-0000-4000-8000-000000000000"
     host.store.set_note(LOG_NOTE, f"{boot}:12\x035")
     host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)")

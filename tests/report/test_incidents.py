@@ -237,7 +237,7 @@ def test_only_commands_for_this_node_name_its_record(there, options):
     ],
 )
 def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
-    """A check, the history, the status and its page: whoever reads one of them needs no second command."""
+    """The check, the history, the status and its page all give it."""
     found = verdict(replace(fault(cause=cause), since=NOW - 7200))
     store.see_device(GPU, NOW)
     store.set_verdict(found)

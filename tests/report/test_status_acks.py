@@ -192,7 +192,7 @@ def test_a_part_that_was_replaced_is_not_told_of(store):
 
 @pytest.mark.parametrize("kind", ["repaired", "replaced"])
 def test_what_was_acknowledged_of_an_earlier_part_is_not_shown_of_this_one(store, kind):
-    """Its fault is news, whoever knew of the old one: in the text, the JSON, the page and the next verdict."""
+    """The new part's fault carries no old note: in the text, the JSON, the page and the next verdict."""
     part = replace(CPU, weak_identity=True)
     store.see_device(part, NOW - 900)
     acknowledge(store, at=NOW - 600, device=part.uuid)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.worker.telemetry.nvml import NOT_SUPPORTED, ask_text
+from canaryd.worker.telemetry.sysfs import optional_text
 
 DAY = 86_400.0
 """Seconds for which an answer is kept."""
@@ -39,8 +40,7 @@ class Daily:
     def recall(self) -> None:
         """Read what was kept less than a day ago, under this driver and in this boot: the slot may be another."""
         self._driver = ask_text(self._nvml, "nvmlSystemGetDriverVersion")
-        with contextlib.suppress(OSError):
-            self._boot = BOOT_ID.read_text()
+        self._boot = optional_text(BOOT_ID)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if self._file is not None:
                 kept = json.loads(self._file.read_text())

@@ -89,7 +89,7 @@ def test_recall_of_a_blind_comparison_is_wrong():
 
 @pytest.mark.parametrize("stuck", [False, True])
 def test_a_sweep_is_measured_beside_a_copy(monkeypatch, stuck):
-    """Both patterns, in bytes per second; a word that is wrong is said to be, speed or not."""
+    """Both patterns are measured in bytes per second. A wrong word makes the observation wrong."""
     from canaryd.worker.characterise import speed
     from canaryd.worker.memory.faults import FaultySlice
 

@@ -27,7 +27,7 @@ except interface.Unavailable as why:
 
 @pytest.fixture
 def place():
-    """A directory that every user may enter, unlike pytest's own, with one that nobody may."""
+    """Return a directory that every user may enter. It contains one that only root may enter."""
     with tempfile.TemporaryDirectory(prefix="canaryd-path-") as path:
         Path(path).chmod(0o755)
         Path(path, "open").mkdir()
