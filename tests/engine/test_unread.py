@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -29,11 +31,19 @@ HOT = "CPU0: Core temperature above threshold, cpu clock throttled (total events
 def out_of_reach(state):
     """Nobody can say what lies in the state directory, as where it may not be entered."""
     aside = state.with_name("aside")
-    state.rename(aside)
-    state.symlink_to(state)
+    aside.symlink_to(state)
+    exchange(state, aside)
     yield
-    state.unlink()
-    aside.rename(state)
+    exchange(state, aside)
+    aside.unlink()
+
+
+def exchange(one, other):
+    """Let two paths change places at once: a thread of the engine would create a directory that is missing for a moment."""
+    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap):
+        raise OSError(ctypes.get_errno(), f"{one} and {other} did not change places")
 
 
 @pytest.fixture
