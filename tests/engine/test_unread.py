@@ -39,7 +39,7 @@ def out_of_reach(state):
 
 
 def exchange(one, other):
-    """Let two paths change places at once: a thread of the engine would create a directory that is missing for a moment."""
+    """Let two paths change places at once: a thread of the engine would create a directory that is missing."""
     here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap):
