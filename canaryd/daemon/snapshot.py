@@ -12,10 +12,10 @@ from canaryd.engine import budget
 from canaryd.engine.engine import Engine
 from canaryd.facts import FINGERPRINT, Reading, printable, stack_id
 from canaryd.judge import acks, case, clock
-from canaryd.judge.coverage import has_looked
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
+from canaryd.judge.watch import has_looked
 from canaryd.metrics import families
 from canaryd.model import Ack, Cause, Device, Outcome, Run, State, Verdict
 from canaryd.store.store import Store

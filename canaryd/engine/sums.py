@@ -45,7 +45,9 @@ def of_counts(counted: Iterable[Counted], onsets: Onsets, read: Callable[[str], 
         for _, group in itertools.groupby(of_lane, key=lambda c: _slot(c.probe, c.started, onsets)):
             *_, newest = members = list(group)
             compared = summary(pattern.seed, sum(c.results for c in members), sum(c.uploads for c in members))
-            found.append(_bare(replace(pattern, id=newest.id, started=newest.started, comparisons=compared)))
+            told = pattern.readings if compared or not pattern.trials else ()  # else they compared nothing
+            total = replace(pattern, id=newest.id, started=newest.started, comparisons=compared, readings=told)
+            found.append(_bare(total))
     return found
 
 

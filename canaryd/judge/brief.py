@@ -14,6 +14,7 @@ from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Rea
 from canaryd.judge.characterised import FOLDED
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.watch import has_looked
 from canaryd.model import ENDPOINT, IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
@@ -110,8 +111,8 @@ def _kept(run: Run) -> tuple[Reading, ...]:
 
 
 def sign(run: Run) -> tuple[Reading, ...]:
-    """Return the first reading of a run, which shows that there was one."""
-    return tuple(map(_short, run.readings[:1]))
+    """Return the first reading of a run, which shows that there was one; () where it looked at nothing."""
+    return tuple(map(_short, run.readings[:1])) if has_looked(run) else ()
 
 
 def _short(reading: Reading) -> Reading:

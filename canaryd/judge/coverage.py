@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from canaryd.facts import TRIALS, Subject
 from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.acks import cut
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import NO_EVIDENCE, NOT_COMPLETED, finding, make_finding
 from canaryd.judge.phrases import KERNEL_LOG, reason_of
+from canaryd.judge.watch import has_looked
 from canaryd.model import (
     IN_USE,
     KERNEL_DRIVER,
@@ -22,7 +22,6 @@ from canaryd.model import (
     Cause,
     Finding,
     Outcome,
-    Run,
     State,
 )
 
@@ -143,12 +142,6 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
             text = f"The last result of {probe} {what}; its interval is {format_duration(case.wanted[probe])}"
             action = "Check that the daemon runs: canaryd status"
             yield make_finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, completed[-1])
-
-
-def has_looked(run: Run) -> bool:
-    """Return whether a completed run compared a result of the device, or read something from it."""
-    idle = not run.readings or any(r.name == TRIALS and r.value == 0 for r in run.readings)
-    return not idle or any(c.subject is Subject.DEVICE for c in run.comparisons)
 
 
 def checked_nothing(case: Case) -> Iterator[Finding]:

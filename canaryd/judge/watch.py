@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from canaryd.facts import TRIALS, Subject
 from canaryd.formatting import DAY
 from canaryd.model import Outcome, Run
+
+
+def has_looked(run: Run) -> bool:
+    """Return whether a completed run compared a result of the device, or read something from it."""
+    idle = not run.readings or any(r.name == TRIALS and r.value == 0 for r in run.readings)
+    return not idle or any(c.subject is Subject.DEVICE for c in run.comparisons)
 
 
 def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None = None) -> dict[str, frozenset[int]]:
     """Return, by probe, the days (UTC, since the epoch) on which it completed a whole run that is no drill.
 
+    A run that skipped everything is no test.
     `past` has such days from summaries, which outlive the runs.
     """
     days: dict[str, set[int]] = defaultdict(set, {probe: set(found) for probe, found in (past or {}).items()})
     for run in runs:
-        if run.outcome is Outcome.COMPLETED and run.whole and not run.drill:
+        if run.outcome is Outcome.COMPLETED and run.whole and not run.drill and has_looked(run):
             days[run.probe].add(int(run.started // DAY))
     return {probe: frozenset(found) for probe, found in sorted(days.items())}
 

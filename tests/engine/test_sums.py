@@ -8,8 +8,10 @@ import pytest
 
 from canaryd.engine.evidence import NEWEST
 from canaryd.engine.sums import SLOT, add_up, can_sum
-from canaryd.facts import Recording
+from canaryd.facts import TRIALS, Reading, Recording
+from canaryd.formatting import DAY
 from canaryd.judge.brief import SHOWN
+from canaryd.judge.watch import days_of_tests
 from canaryd.model import Outcome
 from tests.engine.test_engine import NOW, made, settings, start, the_cpu
 
@@ -57,6 +59,26 @@ def test_live_and_read_back_are_alike(tmp_path):
     assert {(r.id, r.started, r.trials, r.stack_id) for r in live} == {
         (r.id, r.started, r.trials, r.stack_id) for r in read
     }
+    again.store.close()
+
+
+def test_runs_that_checked_nothing_are_no_tests(tmp_path):
+    """Three days of them are added up as what they are, live and after a restart: a watch counts days of tests."""
+    config = settings(tmp_path, "passes")
+    engine = start(config)
+    device = the_cpu(engine).uuid
+    for number in range(400):
+        idle = 0 < number < 300
+        run = made(number, "passes", wrong=number == 0, device=device, at=START + 899.0 * number)
+        readings = (Reading(name="switches", value="none"), Reading(name=TRIALS, value=0 if idle else run.trials))
+        run = dataclasses.replace(run, readings=readings, comparisons=() if idle else run.comparisons)
+        engine.store.add_run(run)
+        engine.take(run)
+    live = engine.evidence(device)
+    engine.store.close()
+    again = start(config)
+    days = {int((START + 900.0 * number) // DAY) for number in (0, *range(300, 400))}
+    assert days_of_tests(live) == days_of_tests(again.evidence(device)) == {"passes": days}
     again.store.close()
 
 
