@@ -71,7 +71,8 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
     alike, told_of = dict[object, list[DeviceStatus]](), advised(status)
     for d in status.devices:
         if not _is_quiet(d, verbose=verbose):
-            alike.setdefault(d.device.uuid if d.events else _what_is_shown(d, verbose=verbose), []).append(d)
+            shown = _what_is_shown(d, verbose=verbose, advised=d.device.uuid in told_of)
+            alike.setdefault(d.device.uuid if d.events else shown, []).append(d)
     for same in alike.values():
         lines += _device_lines(same, status, verbose=verbose, advised=same[0].device.uuid in told_of)
     quiet = [d for d in status.devices if _is_quiet(d, verbose=verbose)]
@@ -99,9 +100,12 @@ def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
     return healthy and not any(note_lines(d.verdict, verbose=verbose))
 
 
-def _what_is_shown(d: DeviceStatus, *, verbose: bool) -> object:
+def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
     """Return what a paragraph says of a device: devices that share it share the paragraph."""
-    said: tuple[object, ...] = tuple((told(i), step(i, d.device).text) for i in incidents(d.verdict))
+    said: tuple[object, ...] = tuple(
+        (told(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
+        for number, i in enumerate(incidents(d.verdict))
+    )
     said += tuple((f.message, f.evidence, f.rivals) for f in d.verdict.findings if verbose)
     noted = tuple(f.message for f in notes(d.verdict))
     return (

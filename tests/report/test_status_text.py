@@ -9,6 +9,8 @@ import pytest
 from canaryd.cli.main import parser
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge.phrases import PROVIDER, VENDOR_CASE
+from canaryd.judge.telemetry.memory_rules import RETURN
+from canaryd.judge.telemetry.xid_rules import ACTIONS
 from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State
 from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
@@ -145,6 +147,29 @@ def test_several_devices_that_need_different_steps_keep_their_own(store):
     both = "Send cuda:0 and cuda:1 no new work, and hold back their results."
     assert advice(seen) == f"{both} Restart the machine. For cuda:1, see below."
     assert "Do now:  Run:\n         canaryd check --x\n" in status_text(seen)
+
+
+@pytest.mark.parametrize("action", [RETURN, ACTIONS["rma"]])
+def test_a_part_for_return_is_taken_out_of_service_once(store, action):
+    """Every report says that of a faulty device before what its finding asks for."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(told_of(replace(LOST, state=State.FAULTY, action=action), device=GPU))
+    told = advice(replace(ask(store), daemon=True))
+    assert (told.count("out of service"), told.endswith(action)) == (1, True)
+
+
+def test_a_command_that_names_its_device_is_said_of_each(store):
+    """The header has the first one's command and sends the reader below: the other's is there."""
+    for index in range(3):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        todo = f'If no fault was known here: canaryd ack cuda:{index} --reason "…"'
+        store.see_device(device, NOW)
+        found = Finding(rule="history-lost", state=State.UNKNOWN, cause=X, message="The record was lost", action=todo)
+        store.set_verdict(told_of(found, device=device))
+    seen = replace(ask(store), daemon=True)
+    assert advice(seen).endswith('canaryd ack cuda:0 --reason "…" For cuda:1 and cuda:2, see below.')
+    text = status_text(seen)
+    assert [text.count(f"canaryd ack cuda:{index} ") for index in range(3)] == [1, 1, 1]
 
 
 def test_the_first_line_says_what_is_wrong_with_what(store):

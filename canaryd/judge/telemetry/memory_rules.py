@@ -33,7 +33,7 @@ class Flag(NamedTuple):
     grade: str
 
 
-RETURN = "Take the device out of service and run the field diagnostic."
+RETURN = "Run the vendor's field diagnostic, which decides on a return."
 RMA_POLICY = "Recommended: RMA (NVIDIA's RMA policy: the field diagnostic decides on the return)."
 # Some flags never fall on the same part: those hold for `HELD`, so that a driver that hangs later does not lift the
 # finding.
@@ -83,7 +83,7 @@ def row_remap_exhausted(signs: Signs) -> Iterator[Finding]:
         yield finding(
             *("row-remap-exhausted", State.FAULTY, Cause.HARDWARE),
             f"{rows:g} memory rows were replaced after uncorrectable errors (limit {MOST_REMAPPED}).",
-            "Run the field diagnostic.",
+            RETURN,
             "Recommended: RMA (NVIDIA's RMA policy and DCGM's limit: the field diagnostic decides on the return).",
         )
     elif banks:
@@ -102,7 +102,7 @@ def retired_pages(signs: Signs) -> Iterator[Finding]:
         yield finding(
             *("retired-pages", State.FAULTY, Cause.HARDWARE),
             f"{sum(pages.values()):g} memory pages are retired (limit {MOST_RETIRED}).",
-            "Run the field diagnostic.",
+            RETURN,
             "Recommended: RMA (DCGM's limit).",
         )
     elif pages.get("double_bit", 0) >= MANY_DOUBLE_BIT:

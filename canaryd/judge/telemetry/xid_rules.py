@@ -35,7 +35,7 @@ ACTIONS = {
     "reset": DRAIN_AND_RESET,
     "reboot": "Restart the machine.",
     "inspect": "Inspect the device.",
-    "rma": "Take the device out of service and open a vendor case.",
+    "rma": "Open a vendor case.",
 }
 """Grade → what to do now."""
 
