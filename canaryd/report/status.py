@@ -333,8 +333,9 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
         if device in devices and probe not in off:
             # One run is enough nearly always, and reading a run takes time.
             for limit in (1, LOOKED):
-                runs = [*store.runs(device, probe, limit=limit), *store.polls(device, probe, completed=True, limit=1)]
-                started = [r.started for r in runs if r.outcome is Outcome.COMPLETED and r.whole]
+                runs = store.runs(device, probe, outcome=Outcome.COMPLETED, limit=limit)
+                runs += store.polls(device, probe, completed=True, limit=1)
+                started = [r.started for r in runs if r.whole]
                 if started:
                     break
             found[device] = {**found.get(device, {}), probe: max(started, default=None)}

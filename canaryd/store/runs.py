@@ -12,7 +12,7 @@ from canaryd.judge.brief import SHOWN
 from canaryd.judge.characterised import Line, Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.trends.days import Day
-from canaryd.model import Run
+from canaryd.model import Outcome, Run
 from canaryd.store.buffered import BufferedDatabase
 from canaryd.store.clock import DAY
 from canaryd.store.rows import (
@@ -34,6 +34,8 @@ BACKLOG = 10_000
 """Runs kept in memory while they cannot be written; about 5 KiB each."""
 KIND = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
 """What failures of one kind share."""
+CLEAN = "probe, whole, outcome"
+"""What clean runs of one kind share."""
 BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body ELSE ifnull(brief, body) END"
 """A run as the judge needs it; `turn` counts from the newest one of its kind."""
 PLAIN = "whole = 1 AND outcome = 'completed'"
@@ -113,6 +115,7 @@ class RunTables(BufferedDatabase):
         until: float | None = None,
         drill: bool | None = False,
         failed: bool | None = None,
+        outcome: Outcome | None = None,
         limit: int | None = None,
     ) -> list[Run]:
         """Return runs in the order in which they were stored, newest last; `None` does not narrow.
@@ -122,7 +125,7 @@ class RunTables(BufferedDatabase):
         the newest.
         """
         times = {"stored >= ?": since, "stored < ?": until}
-        terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed}
+        terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed, "outcome = ?": outcome}
         where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
         # SQLite would rather read the whole table in order than the newest part of it and sort that.
         table = "runs" if since is None else "runs INDEXED BY runs_by_age"
@@ -168,20 +171,21 @@ class RunTables(BufferedDatabase):
         return len({*stored, *waiting})
 
     def newest_clean(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest clean runs, briefly, at most `limit` of each probe; drills are left out.
+        """Return a device's newest clean runs, briefly, at most `limit` of each kind in `CLEAN`; drills are left out.
 
-        Of each probe: many runs of one must not hide the last run of another with a longer period.
+        Many runs of one probe must not hide the last run of another with a longer period, nor many that were skipped
+        the last one that completed.
         """
-        return self._brief("probe", "failed = 0", 1, limit, device)
+        return self._brief(CLEAN, "failed = 0", 1, limit, device)
 
     def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
-        """Return a device's clean runs but the newest `skip` of each probe: some briefly, and counts of all others.
+        """Return a device's clean runs but the newest `skip` of each kind: some briefly, and counts of all others.
 
         Brief ones are those that the judge looks into: of a part of a probe, not completed, or stored by an older
-        release; at most the newest `limit` of each probe.
+        release; at most the newest `limit` of each kind.
         """
-        looked_into = self._brief("probe", "failed = 0", skip + 1, limit, device, but=PLAIN)
-        ranked = _ranked("probe", "failed = 0")
+        looked_into = self._brief(CLEAN, "failed = 0", skip + 1, limit, device, but=PLAIN)
+        ranked = _ranked(CLEAN, "failed = 0")
         query = f"SELECT {', '.join(Counted._fields)} FROM {ranked} WHERE place > ? AND {PLAIN} ORDER BY number"
         counted, others = self._read(query, device, skip)
         return looked_into, [found for found in map(Counted._make, (*counted, *others)) if found.is_sound]

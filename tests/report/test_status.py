@@ -220,6 +220,15 @@ def test_the_newest_evidence_is_told(store):
     assert "oldest result: never of cuda:3 (none yet)" in unwrapped(status_text(found))
 
 
+def test_a_result_from_before_many_skipped_runs_is_told(store):
+    """A job has taken the memory for days: the last result is old, and not none."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.UNKNOWN, H, "skipped"))
+    for each in (run(1), *(run(number, outcome=Outcome.SKIPPED) for number in range(2, 100))):
+        store.add_run(each)
+    assert "oldest result: exact of cuda:3 (16 minutes)" in unwrapped(status_text(ask(store)))
+
+
 def test_the_evidence_of_devices_alike_is_the_oldest(store):
     """One of them without evidence must not hide behind the others."""
     found = beside(store, (State.DEGRADED, H), (State.DEGRADED, H))
