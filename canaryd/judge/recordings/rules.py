@@ -340,7 +340,8 @@ def chain_changed(record: Record) -> Iterator[Finding]:
     """Results changed with the chain: name the links that changed, and accuse no device."""
     groups: dict[tuple[str, tuple[LinkChange, ...], bool], list[_Changed]] = defaultdict(list)
     for (probe, _, _), (run, recording) in sorted(record.newest.items()):
-        before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
+        before = record.before(run, recording, intended=True)
+        own = record.baselines.get(key_of(run, recording))
         if before is None or recording.digest in known_digests(record.baselines, before.key):
             continue
         complete = own is not None and own.complete
