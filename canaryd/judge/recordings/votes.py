@@ -22,6 +22,8 @@ class _Vote(NamedTuple):
     agree: list[str]
     """Siblings that share a vector with it."""
     differ: list[str]
+    gave_theirs: bool = False
+    """Whether it shares vectors with those that differ now."""
 
 
 def outvoted(record: Record) -> Iterator[Finding]:
@@ -45,7 +47,7 @@ def outvoted(record: Record) -> Iterator[Finding]:
             odd = 2 * len(largest) > len(voters) + 1 and _names_kernels(record, own)
             found[own.probe, odd].append(_Vote(own, agree, differ))
         elif len(agree) > 1 and len(own.known) > 1 and not any(digest in b.digests for _, b in voters):
-            found[own.probe, False].append(_Vote(own, [], sorted(name for name, _ in voters)))
+            found[own.probe, False].append(_Vote(own, [], sorted(name for name, _ in voters), gave_theirs=True))
     for (probe, odd), votes in sorted(found.items()):
         yield _outvoted(record, probe, votes) if odd else _disputed(record, probe, votes)
 
@@ -56,7 +58,7 @@ def _may_vote(baseline: Baseline) -> bool:
 
 
 def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
-    own, _, differ = votes[0]
+    own, _, differ, _ = votes[0]
     device, others = record.device.name, listed(differ)
     kernel = Rival(cause=Cause.SOFTWARE, why=f"another kernel: {others} run the same software", rejected=True)
     return finding(
@@ -71,18 +73,21 @@ def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
 
 
 def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
-    own, agree, differ = votes[0]
+    own, agree, differ, gave_theirs = votes[0]
     device = record.device.name
     evidence = [f"Same model and software, other results: {listed(differ)}."]
+    why = "no majority shows which is right"
     if agree:
         evidence.append(f"Same results as {device}: {listed(agree)}.")
-    if not _names_kernels(record, own):
-        evidence.append("It is not known which kernels ran; the devices may have chosen different ones.")
+    if gave_theirs:
+        why = "it gave theirs too, while its baseline was learnt"
+    elif not _names_kernels(record, own):
+        why = "they may have chosen different kernels"
+        evidence.append("It is not known which kernels ran.")
     evidence.append("Or record the same on another host and import it here: canaryd baseline import.")
     return finding(
         *("recording-disputed", State.UNKNOWN, Cause.UNDETERMINED),
-        f"{device} and {count(len(differ), 'identical device')} disagree ({_where(own, votes)});"
-        " no majority shows which is right.",
+        f"{device} and {count(len(differ), 'identical device')} disagree ({_where(own, votes)}); {why}.",
         "Run: canaryd check --level deep",
         *evidence,
         probe=probe,

@@ -17,6 +17,12 @@ DISPUTED = {
 }
 
 
+def why_disputed(mine, *others):
+    """Return the last clause of what is said, which must be true of just these devices."""
+    message = mine.found(**{h.of.name: h for h in others})["recording-disputed"].message
+    return message.rpartition("; ")[2].removesuffix(".")
+
+
 def test_the_odd_one_of_three_is_a_suspect_and_the_others_are_not():
     """A unit that was bad when it was first recorded does not become its own standard."""
     bad, good, other = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
@@ -28,6 +34,7 @@ def test_of_two_that_disagree_nobody_is_accused():
     """Nor of four that are split evenly: there is no majority to go by."""
     a, b, c, d = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD), twin("d", STRANGE)
     assert voted(a, b) == voted(b, a) == DISPUTED
+    assert why_disputed(a, b) == "no majority shows which is right"
     split = {"recording-disputed": (State.UNKNOWN, Cause.UNDETERMINED)}
     assert voted(a, b, c, d) == voted(b, a, c, d) == split
 
@@ -51,7 +58,9 @@ def test_what_is_not_comparable_does_not_vote(other):
 def test_where_kernels_are_not_known_nobody_is_accused():
     """Two accelerators may have chosen different ones."""
     blind = {"chain": {"dtype": "bfloat16"}}
-    assert voted(twin("a", STRANGE, **blind), twin("b", GOOD, **blind), twin("c", GOOD, **blind)) == DISPUTED
+    three = [twin("a", STRANGE, **blind), twin("b", GOOD, **blind), twin("c", GOOD, **blind)]
+    assert voted(*three) == DISPUTED
+    assert why_disputed(*three) == "they may have chosen different kernels"
 
 
 def test_kernels_that_do_not_repeat_do_not_vote():
@@ -101,6 +110,7 @@ def test_what_went_bad_while_it_was_learnt_is_disputed():
     turned.add(HOUR, made[-1])
     siblings = [twin(name, GOOD) for name in "abc"]
     assert voted(turned, *siblings) == DISPUTED
+    assert why_disputed(turned, *siblings) == "it gave theirs too, while its baseline was learnt"
     turned.add(HOUR / 2, made[0])
     assert "recording-disputed" not in voted(turned, *siblings)
 
