@@ -203,6 +203,8 @@ def vanished(case: Case) -> Iterator[Finding]:
         yield finding(
             *("device-vanished", State.UNKNOWN, Cause.UNDETERMINED),
             f"{case.device.name} ({case.device.model}) is gone; it was last found {ago} ago",
-            "Look for it in the kernel log and on the bus",
+            # By its uuid: another part may have its name by now.
+            "Look for it in the kernel log and on the bus. If it was replaced: "
+            f'canaryd ack {case.device.uuid} --replaced --reason "…"',
             f"A device that was removed on purpose is forgotten after {format_duration(case.policy.watch)}.",
         )

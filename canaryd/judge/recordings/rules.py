@@ -296,7 +296,7 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> _Blame:
             rejected=True,
         )
         found = f"Same model and software, and the same new results: {names}."
-        look = f"Find out what changed for {device} and {names}."
+        look = f"Find out what changed for {listed(sorted([device, *alike]))}."
         return _Blame(cause=Cause.SOFTWARE, action=look, evidence=(found,), rivals=(hardware, no_golden))
     other = "server of the same model, version" if record.is_endpoint else "device of the same model"
     peers = "nothing else on this host computes the same"

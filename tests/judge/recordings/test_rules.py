@@ -267,6 +267,7 @@ def test_a_sibling_with_the_same_new_bits_accuses_the_software():
     history, sibling = departed(*[STRANGE] * 3, of=GPU), departed(of=dataclasses.replace(GPU, uuid="GPU-b"))
     found = history.found(**{"cuda:1": sibling})["recording-departed"]
     assert (found.state, found.cause) == (State.SUSPECT, Cause.SOFTWARE)
+    assert found.action == "Find out what changed for cuda:0 and cuda:1.", "every device says the same"
 
 
 def test_a_sibling_that_was_wrong_alike_and_recovered_too_does_not_accuse_the_device():
