@@ -36,8 +36,11 @@ DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
 OFF_BUS, MEMORY_LOST, ADVICE = (79,), (48, 94, 95, 140, 171, 172), (154,)
 """Xids with a meaning of their own: the GPU left the bus, memory lost data, the driver gives advice."""
-RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot"}
-"""Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known."""
+RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot", "system-reboot": "reboot", "recover-imex-domain": "none"}
+"""Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known.
+
+An IMEX domain is a service of several nodes and no fault of the GPU: its reading `recovery_action` tells it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,9 @@ _DETAIL: dict[int, re.Pattern[str]] = {
 }
 _NVLINK = re.compile(r"\blink (?P<link>[0-9]+) ?\((?P<words>[^)]*)", re.IGNORECASE)
 _RECOVERY = re.compile(r"changed from 0x(?P<before>[0-9a-fA-F]+) \([^)]*\) to 0x(?P<action>[0-9a-fA-F]+) \([^)]*\)")
-_ACTIONS = ("none", "reset", "reboot", "drain-p2p", "drain-and-reset")
+_ACTIONS = (
+    *("none", "reset", "reboot", "drain-p2p", "drain-and-reset", "recover-imex-domain", "bus-reset", "system-reboot"),
+)
 """By their number in `nvmlDeviceGpuRecoveryAction_t`: the words of Xid 154 differ between drivers."""
 
 

@@ -418,6 +418,19 @@ SCENARIOS = {
     "Xid 145, fatal": lambda: (sign(xid(145, fields=FATAL_LINK)), [("xid-recovery", SUSPECT, U)]),
     "Xid 145, harmless": lambda: (sign(xid(145, fields=HARMLESS_LINK)), []),
     "Xid 154 wants a reset": lambda: (sign(xid(154, fields={"action": "reset"})), [("xid-recovery", SUSPECT, U)]),
+    "Xid 154 wants the IMEX domain restored": lambda: (
+        sign(
+            xid(154, fields={"action": "recover-imex-domain"}),
+            only={"recovery_action{action=none}": None, "recovery_action{action=recover_imex_domain}": 1},
+        ),
+        [("recovery-action", DEGRADED, U)],
+    ),
+    "Xid 154 wants the system rebooted": lambda: (
+        sign(xid(154, fields={"action": "system-reboot"}), reset(120), passed=60), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 154 has wanted the system rebooted": lambda: (
+        sign(xid(154, fields={"action": "system-reboot"}), boot(120), passed=60), [],
+    ),
     "Xid 154 has wanted a reset": lambda: (
         sign(xid(154, 2 * HOUR, {"action": "drain-and-reset"}), xid(154, HOUR, {"action": "none"})), [],
     ),
