@@ -172,7 +172,7 @@ class _Scores:
         self.printing = printing([v for v in given if v is not None]) if given else Printing(FORMATS[-1], 0.0)
         self.neighbours = self.expected.program.place_bits + self.expected.program.value_bits
         # After the choice: the chosen word is certain and nothing else is possible. That says nothing of the logits.
-        self.certain = all(v == 0.0 for v in given)
+        self.certain = bool(given) and all(v == 0.0 for v in given)
 
     def faults(self, at: int, wanted: int, chance: float) -> list[Fault]:
         """Return what is wrong with the candidates of a position, [] for nothing and where none are given."""

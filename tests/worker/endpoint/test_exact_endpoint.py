@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -12,11 +13,11 @@ pytestmark = pytest.mark.torch
 
 from canaryd.facts import Comparison, Skipped, Subject  # noqa: E402
 from canaryd.probe import Absent, Skip  # noqa: E402
-from canaryd.worker.endpoint.answers import Answer  # noqa: E402
+from canaryd.worker.endpoint.answers import Answer, Position  # noqa: E402
 from canaryd.worker.endpoint.excuses import excuse  # noqa: E402
-from canaryd.worker.endpoint.marking import FORMATS, Fault, Marked, Sort, printing  # noqa: E402
+from canaryd.worker.endpoint.marking import FORMATS, Fault, Marked, Sort, mark, printing  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.expected import load  # noqa: E402
+from canaryd.worker.exact_canary.expected import load, spell  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY, Shape  # noqa: E402
 from tests.exact_server import serving  # noqa: E402
@@ -102,6 +103,23 @@ def test_what_is_printed_after_the_choice_says_nothing(directory):
     assert compared
     assert not [c for c in compared if c.wrong]
     assert len([f for f in others if isinstance(f, Absent)]) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, -9999.0])
+def test_right_words_without_one_number_among_their_log_probabilities_are_wrong(directory, value):
+    """Only zeros are what is printed after the choice; where nothing is printed the words alone are compared."""
+    expected = load(directory)
+    question = expected.questions[0]
+    words = [spell(expected.program, [token]) for token in question.tokens]
+
+    def printed(value):
+        places = tuple(Position(token=word, value=value, top=((word, value),)) for word in words)
+        return mark(expected, question, Answer(text=" ".join(words), positions=places, scored=True))
+
+    wrong = printed(value)
+    assert (len(wrong.faults), wrong.scored, wrong.right) == (len(words), True, False)
+    for said in (0.0, None):
+        assert (printed(said).scored, printed(said).right) == (False, True)
 
 
 def test_more_candidates_than_neighbours_are_compared_too(directory):
