@@ -20,6 +20,9 @@ ABOVE_ZERO = 0.25
 """Largest log probability that rounding can give: in bfloat16 two logits below 64 round by up to 0.125 each."""
 LONGEST_TOKEN = 256
 """Characters of a token; the longest of OpenAI's and Qwen's vocabularies have 128 (ours)."""
+ENDED = ("abort", "cancelled", "error", "timeout")
+"""Ends that a server gives an answer which it broke off itself: vLLM and SGLang where they pause, sleep or stop, and
+TensorRT-LLM. Their answers have status 200 all the same."""
 MOST_ALTERNATIVES = 50
 """Alternatives at a position: ten times as many as are asked for (ours)."""
 
@@ -81,6 +84,14 @@ class Answer:
         return sum(finite(value) is None for p in kept for value in (p.value, *(value for _, value in p.top)))
 
     @property
+    def broken_off(self) -> str:
+        """Return how the server broke its answer off; "" where it did not."""
+        if self.finish not in ENDED:
+            return ""
+        given = f"after {len(self.positions):,} tokens " if self.positions else ""
+        return f'was broken off {given}by the server itself ("{self.finish}"): it stops, sleeps, pauses or fails'
+
+    @property
     def digest(self) -> str:
         """Return 16 hex digits over text, end, tokens and all values; the order of alternatives does not count."""
         exact = [
@@ -93,7 +104,8 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
     """Parse a server's answer of at most so many `tokens`; raise `Skip` for an unknown shape, or one that is no answer.
 
     Where the right values are `known`, impossible ones are an answer too: a wrong one. An engine that rounds its
-    log-softmax gives them when its logits are wrong and large.
+    log-softmax gives them when its logits are wrong and large. So is an answer that was broken off: what came of it can
+    be wrong.
 
     Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
     objects, with or without ids, and the mapping of ids that scores a prompt.
@@ -129,7 +141,7 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
         keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
         keys = printable(keys)[:200]
         raise Skip(f"the answer of this {dialect.name} server has an unknown shape, with the keys {keys}") from None
-    if wrong := _mistake(answer, spelled, tokens) or ("" if known else _impossible(answer)):
+    if wrong := _mistake(answer, spelled, tokens) or ("" if known else answer.broken_off or _impossible(answer)):
         raise Skip(f"the answer of this {dialect.name} server {wrong}")
     return answer
 

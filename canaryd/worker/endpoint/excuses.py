@@ -81,6 +81,8 @@ def _ended_early(marked: Sequence[Marked]) -> str:
     if not short or any(m.faults for m in marked):
         return ""
     tokens = short[0].tokens or []
+    if broken := next((m.answer.broken_off for m in short if m.answer.broken_off), ""):
+        return f"an answer {broken}"
     return (
         f"it ends an answer after {len(tokens)} of {len(short[0].question.tokens)} words: the server has a limit of "
         "tokens or a stop word; remove it"

@@ -16,7 +16,7 @@ from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM, VLLM
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import Settings
 from tests.worker.endpoint import served as bodies
-from tests.worker.endpoint.served import PORTABLE, PROMPT_LOGPROBS, chat, completion, recorded, served
+from tests.worker.endpoint.served import PORTABLE, PROMPT_LOGPROBS, VLLM_LEGACY, chat, completion, recorded, served
 
 PROMPT = Prompt(name="reef", text="The diver sank slowly towards the reef. " * 3)
 BYPASSED = {"vllm": "cache_salt", "sglang": "cache_salt", "llama-server": "cache_prompt"}
@@ -257,6 +257,11 @@ def scored(text: str, *tokens: str, value: float = -1.0) -> dict:
         (scored("Paris", "Lon", "don"), "has a text that its tokens do not spell"),
         (scored("ab" * 65, *["ab"] * 65), "has 65 tokens; at most 64 were asked for"),
         (chat({"text": "a" * 20_000}), "has 20,000 characters; at most 64 tokens were asked for"),
+        (completion({"text": "", "finish_reason": "abort"}), 'was broken off by the server itself ("abort")'),
+        (
+            completion({"text": "thodbj", "logprobs": VLLM_LEGACY, "finish_reason": "error"}),
+            'was broken off after 2 tokens by the server itself ("error")',
+        ),
     ],
 )
 def test_what_is_no_answer_is_one_clear_line(data, said):

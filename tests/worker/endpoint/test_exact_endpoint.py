@@ -295,6 +295,21 @@ def test_a_setting_is_named_and_accuses_nobody(directory, traits, said):
     assert not [c for c in compared if c.wrong]
 
 
+def test_a_right_beginning_that_the_server_broke_off_is_told_from_a_limit(directory):
+    """Nobody has to look for a limit of tokens; what was wrong before the end stays wrong."""
+    expected = load(directory)
+    question = expected.questions[0]
+    right, wrong = ([spell(expected.program, [token]) for token in question.tokens[:3]] for _ in range(2))
+    wrong[1] = spell(expected.program, [question.tokens[1] ^ 1])
+
+    def said(words):
+        marked = mark(expected, question, Answer(text=" ".join(words), finish="abort"))
+        return excuse(expected, "chat", [marked], {})
+
+    assert said(right).startswith('an answer was broken off by the server itself ("abort")')
+    assert said(wrong) == ""
+
+
 def test_a_penalty_of_a_server_without_log_probabilities_is_named_from_its_file(directory, tmp_path):
     """Its words are wrong in the same way each time; without the file nobody could tell why."""
     copy = shutil.copytree(directory, tmp_path / "copy")
