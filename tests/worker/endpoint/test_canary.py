@@ -321,12 +321,14 @@ def test_an_api_that_the_server_lacks_is_left_out_aloud():
         assert "refused with 404: Not Found" in reason(run, server.url)
 
 
-def test_a_server_that_fails_ends_the_run():
-    """With its own words: an engine that died is no missing API."""
+@pytest.mark.parametrize("baselining", [False, True])
+def test_a_server_that_fails_ends_the_run(baselining):
+    """With its own words: an engine that died is no missing API, and an API that always fails is never learnt."""
     routes = routes_of("vllm")
     routes["POST /v1/chat/completions"] = (500, {}, {"error": {"message": "EngineCore died"}})
     with served(routes) as server:
-        assert reason(run, server.url).endswith("/v1/chat/completions: refused with 500: EngineCore died")
+        said = reason(run, server.url, baselining=baselining)
+        assert said.endswith("/v1/chat/completions: refused with 500: EngineCore died")
 
 
 def test_latencies_come_from_a_stream_of_their_own():
