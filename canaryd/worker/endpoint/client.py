@@ -31,6 +31,7 @@ LONGEST_EVENT = 1 << 20
 """Bytes of an event of a stream; one of a token has some hundred (ours)."""
 QUOTED = 200
 """Characters of a server's own text that a message quotes."""
+UNSAID = "without a message"
 BUSY = (429, 503)
 GATEWAY = (502, 504)
 """Status of a proxy that does not reach its server; it does not show whether an optional path exists."""
@@ -40,7 +41,7 @@ class Refused(Skip):
     """The server took the request and declined it (4xx, 5xx, or no stream): `words` is the server's own text."""
 
     def __init__(self, where: str, status: int, words: str) -> None:
-        super().__init__(f"{where}: refused with {status}: {words[:QUOTED] or 'without a message'}")
+        super().__init__(f"{where}: refused with {status}: {words[:QUOTED] or UNSAID}")
         self.status = status
         self.words = words
 
@@ -71,6 +72,8 @@ class Reply:
             if self.text.lstrip()[:1] == "<":
                 raise Skip(f"{self.where}: got a web page, wanted JSON: set url to the API, e.g. ending in /v1")
             raise Skip(f"{self.where}: the answer of {len(self.text)} characters {self.fault}")
+        if isinstance(self.data, dict) and (self.data.get("error") or self.data.get("object") == "error"):
+            raise Skip(f"{self.where}: answered with {self.status} and an error: {self.words[:QUOTED] or UNSAID}")
         return self.data
 
 
@@ -190,7 +193,7 @@ class Client:
         data, fault = documents.read(text)
         words = _words(data, text, body)
         if status in BUSY or (optional and status in GATEWAY):
-            raise Skip(f"{where}: refused with {status}, {_times(attempt)}: {words[:QUOTED] or 'without a message'}")
+            raise Skip(f"{where}: refused with {status}, {_times(attempt)}: {words[:QUOTED] or UNSAID}")
         if optional:
             good = data if status < 300 else None
             return Reply(where=where, status=status, server=server, data=good, text=text, words=words)
