@@ -16,7 +16,7 @@ from typing import Any
 from canaryd.facts import Recording, printable
 from canaryd.probe import Context, Skip
 from canaryd.worker.endpoint.answers import Answer, parse
-from canaryd.worker.endpoint.client import QUOTED, Client, Refused, first_choice
+from canaryd.worker.endpoint.client import GATEWAY, QUOTED, Client, Refused, first_choice
 from canaryd.worker.endpoint.dialects import DIALECTS, Dialect, digest, listed, recognise
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import APIS, Settings
@@ -50,8 +50,8 @@ class Endpoint:
             raise Skip(f'url: {settings.url} is not the full address of its API; write "{below}"')
         if models.status == 404:
             raise Skip(f"GET {settings.url}/models: 404: no OpenAI-compatible API there; correct url")
-        if models.status < 400:
-            models.json()  # a web page is not the API
+        if models.status < 400 or models.status in GATEWAY:
+            models.json()  # a web page is not the API, and a proxy alone is no server
         self.models = [str(entry["id"]) for entry in listed(models.data)]
         self.dialect: Dialect = (
             DIALECTS[settings.dialect] if settings.dialect else recognise(models, self._client.get, self._smallest)

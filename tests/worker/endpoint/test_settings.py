@@ -55,6 +55,16 @@ def test_a_server_that_does_not_list_all_says_itself_what_it_lacks():
         assert text == "model: 'tinier' is not served (model tinier not found); the server lists tiny"
 
 
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_proxy_that_does_not_reach_its_server_is_told_by_the_first_path(status):
+    """Other paths would fail likewise, with names that the reader does not know, or give another dialect."""
+    refusal = (status, {}, b"<html><h1>Bad Gateway</h1></html>")
+    with served({**recorded("vllm"), "GET /v1/models": refusal}) as server:
+        text = reason(reach, server, model="tiny")
+        assert text == f"GET {server.url}/models: refused with {status}: without a message"
+        assert len(server.requests) == 1
+
+
 # --- Refused fields --------------------------------------------------------------------------------------------------
 
 
