@@ -53,6 +53,8 @@ class Answer:
     prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int | None = None
     fingerprint: str = ""
+    model: str = ""
+    """The name of the model that answered, as the server gives it."""
     sent: str = ""
     """The fields of the request, as text."""
 
@@ -135,6 +137,7 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
             prompt_ids=tuple(map(_whole, choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ())),
             prompt_tokens=None if usage.get("prompt_tokens") is None else _whole(usage["prompt_tokens"]),
             fingerprint=text_of(data, "system_fingerprint"),
+            model=text_of(data, "model"),
         )
         spelled = () if forced or dialect.greedy_is_best else _spelled(choice.get("logprobs"))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):

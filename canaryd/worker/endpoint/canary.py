@@ -149,12 +149,15 @@ class Endpoint:
         return " ".join([*parts, f"forced={' '.join(self.dialect.forced) if self.scores_prompts else 'not offered'}"])
 
     def _chain(self, api: str, prompt: Prompt, answer: Answer) -> dict[str, str]:
-        server = [self.dialect.name, self.version, printable(answer.fingerprint)[:120], self.configuration]
+        other = "" if not answer.model or _same(answer.model, self.model) else answer.model  # a proxy's second choice
+        said = (self.dialect.name, self.version, answer.fingerprint, self.configuration, other)
+        server = [printable(part)[:120] for part in said if part]
+        unscored = answer.text and "logprobs" in answer.sent and not answer.values
         return {
             **self.links,
             "prompt": digest([prompt.text, self._rendered("chat" if api == "chat" else "completions", prompt, answer)]),
-            "settings": answer.sent,
-            "server": " ".join(part for part in dict.fromkeys(server) if part),
+            "settings": f"{answer.sent} (no log probabilities came)" if unscored else answer.sent,
+            "server": " ".join(dict.fromkeys(server)),
             "client": f"canaryd {CLIENT} {self.dialect.name}",
         }
 

@@ -15,6 +15,7 @@ from canaryd.probe import Absent, Skipped
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import recorder as endpoint_recorder
+from canaryd.worker.endpoint.canary import PATHS
 from canaryd.worker.endpoint.drills import injected
 from tests import checkpoints
 from tests.worker.endpoint.asked import CHUNKS, PROBED, PROMPT, reach, reason, routes_of, run, sse, streaming
@@ -305,6 +306,28 @@ def test_every_link_of_the_chain_is_there(tmp_path):
         changed = recordings(run(server.url, settings=settings))["chat/reef/fresh"][0].chain
         assert {link for link in after if after[link] != changed[link]} == {"server"}
         assert "directory: " in reason(run, server.url, settings={"directory": str(tmp_path / "none")})
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_a_proxy_that_takes_another_model_or_the_log_probabilities_away_changes_the_chain(api):
+    """The answer says so itself, and no machine is at fault: a proxy falls back, or drops what it does not know."""
+    path, case, routes = f"POST /v1{PATHS[api]}", f"{api}/reef/fresh", recorded("generic")
+    good = routes[path]
+    (choice,) = good["choices"]
+    wordless = {"text": ""} if api == "completions" else {"message": {"content": ""}}
+
+    def chain(**changes):
+        server.routes[path] = {**good, **changes}
+        return recordings(run(server.url, cases=(case,)))[case][0].chain
+
+    with served(routes) as server:
+        before = chain()
+        assert chain(model=None) == before
+        assert chain(model="spare") == {**before, "server": f"{before['server']} spare"}
+        unscored = {**before, "settings": f"{before['settings']} (no log probabilities came)"}
+        for none in (None, {"content": []}):
+            assert chain(choices=[{**choice, "logprobs": none}]) == unscored
+        assert chain(choices=[{**choice, **wordless, "logprobs": None}]) == before  # no other server
 
 
 def test_an_api_that_the_server_lacks_is_left_out_aloud():
