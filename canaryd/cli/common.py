@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from canaryd.config.settings import Config
+from canaryd.engine.check import gave
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
-from canaryd.judge.phrases import count
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import UNBROKEN, typed
 from canaryd.store.locks import Busy, Unreadable, user_name
@@ -205,12 +205,10 @@ class ProgressPrinter:
 
 def _summary(run: Run) -> str:
     """Return the outcome of a run in one line."""
-    counts = [count(run.trials, "result")] if run.trials or not run.recordings else []
-    counts += [count(len(run.recordings), "recording")] if run.recordings else []
     wrong = f", {sum(c.wrong_trials for c in run.comparisons):,} WRONG" if run.wrong else ""
     why = f": {run.detail.splitlines()[-1]}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
     ended = "completed" if run.outcome is Outcome.COMPLETED else OUTCOMES[run.outcome][1]
-    return f"{ended}, {', '.join(counts)}{wrong} in {run.seconds:.1f} s{why}"
+    return f"{ended}, {gave(run)}{wrong} in {run.seconds:.1f} s{why}"
 
 
 def device_names(devices: Mapping[str, Device]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from canaryd.engine import budget, schedule
+from canaryd.engine.check import gave
 from canaryd.engine.engine import Engine, Progress
 from canaryd.judge import case, clock
 from canaryd.model import Device, Outcome
@@ -287,5 +288,5 @@ def log_run(progress: Progress) -> bool:
     first = run.detail.splitlines()[0] if run.detail else ""
     detail = f": {first}" if first and run.outcome is not Outcome.COMPLETED else ""
     what = f"{progress.device.name} {run.probe}{' (retest)' if run.confirms else ''}"
-    log.log(level, "%s %s %s: %d results%s%s", run.id, what, run.outcome.value, run.trials, wrong, detail)
+    log.log(level, "%s %s %s: %s%s%s", run.id, what, run.outcome.value, gave(run), wrong, detail)
     return True

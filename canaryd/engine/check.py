@@ -401,6 +401,12 @@ def found(runs: Sequence[Run]) -> dict[str, int]:
     }
 
 
+def gave(run: Run) -> str:
+    """Return how many results and recordings a run gave."""
+    counts = [count(run.trials, "result")] if run.trials or not run.recordings else []
+    return ", ".join(counts + ([count(len(run.recordings), "recording")] if run.recordings else []))
+
+
 def compared(runs: Sequence[Run]) -> str:
     """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
     of = found(runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import platform
 import random
@@ -26,6 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd.config.load import load
 from canaryd.daemon import daemon as daemon_module
+from canaryd.daemon.rounds import log_run
+from canaryd.engine.engine import Progress
 from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import STRICT
@@ -41,6 +44,8 @@ from tests.command import (
     intervals,
     running,
 )
+from tests.judge import made
+from tests.judge.recordings.made import recording
 
 STOP = 5.0
 """Seconds within which SIGTERM ends a daemon, whatever its workers do."""
@@ -526,3 +531,12 @@ def test_it_never_loads_torch(watched):
     code = "import canaryd.cli.main as main, canaryd.daemon.daemon, sys; main.parser(); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert not {"torch", "numpy", "pynvml", "amdsmi"} & set(json.loads(done.stdout.replace("'", '"')))
+
+
+def test_the_log_counts_what_a_run_gave(caplog):
+    """An endpoint's run has recordings alone, and is no run of 0 results."""
+    caplog.set_level(logging.INFO, logger="canaryd")
+    about = {"device": made.device(), "instruction_set": "default", "probe": "p", "fraction": 1.0, "text": ""}
+    for gave in ({"recordings": (recording(), recording())}, {"comparisons": (made.right(trials=3),)}, {}):
+        log_run(Progress(**about, done=made.run(60.0, **gave)))
+    assert [line.split(": ")[1] for line in caplog.messages] == ["2 recordings", "3 results", "0 results"]
