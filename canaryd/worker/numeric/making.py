@@ -128,7 +128,7 @@ def make_twice(session: Session, case: Case, seed: int, core: int | None, shippe
                 doubt=kind,
                 digest=made,
                 wrong_trials=1,
-                evidence=replace(found, pattern=f"{text}: {found.pattern}" if found.wrong else text),
+                evidence=replace(found, pattern=f"{text}: {found.pattern}" if found.pattern else text),
             )
         )
 

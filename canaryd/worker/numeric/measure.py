@@ -70,7 +70,7 @@ class Computed:
             if (found is None) != self.agreed:
                 words = ("differs", "equals") if self.agreed else ("equals", "differs")
                 erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
-            if found is not None and self.agreed:
+            if found is not None and found.wrong and self.agreed:  # what no element shows accuses no device
                 comparison = replace(comparison, wrong_trials=comparison.wrong_trials + 1, evidence=found)
         wrongly = "" if self.gathered is None else self.gathered.result()
         return comparison, _comparator_error(comparison, right(), erred) if erred else None, wrongly

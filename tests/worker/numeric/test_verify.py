@@ -479,6 +479,27 @@ def test_a_comparator_that_sees_no_difference_is_found_out_beside_right_results(
     assert not any(c.wrong for c in comparisons(facts))
 
 
+@pytest.mark.parametrize("which", ["same_bits", "host_same_bits"])
+def test_a_host_that_sees_a_difference_where_no_element_differs_accuses_no_device(monkeypatch, which):
+    """The host's own comparison may err: the run ends all the same, and only the comparison is in doubt."""
+    monkeypatch.setattr(measure, "_host_agrees", lambda *_: False)
+    if which == "host_same_bits":
+        monkeypatch.setattr(measure, "host_same_bits", lambda a, b: False)
+    facts = list(verify_all(context(), [small()], [], None))
+    (doubt,) = comparisons(facts, Subject.COMPARATOR)
+    assert doubt.evidence.pattern == "the host finds that the result differs, the device that it equals"
+    assert not any(c.wrong for c in comparisons(facts))
+
+
+def test_a_golden_that_the_host_calls_different_where_no_element_differs_accuses_the_host(monkeypatch):
+    """A comparison that errs while a golden is made ends no run with an error of canaryd."""
+    monkeypatch.setattr(making, "host_same_bits", lambda a, b: False)
+    facts = list(verify_all(context(), [small()], [], None))
+    doubts = comparisons(facts, Subject.HOST)
+    assert doubts[0].evidence.pattern.endswith("one comparison on the host found a difference, the next one none")
+    assert not comparisons(facts)
+
+
 def test_a_case_that_a_kernel_refuses_is_skipped_aloud_and_hurts_no_other():
     """A refusal becomes the reason of that case; every other case is verified."""
 
