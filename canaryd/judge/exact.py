@@ -160,8 +160,9 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
             if abs(first.run.started - mismatches[0].run.started) <= case.policy.repeat_window
         }
         repeated = not doubted and crowded(mismatches, 2, case.policy.repeat_gap, case.policy.watch)
-        why = "It happened once, so either side may be wrong."
-        action = "Wait for the next run"
+        apart = format_duration(case.policy.repeat_gap)
+        why = f"It did not happen twice at least {apart} apart, so either side may be wrong."
+        action = "Wait for the next run, or run it now: canaryd check"
         if doubted:
             why, action = "The host's CPU was wrong at about the same time.", CPU_FIRST
         elif others:

@@ -20,6 +20,7 @@ from tests.judge.made import (
     E,
     H,
     ask,
+    comparator,
     confirmations,
     evidence,
     finding,
@@ -139,6 +140,13 @@ def test_stale_evidence_says_its_age(ago, text):
     """The age stands in the finding in whole units."""
     found = message(ask(run(ago, right())), "stale-evidence")
     assert found == f"The last result of exact_matmul is {text} old; its interval is 15 minutes"
+
+
+def test_a_comparison_that_failed_its_retests_too_did_not_happen_once():
+    """Within a minute two of them count as one, and the words say so; the test may be repeated at once."""
+    told = ask(run(HOUR, comparator()), run(HOUR + 59, comparator()), fresh()).findings[0]
+    assert told.evidence[0] == "It did not happen twice at least 60 seconds apart, so either side may be wrong."
+    assert told.action == "Wait for the next run, or run it now: canaryd check"
 
 
 def test_a_finding_lists_a_bounded_number_of_runs():
