@@ -123,7 +123,7 @@ def step(incident: Incident, *devices: Device) -> Step:
         return _parted(f"{precaution(incident.cause, devices)} {lead.action}".rstrip())
     if wrong and there and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come:
         return _repeat(f"{lead.action}:", first, there)
-    return _parted(lead.action)
+    return _parted((_blaming(incident) if wrong else lead).action)
 
 
 def awaits_tests(incident: Incident) -> bool:
@@ -248,11 +248,17 @@ def _cause(incident: Incident, wrong: WrongResults) -> str:
     reasons = [(f"not {_or(what)}", _reason(*key)) for key, what in rejected.items()]
     if incident.cause is Cause.UNDETERMINED or not reasons:
         known = "" if incident.cause is Cause.UNDETERMINED else f"Cause: {cause_words(incident.cause)}."
-        first = f"{known} {wrong.why}".strip()
+        found = _blaming(incident).wrong  # the lead may know of no cause
+        first = f"{known} {(found and found.why) or wrong.why}".strip()
     else:
         (what, why), *reasons = reasons
         first = f"Cause: {cause_words(incident.cause)}, {what}: {why}."
     return " ".join([first, *(f"{what.capitalize()}: {why}." for what, why in reasons)]).strip()
+
+
+def _blaming(incident: Incident) -> Finding:
+    """Return the first finding that calls for the state and the cause of the incident."""
+    return next(f for f in incident.findings if f.state is incident.state and f.cause is incident.cause)
 
 
 def _rivals(incident: Incident) -> tuple[Rival, ...]:

@@ -125,6 +125,16 @@ def test_what_was_rejected_is_named(finding, words):
     assert not re.search(r"hardware: rejected|undetermined", told(incident))
 
 
+def test_a_cause_that_another_finding_knows_comes_with_its_own_reason_and_action():
+    """Never "Cause: hardware. Cause unknown": the finding that leads may know of no cause."""
+    lead = fault(State.SUSPECT, U, rivals=())
+    facts = replace(lead.wrong, why="One program gave two results on cores 0 and 1.")
+    known = replace(lead, rule="golden-disagreement", cause=H, wrong=facts, action="Do not rely on its results")
+    (incident,) = incidents(verdict(replace(lead, action="To find the cause, repeat the test"), known))
+    assert told(incident).endswith(" Cause: hardware. One program gave two results on cores 0 and 1.")
+    assert step(incident, GPU).text == "Do not rely on its results."
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
