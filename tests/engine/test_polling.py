@@ -458,6 +458,18 @@ def test_a_position_that_rotted_is_not_known(host, present):
     assert any(e.kind == "thermal" for e in host.watch.history.of(host.device)) is not present
 
 
+@pytest.mark.parametrize("place", [0, 14, 23, 35, 36])
+def test_a_position_whose_boot_id_rotted_counts_no_line_twice(host, place):
+    """One wrong character, or no colon, leaves the boot id like no other boot's: reading goes on or is refused."""
+    host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)")
+    host.engine.read_log(until_end=True)
+    note = host.store.note(LOG_NOTE)
+    host.store.set_note(LOG_NOTE, f"{note[:place]}{chr(ord(note[place]) ^ 1)}{note[place + 1 :]}")
+    host.engine.read_log(until_end=True)
+    assert sum(e.count for e in host.watch.history.of(host.device) if e.kind == "thermal") == 1
+    assert ("is damaged" in host.watch.kernel_log.problem) is (note[place] == ":")
+
+
 def test_a_reader_of_the_log_that_failed_is_a_problem(host):
     """An error that is a mistake of canaryd: metric, note and log say that nothing follows the kernel log."""
     stop, shown = threading.Event(), []
