@@ -133,7 +133,7 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
         if not completed:
             since = "since it was repaired or replaced" if cut(case.device, case.acks) else "on this device yet"
             text = f"{probe} has not completed a run {since}"
-            action = "Wait for the first run, or run it now: canaryd check"
+            action = "Leave it to the daemon where one runs, or run it now: canaryd check"
             yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
         elif (old := age(completed[-1], case.now)) > case.limit(probe):
             what = (

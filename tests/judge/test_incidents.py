@@ -207,6 +207,7 @@ def test_equal_findings_about_several_probes_are_one_incident():
     verdict = ask(wanted=dict.fromkeys(PROBES, 900.0))
     (incident,) = incidents(verdict)
     assert (incident.rules, incident.probes) == (("no-evidence",), PROBES)
+    assert "where one runs" in incident.lead.action  # no daemon may run: waiting alone would bring nothing
 
 
 def test_a_probe_that_was_skipped_does_not_wait_for_its_first_run():
