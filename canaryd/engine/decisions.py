@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from canaryd.config.settings import Config
 from canaryd.engine import endpoints
 from canaryd.engine.discovery import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence, last_pass
@@ -67,6 +68,8 @@ class Decisions:
         """Devices with something against them in their newest verdict; they are no evidence on others."""
         self._verdicts: dict[str, Verdict] = {}
         """The stored verdicts, as they were read last."""
+        self._kept_under: dict[str, Config] = {}
+        """Device → the configuration under which this process stored its verdict last."""
         self._lost: tuple[float, str] | None = None
         """The store's loss, as it was read last."""
         self._recordings: dict[str, _Judged] = {}
@@ -98,6 +101,7 @@ class Decisions:
         passing = self._host.stopping or self._unread(verdict.device)
         if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
+            self._kept_under[verdict.device] = self._host.config
 
     def _unread(self, uuid: str) -> str:
         """Return why what may be on record of a device could not be read yet; "" where all was."""
@@ -169,7 +173,8 @@ class Decisions:
                 serving={} if served else self._served_endpoints(device, drill=drill),
             )
             verdict = judge_verdict.decide(case)
-            if not drill and not host.restricted and is_news(verdict, previous):
+            anew = self._kept_under.get(uuid) is not host.config  # a roll-out waits for the first verdict after it
+            if not drill and not host.restricted and (anew or is_news(verdict, previous)):
                 self.keep(verdict)
             return verdict
 

@@ -304,7 +304,8 @@ def test_who_may_ask_is_written_where_only_canaryd_reads_it(controller):
     assert code == 0, said + controller.machine.journal()
     assert "sameorigin" not in said
     assert controller.machine.out("stat", "-c", "%U:%G %a", "/etc/canaryd/web.yml") == "root:canaryd 640"
-    assert "X-Frame-Options: sameorigin" in controller.machine.out("curl", "-si", "http://127.0.0.1:19469/metrics")
+    asked = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:19469/metrics').headers)"
+    assert "X-Frame-Options: sameorigin" in controller.machine.out("python3", "-c", asked)
     before = controller.machine.out("cat", "/etc/canaryd/web.yml")
     code, said = controller.play("site.yml", canaryd_web_config={"basic_users": {"prometheus": "x"}})
     assert code != 0, said

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+
+import pytest
 
 from canaryd.model import Outcome, State
 from canaryd.store.store import Store
 from tests.engine.test_engine import carry_out, made, settings, start, the_cpu, verdict
+from tests.store.hosts import DAY, GPU, HOUR, NOW, Host
 
 PROBES = ("mismatches", "passes")
 
@@ -113,3 +117,21 @@ def test_a_run_after_the_newest_was_pruned_is_news(tmp_path):
         assert len(store.runs(drill=None)) < 3
         other.add_run(made(9, wrong=True))
         assert [r.id for r in store.news()] == [made(9).id]
+
+
+@pytest.mark.parametrize("how", ["restarted", "reloaded"])
+def test_the_first_verdict_of_a_release_or_a_configuration_is_stored(tmp_path, how):
+    """A roll-out waits for it; an unchanged verdict was stored again after ten minutes only."""
+    host = Host(tmp_path, NOW - DAY)
+    host.engine.looked = True
+    host.live(HOUR)
+    if how == "restarted":
+        host.restart()
+        host.engine.looked = True
+    else:
+        host.engine.config = replace(host.engine.config)
+    for _ in range(2):
+        host.now += 1
+        host.engine.decide()
+    assert host.store.verdict(GPU.uuid).decided == host.now - 1
+    host.store.close()
