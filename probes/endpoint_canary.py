@@ -95,8 +95,9 @@ def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[F
         try:
             yield from recorder.alone(item)
         except Skip as error:
-            if item not in recorder.answers:  # waiting for the next run would not help
-                raise
+            if item not in recorder.answers:  # what never answers ends the run as skipped, one bad answer does not
+                yield from recorder.alone(item)
+                continue
             recorder.strained = str(error)
             progress.keep(before + number // len(items))
             yield Skipped(case="baseline", reason=f"{number} of {len(alone)} requests alone: {error}")

@@ -88,7 +88,7 @@ class Answer:
     @property
     def broken_off(self) -> str:
         """Return how the server broke its answer off; "" where it did not."""
-        if self.finish not in ENDED:
+        if self.finish.lower() not in ENDED:
             return ""
         given = f"after {len(self.positions):,} tokens " if self.positions else ""
         return f'was broken off {given}by the server itself ("{self.finish}"): it stops, sleeps, pauses or fails'

@@ -149,15 +149,15 @@ class Endpoint:
         return " ".join([*parts, f"forced={' '.join(self.dialect.forced) if self.scores_prompts else 'not offered'}"])
 
     def _chain(self, api: str, prompt: Prompt, answer: Answer) -> dict[str, str]:
-        other = "" if not answer.model or _same(answer.model, self.model) else answer.model  # a proxy's second choice
-        said = (self.dialect.name, self.version, answer.fingerprint, self.configuration, other)
-        server = [printable(part)[:120] for part in said if part]
-        unscored = answer.text and "logprobs" in answer.sent and not answer.values
+        server = [self.dialect.name, self.version, printable(answer.fingerprint)[:120], self.configuration]
+        links = dict(self.links)
+        if answer.model and not _same(answer.model, self.model):  # a proxy's second choice
+            links["checkpoint"] = f"{links.get('checkpoint', '')} {printable(answer.model)[:120]}".strip()
         return {
-            **self.links,
+            **links,
             "prompt": digest([prompt.text, self._rendered("chat" if api == "chat" else "completions", prompt, answer)]),
-            "settings": f"{answer.sent} (no log probabilities came)" if unscored else answer.sent,
-            "server": " ".join(dict.fromkeys(server)),
+            "settings": answer.sent,
+            "server": " ".join(part for part in dict.fromkeys(server) if part),
             "client": f"canaryd {CLIENT} {self.dialect.name}",
         }
 
@@ -270,8 +270,8 @@ class Endpoint:
 
 
 def _same(listed_name: str, wanted: str) -> bool:
-    """Return whether two names mean the same model; Ollama's "qwen" is "qwen:latest"."""
-    return listed_name in (wanted, f"{wanted}:latest")
+    """Return whether two names mean the same model; Ollama's "qwen" is "qwen:latest", transformers' "qwen@main"."""
+    return listed_name in (wanted, f"{wanted}:latest", f"{wanted}@main")
 
 
 def _fields_sent(body: Mapping[str, Any]) -> str:

@@ -158,7 +158,7 @@ class Client:
                     if value.strip() == "[DONE]":
                         return
                     event, fault = documents.read(value)
-                    if not isinstance(event, dict) or "error" in event:
+                    if not isinstance(event, dict) or event.get("error"):
                         words = _words(event, value, body)
                         instead = words[:QUOTED] or f"data that {fault or 'is no object'}"
                         raise Skip(f"{where}: after {count} events the stream contains: {instead}")

@@ -52,6 +52,8 @@ def _other_words(expected: Expected, marked: Sequence[Marked]) -> str:
     foreign = next((m for m in marked if m.tokens is None), None)
     if foreign is None:
         return ""
+    if foreign.answer.broken_off:  # within a word, maybe
+        return f"an answer {foreign.answer.broken_off}"
     text = printable(foreign.answer.text)[:QUOTED]
     return (
         f'it answers with words that the exact canary does not have ("{text}"): another model or another tokenizer is '

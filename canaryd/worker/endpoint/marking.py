@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from canaryd.worker.endpoint.answers import Answer, Position, finite
+from canaryd.worker.endpoint.answers import MINUS_INFINITY, Answer, Position, finite
 from canaryd.worker.exact_canary.expected import COST, MOST_SAID, RIGHT, Expected, Question, tokens_of
 
 FORMATS = (8, 11, 24)
@@ -168,11 +168,16 @@ class _Scores:
         positions = self.answer.positions if self.answer.scored else ()
         # Where there are more tokens than words, nobody could say which belongs to which.
         self.positions: tuple[Position, ...] = positions if len(positions) == self.words else ()
+        if all(p.value == MINUS_INFINITY and not p.top for p in self.positions):
+            self.positions = ()  # vLLM writes it where a token has no log probability
         given = [v for p in self.positions for v in (p.value, *(value for _, value in p.top)) if finite(v) is not None]
         self.printing = printing([v for v in given if v is not None]) if given else Printing(FORMATS[-1], 0.0)
         self.neighbours = self.expected.program.place_bits + self.expected.program.value_bits
         # After the choice: the chosen word is certain and nothing else is possible. That says nothing of the logits.
-        self.certain = bool(given) and all(v == 0.0 for v in given)
+        self.certain = all(
+            p.value == 0.0 and all(v is not None and (v == 0.0 or v <= MINUS_INFINITY) for _, v in p.top)
+            for p in self.positions
+        )
 
     def faults(self, at: int, wanted: int, chance: float) -> list[Fault]:
         """Return what is wrong with the candidates of a position, [] for nothing and where none are given."""

@@ -112,14 +112,18 @@ def test_right_words_without_one_number_among_their_log_probabilities_are_wrong(
     question = expected.questions[0]
     words = [spell(expected.program, [token]) for token in question.tokens]
 
-    def printed(value):
-        places = tuple(Position(token=word, value=value, top=((word, value),)) for word in words)
+    def printed(*values, alone=False):
+        told = zip(words, values * len(words), strict=False)
+        places = tuple(Position(token=w, value=v, top=() if alone else ((w, v),)) for w, v in told)
         return mark(expected, question, Answer(text=" ".join(words), positions=places, scored=True))
 
     wrong = printed(value)
     assert (len(wrong.faults), wrong.scored, wrong.right) == (len(words), True, False)
+    assert not printed(0.0, value).right, "a zero among them excuses none"
     for said in (0.0, None):
         assert (printed(said).scored, printed(said).right) == (False, True)
+    # Where vLLM has no log probability of a token, it writes this one, and no alternatives.
+    assert (printed(value, alone=True).scored, printed(value, alone=True).right) == (value != -9999.0, value == -9999.0)
 
 
 def test_more_candidates_than_neighbours_are_compared_too(directory):
@@ -306,7 +310,8 @@ def test_a_right_beginning_that_the_server_broke_off_is_told_from_a_limit(direct
         marked = mark(expected, question, Answer(text=" ".join(words), finish="abort"))
         return excuse(expected, "chat", [marked], {})
 
-    assert said(right).startswith('an answer was broken off by the server itself ("abort")')
+    for began in (right, [*right, right[0][:2]]):  # or within a word
+        assert said(began).startswith('an answer was broken off by the server itself ("abort")')
     assert said(wrong) == ""
 
 
