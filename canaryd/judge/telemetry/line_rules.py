@@ -47,6 +47,12 @@ LINES: Mapping[tuple[str, str], Line] = {
         "A PCIe port with several devices below it reported an error",
         "Check the riser, switch and slots of the devices below it.",
     ),
+    ("driver", "no-power"): Line(
+        State.DEGRADED,
+        Cause.ENVIRONMENT,
+        "The driver could not start the device: its power cables are not connected",
+        "Connect the device's power cables.",
+    ),
     ("driver", ""): Line(*DEGRADED, "The driver could not start the device", "Check driver and device."),
     ("pcie", "bandwidth"): Line(*ENVIRONMENT, "The device's PCIe link is slower than it could be", CHECK_LINK),
     ("pcie", "link-down"): Line(*NOTE, "The PCIe link above the device went down", CHECK_LINK),

@@ -223,6 +223,8 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
             "mismatch",
             r"NVRM: API mismatch: the (?:client(?P<cut>.{0,80}?) has the version|NVIDIA kernel module)",
         ),
+        # The second number is NVIDIA's status; 0x1c is NV_ERR_INSUFFICIENT_POWER (nvstatuscodes.h).
+        ("driver", "no-power", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed! \(0x[0-9a-f]+:0x1c:"),
         ("driver", "init-failed", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed"),
         ("driver", "probe-failed", rf"nvidia: probe of {PCI} failed with error (?P<error>-[0-9]+)"),
         ("driver", "probe-failed", rf"nvidia {PCI}: probe with driver nvidia failed with error (?P<error>-[0-9]+)"),

@@ -431,6 +431,7 @@ SCENARIOS = {
     "Xid 154 has wanted the system rebooted": lambda: (
         sign(xid(154, fields={"action": "system-reboot"}), boot(120), passed=60), [],
     ),
+    "the driver finds no power cable": lambda: (sign(event("driver", "no-power")), [("kernel-driver", DEGRADED, E)]),
     "Xid 154 has wanted a reset": lambda: (
         sign(xid(154, 2 * HOUR, {"action": "drain-and-reset"}), xid(154, HOUR, {"action": "none"})), [],
     ),
