@@ -36,9 +36,9 @@ from canaryd.judge.telemetry.memory_rules import (
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.judge.telemetry.signals import (
     DAY,
-    DRAIN_AND_RESET,
     HELD,
     MINUTE,
+    RECOVERY,
     Signs,
     clears_after,
     lost_because,
@@ -235,17 +235,6 @@ def conditions(signs: Signs) -> Iterator[Finding]:
                 f" last at {signs.moment(newest.last)}.",
                 clears_after(signs.policy.settle),
             )
-
-
-RECOVERY: Mapping[str, tuple[str, str]] = {
-    "reset": ("reset", DRAIN_AND_RESET),
-    "reboot": ("reboot", "Drain the device and restart the machine."),
-    "drain_p2p": ("reset", "Drain the device's peer-to-peer traffic."),
-    "drain_and_reset": ("reset", DRAIN_AND_RESET),
-    "bus_reset": ("reset", "Drain the device and reset it on the bus."),
-    "system_reboot": ("reboot", "Drain the device and restart the machine."),
-}
-"""Recovery action of NVIDIA's driver → (class, what to do); any other one makes the device degraded only."""
 
 
 def recovery_action(signs: Signs) -> Iterator[Finding]:

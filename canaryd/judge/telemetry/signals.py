@@ -34,6 +34,19 @@ TOGETHER = HOUR
 """Seconds within which devices of one host that are lost are lost together (ours): heat takes one after the other."""
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
+NO_START = ("init-failed", "no-power", "probe-failed", "bar-invalid")
+"""Names of the lines by which NVIDIA's driver says that it could not start a device."""
+NOT_STARTED = "Switch the machine off and on again; if that does not help, open a vendor case."
+"""What to do where a restart did not help (ours): the device keeps its state while it has power."""
+RECOVERY: Mapping[str, tuple[str, str]] = {
+    "reset": ("reset", DRAIN_AND_RESET),
+    "reboot": ("reboot", "Drain the device and restart the machine."),
+    "drain_p2p": ("reset", "Drain the device's peer-to-peer traffic."),
+    "drain_and_reset": ("reset", DRAIN_AND_RESET),
+    "bus_reset": ("reset", "Drain the device and reset it on the bus."),
+    "system_reboot": ("reboot", "Drain the device and restart the machine."),
+}
+"""Recovery action of NVIDIA's driver → (class, what to do); any other one makes the device degraded only."""
 OFF_BUS, MEMORY_LOST, ADVICE = (79,), (48, 94, 95, 140, 171, 172), (154,)
 """Xids with a meaning of their own: the GPU left the bus, memory lost data, the driver gives advice."""
 RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot", "system-reboot": "reboot", "recover-imex-domain": "none"}
@@ -246,6 +259,12 @@ class Signs:
         wrong = self.last_mismatch is not None and self.last_mismatch > after
         return self.last_pass is not None and self.last_pass > after and not wrong
 
+    def failed_to_start(self, reset: float) -> bool:
+        """Whether the driver could not start the device at a reset or since, and it has not been read after that."""
+        tried = [e.last for e in self.seen("driver") if e.name in NO_START]
+        read = max((p.completed.started for p in self.polls.values() if p.completed), default=-math.inf)
+        return bool(tried) and max(tried) >= reset and max(tried) > read
+
     def cleared(self, after: float, resets: Sequence[float]) -> bool:
         """Whether a reset was done after a time, and the exact tests since that reset are clean."""
         return any(self.passed(r) for r in self.followed(after, resets))
@@ -335,10 +354,15 @@ def returns(times: Iterable[float], resets: Sequence[float]) -> int:
 def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str]:
     """Return what to do about a suspicion as old as `at` (None: it still holds), and when it clears.
 
-    That is `action` until one of the `resets` came, and an exact test from then on.
+    That is `action` until one of the `resets` came, and an exact test from then on if the driver started the device.
     """
     what = "reboot" if resets is signs.boots else "reset"
-    if at is not None and signs.followed(at, resets):
+    if at is not None and (since := signs.followed(at, resets)):
+        if signs.failed_to_start(since[-1]):
+            return NOT_STARTED, (
+                f"The driver could not start the device after the {what}."
+                " Clears after a clean exact test, once the driver starts it."
+            )
         return f"Run an exact test: canaryd check --device {signs.device.name}", (
             f"There was a {what} since. Clears after a clean exact test that starts after the {what}."
         )

@@ -12,10 +12,12 @@ from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
+    ADVICE,
     DAY,
     DRAIN_AND_RESET,
     HELD,
     MINUTE,
+    RECOVERY,
     RECURRENCES,
     Incident,
     Signs,
@@ -102,7 +104,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
                 f"Clears after {format_duration(HELD)} without another.",
             )
         elif not signs.cleared(incident.last, cuts):
-            action, clears = recovery(signs, incident.last, cuts, ACTIONS[incident.grade])
+            action, clears = recovery(signs, incident.last, cuts, _remedy(signs, incident))
             yield finding(
                 *("xid-recovery", State.SUSPECT, _cause(signs, incident)),
                 f"Xid {incident.code}: {incident.xid.title}.",
@@ -186,6 +188,14 @@ def _cause(signs: Signs, incident: Incident) -> Cause:
     """Return the cause that the catalogue shows, unless other devices of this host had the same Xid with it."""
     shared = incident.cause is Cause.HARDWARE and _company(signs, incident.events[-1])
     return Cause.UNDETERMINED if shared else incident.cause
+
+
+def _remedy(signs: Signs, incident: Incident) -> str:
+    """Return what to do: by Xid 154 the very action that its line names, unless the configuration grades it."""
+    advised = incident.events[-1].fields.get("action", "").replace("-", "_")
+    if incident.xid.code in ADVICE and incident.code not in signs.policy.xids and advised in RECOVERY:
+        return RECOVERY[advised][1]
+    return ACTIONS[incident.grade]
 
 
 def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from canaryd.judge.telemetry.events import FLAGS, WORDS, changes, judged_values
 from canaryd.judge.telemetry.link_rules import replay_limit
 from canaryd.judge.telemetry.readings import READINGS, split_key
 from canaryd.judge.telemetry.rules import findings
-from canaryd.judge.telemetry.signals import Poll
+from canaryd.judge.telemetry.signals import RECOVERY, Poll
 from canaryd.model import Outcome
 from tests.command import ROOT
 from tests.judge.telemetry.made import (
@@ -25,10 +25,12 @@ from tests.judge.telemetry.made import (
     GPU,
     HEALTHY,
     HOUR,
+    MINUTE,
     NOW,
     QUIET,
     SUSPECT,
     UE,
+    boot,
     event,
     failed,
     message,
@@ -69,6 +71,26 @@ def test_a_container_at_its_limit_says_nothing_of_the_hosts_memory():
         (found,) = findings(sign(event("oom", name)))
         assert words in found.message
         assert found.action == action
+
+
+@pytest.mark.parametrize("action", RECOVERY)
+def test_the_kernel_log_and_the_reading_say_the_same_of_one_advice(action):
+    """Xid 154 and the driver's reading are two ways to one advice: an operator gets one instruction."""
+    read = sign(only={"recovery_action{action=none}": None, f"recovery_action{{action={action}}}": 1})
+    logged = sign(xid(154, fields={"action": action.replace("_", "-")}))
+    (one,), (other,) = findings(read), findings(logged)
+    assert (one.action, one.state) == (other.action, other.state)
+
+
+def test_a_device_that_did_not_start_after_a_reboot_is_not_sent_to_a_test():
+    """No exact test can run on it; once it is read again, one can."""
+    lost = [xid(79, 2 * HOUR), boot(HOUR), event("driver", "init-failed", HOUR - MINUTE)]
+    gone = failed(Outcome.SKIPPED, "not among those that answer")
+    away = {f.rule: f for f in findings(sign(*lost, completed=poll(ago=2 * HOUR), newest=gone))}["gpu-lost"]
+    assert "canaryd check" not in away.action
+    assert "could not start" in " ".join(away.evidence)
+    back = {f.rule: f for f in findings(sign(*lost))}["gpu-lost"]
+    assert "canaryd check" in back.action
 
 
 def failing():
