@@ -5,7 +5,7 @@ Numbers and words of nvml.h are in `nvml_values`, calls and their errors in `nvm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from ctypes import byref
 from functools import partial
 from types import ModuleType
@@ -22,6 +22,7 @@ from canaryd.worker.telemetry.nvml import (
     NOT_SUPPORTED,
     OLD_PACKAGE,
     REASONS,
+    RESET_REQUIRED,
     Ask,
     Check,
     Missing,
@@ -94,11 +95,26 @@ def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Itera
     nvml = Daily(plain, memory, device.uuid)
     nvml.recall()
     groups = (_ecc, _rows, _heat, _power, _throttle, _clocks, _pcie, _state, _use, _fields)
-    for group in groups:
-        yield from merged(group(nvml, handle))
+    facts = (fact for group in groups for fact in merged(group(nvml, handle)))
+    yield from _advised(facts)
     nvml.keep()
     if bus_id := device.detail.get("bus_id"):
         yield from aer(root, bus_id)
+
+
+def _advised(facts: Iterable[Fact]) -> Iterator[Fact]:
+    """Yield facts; a refused call that asks for a reset is the driver's advice, where it gives no other.
+
+    Drivers before 570 have no `recovery_action`. It is among the last facts, after nearly all calls.
+    """
+    must_reset = False
+    for fact in facts:
+        must_reset |= isinstance(fact, Absent) and fact.reason == REASONS[RESET_REQUIRED]
+        is_advice = fact.name == "recovery_action" and (isinstance(fact, Absent) or fact.labels["action"] == "none")
+        if must_reset and is_advice:
+            yield Reading(name="recovery_action", value=1, unit="1", labels={"action": "reset"})
+        else:
+            yield fact
 
 
 def _settings(settings: Mapping[str, Any]) -> Any:

@@ -25,8 +25,8 @@ class Missing(Exception):
         self.code = code
 
 
-NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 3, 6, 13, 15
-"""The nvmlReturn_t values that decide which call comes next."""
+NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 3, 6, 13, 15, 16
+"""The nvmlReturn_t values that decide which call comes next, or what becomes of the device."""
 LOST = (
     "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
 )
@@ -38,7 +38,7 @@ REASONS = {
     10: "the driver did not answer in time",
     FUNCTION_NOT_FOUND: "the driver does not know this call",
     14: "the device's InfoROM is corrupted",
-    16: "the device must be reset before this can be read",
+    RESET_REQUIRED: "the device must be reset before this can be read",
     999: "the driver reports an unknown error (999)",
 }
 """nvmlReturn_t of one call → why the reading is absent."""

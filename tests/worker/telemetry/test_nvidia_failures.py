@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
         (4, "permission denied: run as root"),
         (10, "the driver did not answer in time"),
         (13, "the driver does not know this call"),
-        (16, "the device must be reset before this can be read"),
         (21, "NVML: stand-in error 21 (21)"),
         (999, "the driver reports an unknown error (999)"),
     ],
@@ -38,6 +37,26 @@ def test_a_failing_call_is_one_absence(machine, agent, code, reason):
     readings, absent = agent.read(gpu(machine, 0))
     assert absent["power_watts"] == reason
     assert set(whole) - set(readings) == {"power_watts"}
+
+
+@pytest.mark.parametrize("advice", ["none", "!2", "0"])
+def test_a_device_that_must_be_reset_says_so_on_any_driver(machine, agent, advice):
+    """Drivers before 570 have no reading for it: the code of a refused call is their advice."""
+    machine.set(0, "recovery_action", advice)
+    machine.fail(0, "nvmlDeviceGetPowerUsage", 16)
+    readings, absent = agent.read(gpu(machine, 0))
+    assert absent["power_watts"] == "the device must be reset before this can be read"
+    assert readings["recovery_action{action=reset}"] == 1
+    assert not any(name.startswith("recovery_action") for name in absent)
+    assert sum(name.startswith("recovery_action") for name in readings) == 1
+
+
+def test_the_drivers_own_advice_is_kept_where_it_asks_for_more(machine, agent):
+    """A reboot is more than the reset that a refused call asks for."""
+    machine.set(0, "recovery_action", 2)
+    machine.fail(0, "nvmlDeviceGetPowerUsage", 16)
+    readings, _ = agent.read(gpu(machine, 0))
+    assert [name for name in readings if name.startswith("recovery_action")] == ["recovery_action{action=reboot}"]
 
 
 @pytest.mark.parametrize(
