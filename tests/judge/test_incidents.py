@@ -252,11 +252,7 @@ WANTED = {"recovery_action{action=reset}": 1}
 @pytest.mark.parametrize(
     ("events", "only", "lead"),
     [
-        (
-            [("xid", "119", {"code": 119}), ("xid", "154", XID_154)],
-            {"recovery_action{action=reset}": 1},
-            "xid-recovery",
-        ),
+        ([("xid", "119", {"code": 119}), ("xid", "154", XID_154)], WANTED, "xid-recovery"),
         (
             [("xid", "95", {"code": 95}), ("xid", "64", {"code": 64}), ("xid", "154", XID_154)],
             {**WANTED, "row_remap_failed": 1},
