@@ -81,6 +81,12 @@ LINES: Mapping[tuple[str, str], Line] = {
     ),
     ("intel", "hang"): Line(*DEGRADED, "The device did not finish its work in time", CHECK_APPLICATION),
     ("intel", "reset-failed"): Line(*DEGRADED, "The driver could not reset the device", "Restart the machine."),
+    ("intel", "fault"): Line(
+        *NOTE, "The device met a bad address; an application can cause that", "Check the application."
+    ),
+    ("intel", "firmware"): Line(
+        *DEGRADED, "The device's firmware reported an error, and its driver stops using it", "Flash its firmware anew."
+    ),
     ("amdgpu", "reset"): Line(*NOTE, "The driver reset the device", ""),
 }
 """Kind and name of a line ("" for all other names of the kind) → what it is worth."""

@@ -122,7 +122,8 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
     wiped = signs.seen(EventKind.RESET, HELD, ECC[0], kind="uncorrected")
-    logged = [*signs.memory_lost, *signs.named("amdgpu", "ras-uncorrected")]
+    logged = [e for kind in ("amdgpu", "intel") for e in signs.named(kind, "ras-uncorrected")]
+    logged += signs.memory_lost
     times = [e.last for e in (*rises, *logged) if e.reading not in ECC[1:]]
     # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
     lifetime = [e for e in rises if e.reading in ECC[1:]]
@@ -147,8 +148,9 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     events = [*(e for _, e in held), *(e for e in wiped if not signs.passed(e.last))]
     if not events and not standing:
         return
-    labels = [*(e.labels for e in events), *(r.labels for r in standing)]
-    where = sorted({of.get("location", "the device's memory") for of in labels})
+    places = [e.labels.get("location") or e.fields.get("block") for e in events]
+    places += [r.labels.get("location") for r in standing]
+    where = sorted({place or "the device's memory" for place in places})
     when = max((e.last for e in events), default=None)
     before_reset = max((at for at, _ in held), default=0.0 if events else None)
     action, clears = recovery(signs, before_reset, signs.resets, DRAIN_AND_RESET)

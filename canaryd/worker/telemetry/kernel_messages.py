@@ -199,6 +199,8 @@ _AMD = (
 )
 _RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<count>[1-9][0-9]*) (?:new )?"
 _INTEL = rf"(?:xe|i915) {PCI}: (?:\[drm\] )?(?:\*ERROR\* )?(?:Tile[0-9]+: )?(?:GT[0-9]+: )?(?:GUC: )?"
+# One line for a tile and a component; lines that name the unit follow it.
+_INTEL_RAS = rf"{_INTEL}\[Hardware Error\]: TILE(?P<tile>[0-9]+) reported (?P<block>[\w-]{{1,40}}) "
 _NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvc:|nvswitch|UVM |irq/[0-9]+-nvidia)"
 _AMD_TASK = r"(?:amdgpu|kfd|amd-smi|rocm-smi|irq/[0-9]+-amdgpu|kworker/\S{0,20}amdgpu)"
 _FUNCTION = rf"\S+ {PCI}: "
@@ -277,6 +279,10 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("intel", "hang", rf"{_INTEL}GPU HANG: ecode [0-9a-fx:]+(?P<cut>, in .*)?"),
         ("intel", "reset-failed", rf"{_INTEL}(?:Engine reset (?:request )?failed|Failed to reset chip)"),
         ("intel", "reset-failed", rf"{_INTEL}CRITICAL: Xe has declared device \S{{1,40}} as wedged"),
+        ("intel", "fault", rf"{_INTEL}Engine memory (?:CAT|cat) error\b"),
+        ("intel", "ras-corrected", rf"{_INTEL_RAS}(?:correctable-errors|CORRECTABLE error), bit"),
+        ("intel", "ras-uncorrected", rf"{_INTEL_RAS}(?:uncorrectable-errors|(?:NON)?FATAL error), bit"),
+        ("intel", "firmware", rf"{_INTEL}\[Hardware Error\]: (?:\w+: )?HEC (?:Uncorrected )?FW .{{1,60}} reported"),
         ("hang", "nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
         ("hang", "amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
         (

@@ -213,6 +213,9 @@ SCENARIOS = {
     "amdgpu's uncorrected error": lambda: (
         sign(event("amdgpu", "ras-uncorrected")), [("uncorrected-error", SUSPECT, H)],
     ),
+    "Intel's uncorrected error": lambda: (
+        sign(event("intel", "ras-uncorrected")), [("uncorrected-error", SUSPECT, H)],
+    ),
     # corrected-errors-rising
     "99 corrected errors": lambda: (sign(rise(CE, 99)), []),
     "100 corrected errors where there were none": lambda: (
@@ -699,7 +702,9 @@ SCENARIOS = {
         for line in line_rules.LINES
         for ago in (HOUR, DAY + 1)
     },
-    "a kind of line that nobody judges": lambda: (sign(event("amdgpu", "ras-corrected"), event("news", "x")), []),
+    "a kind of line that nobody judges": lambda: (
+        sign(event("amdgpu", "ras-corrected"), event("intel", "ras-corrected"), event("news", "x")), [],
+    ),
     "the driver changed": lambda: (
         sign(event("change", "driver", before="570.1", after="580.2")), [("changed", HEALTHY, Cause.NONE)],
     ),

@@ -33,6 +33,7 @@ from tests.judge.telemetry.made import (
     boot,
     event,
     failed,
+    line,
     message,
     poll,
     reset,
@@ -173,9 +174,15 @@ def test_a_suspicion_tells_how_far_its_way_out_is():
 
 
 def test_an_uncorrected_error_is_named_once():
-    """Volatile and aggregate counter of one error are one place in words."""
+    """Volatile and aggregate counter of one error are one place in words, and so are a counter and a line."""
     assert message(sign(rise(UE), rise(AGGREGATE_UE), only={UE: 1}), "uncorrected-error").count("dram") == 1
     assert "Kernel log: NVRM: Xid: 95." in message(sign(xid(95)), "uncorrected-error")
+    of_amd = line("amdgpu 0000:0a:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block", 60)
+    counted = rise("ecc_errors_total{kind=uncorrected,location=umc}")
+    assert message(sign(of_amd, counted), "uncorrected-error").startswith("Uncorrected memory error in umc.\n")
+    told_by_xe = "TILE0 reported core-compute uncorrectable-errors, bit[0] is set"
+    of_intel = line(f"xe 0000:4d:00.0: [drm] *ERROR* [Hardware Error]: {told_by_xe}", 60)
+    assert message(sign(of_intel), "uncorrected-error").startswith("Uncorrected memory error in core-compute.\n")
 
 
 def test_stale_telemetry_names_the_reason():
