@@ -36,6 +36,7 @@ KINDS: Mapping[str, str] = {
     EventKind.FLAG: "",
     "hang": "driver hung",
     "intel": "Intel driver",
+    "last-boot": "the restart before",
     "lockup": "processor stuck",
     "mce": "machine check",
     "nvme": "disk",

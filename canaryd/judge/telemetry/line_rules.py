@@ -23,6 +23,7 @@ class Line(NamedTuple):
 NOTE, ENVIRONMENT = (State.HEALTHY, Cause.UNDETERMINED), (State.HEALTHY, Cause.ENVIRONMENT)
 DEGRADED, HARDWARE = (State.DEGRADED, Cause.UNDETERMINED), (State.DEGRADED, Cause.HARDWARE)
 CHECK_APPLICATION = "Check the application, then the device."
+READ_BMC = "Read the kernel log of that start and the event log of the BMC."
 CHECK_LINK = "Check seating, riser and slot."
 LINES: Mapping[tuple[str, str], Line] = {
     ("oom", ""): Line(
@@ -35,6 +36,12 @@ LINES: Mapping[tuple[str, str], Line] = {
     ),
     ("nvme", ""): Line(*ENVIRONMENT, "A disk did not answer", "Check the disk."),
     ("lockup", ""): Line(*DEGRADED, "A processor was stuck in the kernel", "Check the kernel log."),
+    # Notes: some kernels and some firmware repeat what is told at a start at each later one.
+    ("last-boot", "error"): Line(
+        *NOTE, "The processor says that an uncorrected hardware error restarted the machine", READ_BMC
+    ),
+    ("last-boot", "heat"): Line(*ENVIRONMENT, "The processor says that heat restarted the machine", "Check cooling."),
+    ("last-boot", "record"): Line(*NOTE, "The firmware kept a record of an error from before the restart", READ_BMC),
     ("hang", ""): Line(*DEGRADED, "A call into the driver hung", "Check the driver and kernel log."),
     ("driver", "mismatch"): Line(
         *ENVIRONMENT, "The driver does not match a program's library", "Check their versions."

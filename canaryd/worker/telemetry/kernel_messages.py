@@ -201,6 +201,7 @@ _RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<coun
 _INTEL = rf"(?:xe|i915) {PCI}: (?:\[drm\] )?(?:\*ERROR\* )?(?:Tile[0-9]+: )?(?:GT[0-9]+: )?(?:GUC: )?"
 # One line for a tile and a component; lines that name the unit follow it.
 _INTEL_RAS = rf"{_INTEL}\[Hardware Error\]: TILE(?P<tile>[0-9]+) reported (?P<block>[\w-]{{1,40}}) "
+_RESTART = r"x86/amd: Previous system reset reason \[0x(?!ffffffff)[0-9a-f]+\]: "  # all ones: it could not be read
 _NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvc:|nvswitch|UVM |irq/[0-9]+-nvidia)"
 _AMD_TASK = r"(?:amdgpu|kfd|amd-smi|rocm-smi|irq/[0-9]+-amdgpu|kworker/\S{0,20}amdgpu)"
 _FUNCTION = rf"\S+ {PCI}: "
@@ -283,6 +284,9 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("intel", "ras-corrected", rf"{_INTEL_RAS}(?:correctable-errors|CORRECTABLE error), bit"),
         ("intel", "ras-uncorrected", rf"{_INTEL_RAS}(?:uncorrectable-errors|(?:NON)?FATAL error), bit"),
         ("intel", "firmware", rf"{_INTEL}\[Hardware Error\]: (?:\w+: )?HEC (?:Uncorrected )?FW .{{1,60}} reported"),
+        ("last-boot", "error", rf"{_RESTART}(?:an uncorrected error caused|a parity error occurred)"),
+        ("last-boot", "heat", rf"{_RESTART}(?:thermal pin|internal CPU thermal limit)"),
+        ("last-boot", "record", r"BERT: Error records from previous boot"),
         ("hang", "nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
         ("hang", "amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
         (

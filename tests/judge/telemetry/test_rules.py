@@ -240,6 +240,7 @@ KINDS = [
     *("counter", "reset", "boot", "change", "flag", "condition", "counter-fell", "xid", "sxid", "mce", "edac", "aer"),
     *("port", "unplaced"),
     *("pcie", "off-bus", "oom", "nvme", "thermal", "amdgpu", "intel", "driver", "hang", "clock", "lockup", "?"),
+    "last-boot",
 ]
 AGES = st.floats(-DAY, 40 * DAY)
 EVENTS = st.builds(
