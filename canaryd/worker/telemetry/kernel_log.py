@@ -23,6 +23,7 @@ from canaryd.worker.telemetry.kernel_messages import (
     LONGEST_TEXT,
     PCI,
     PCI_EXPRESS,
+    RELAYED,
     Message,
     bus_id,
     classify,
@@ -330,7 +331,7 @@ class _Reader:
                 if part is None:
                     yield from self._settle(record.text, message)
                 message = message or part
-            if message is None:
+            if message is None or message.name == RELAYED:
                 continue
             message = self._placed(message)
             if process := process_of(record.text):

@@ -121,6 +121,10 @@ _APEI_PART = re.compile(
     rf"\{{[0-9]+\}}\[Hardware Error\]:\s+(?:section_type: (?P<section>\w[\w ,/-]{{0,60}})|device_id: {PCI}\s*$)"
 )
 _AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
+RELAYED = "relayed"
+"""Name of a machine check in which the kernel only passes on an error in memory that the firmware has told."""
+_BANK_OF_FIRMWARE = "255"
+"""No processor has that bank: the kernel sets it to -1 (Linux, arch/x86/kernel/cpu/mce/apei.c)."""
 PCI_EXPRESS = "PCIe error"
 """The section of a report of the firmware that concerns a device on PCI Express."""
 
@@ -133,6 +137,7 @@ def _mce(text: str) -> Message | None:
         status, amd = int(found["status"], 16), found["amd_cpu"] is not None
         name = "uncorrected" if status >> 61 & 1 else "deferred" if amd and status >> 44 & 1 else "corrected"
         cpu, bank = (found["amd_cpu"], found["amd_bank"]) if amd else (found["cpu"], found["bank"])
+        name = RELAYED if bank == _BANK_OF_FIRMWARE else name
         return Message("mce", name, "", text, {"cpu": cpu, "bank": bank, "status": f"0x{status:016x}"})
     if found := _APEI.match(text):
         return Message(

@@ -249,6 +249,15 @@ def test_any_other_error_that_the_firmware_found_is_the_hosts(boot_id, log):
     assert [r.sequence for r in read(log, boot_id, after=position.sequence)[0]] == []
 
 
+def test_an_error_in_memory_that_the_firmware_found_counts_once(boot_id, log):
+    """Linux passes it on as a machine check of bank 255, which no processor has; a bank that exists counts."""
+    relayed, own = (f"mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank {b}: 940000000000009f" for b in (255, 13))
+    announced = "mce: [Hardware Error]: Machine check events logged"
+    feed(log, *firmware(1, "corrected", "  section_type: memory error"), line(4, announced), line(5, relayed))
+    feed(log, line(6, announced), line(7, own), line(8, "x"))
+    assert [r.sequence for r in read(log, boot_id)[0]] == [3, 7]
+
+
 def test_another_message_ends_a_report_of_the_firmware(boot_id, log):
     """Records keep their order, and the position passes none that waits: nothing counts twice after a restart."""
     part = ("  section_type: PCIe error", "  device_id: 0000:5e:00.0")
