@@ -67,11 +67,16 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
     corrected = signs.most([e for e in lines if e.name != "uncorrected"], DAY)
     if open_:
         newest = max(open_, key=lambda e: e.last)
+        message = "Machine check: a processor reported an uncorrected error."
         action = "Decode the error, then restart the machine."
+        if "severity" in newest.fields:  # the firmware speaks for memory and all other parts too
+            section = newest.fields.get("section")
+            message = f"The firmware reported an uncorrected error{f': {section}' if section else ''}."
+            action = "Find the part in the event log of the BMC, then restart the machine."
         action, clears = recovery(signs, newest.last, signs.boots, action)
         yield finding(
             *("machine-check", State.SUSPECT, Cause.HARDWARE),
-            "Machine check: a processor reported an uncorrected error.",
+            message,
             action,
             f"Last at {signs.moment(newest.last)}.",
             source_of(newest),

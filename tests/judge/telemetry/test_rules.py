@@ -185,6 +185,17 @@ def test_an_uncorrected_error_is_named_once():
     assert message(sign(of_intel), "uncorrected-error").startswith("Uncorrected memory error in core-compute.\n")
 
 
+def test_who_reported_a_machine_check_is_named():
+    """The firmware speaks for any part; only what a processor reported is the processor's."""
+    by_processor = message(sign(event("mce", "uncorrected", fields={"cpu": "3", "bank": "5"})), "machine-check")
+    assert by_processor.startswith("Machine check: a processor reported an uncorrected error.\nDecode the error")
+    told = {"severity": "recoverable", "section": "memory error"}
+    by_firmware = message(sign(event("mce", "uncorrected", fields=told)), "machine-check")
+    assert by_firmware.startswith("The firmware reported an uncorrected error: memory error.\nFind the part in")
+    by_firmware = message(sign(event("mce", "uncorrected", fields={"severity": "fatal"})), "machine-check")
+    assert by_firmware.startswith("The firmware reported an uncorrected error.\n")
+
+
 def test_stale_telemetry_names_the_reason():
     """The newest failure says why, whether in its detail, in a skipped part or at the end of a traceback."""
     for newest, words in (
