@@ -160,7 +160,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
         action,
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
         *(source_of(e) for e in events if e in logged),
-        "Recommended: reset (NVIDIA's memory error management).",
+        signs.advised("reset", "NVIDIA's memory error management"),
         clears,
     )
 
@@ -184,6 +184,7 @@ def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
             f"Run an exact test: canaryd check --device {signs.device.name}",
             f"Limit: {most} a day (telemetry.corrected_per_day), or {LEAST_STEP} and {TIMES_MEAN} times normal.",
             "These limits are canaryd's own.",
-            "NVIDIA's RMA policy does not cover corrected errors; an exact test shows whether results are right.",
+            "NVIDIA's RMA policy does not cover corrected errors." if signs.is_of_nvidia else "",
+            "An exact test shows whether results are right.",
             f"Clears after {format_duration(DAY + signs.policy.settle)} below the limit.",
         )

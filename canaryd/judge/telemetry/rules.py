@@ -144,7 +144,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             f"The device was lost again after {count(back, 'reboot')} within {format_duration(HELD)}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
-            "Recommended: inspection (NVIDIA's Xid catalogue: contact support; when to return it is canaryd's rule).",
+            signs.advised("inspection", "NVIDIA's Xid catalogue: contact support; when to return it is canaryd's rule"),
             f"Clears after {format_duration(HELD)}.",
         )
     elif lost or not signs.cleared(max(times), signs.boots):
@@ -156,7 +156,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             f"The driver or the kernel lost the device{with_others}{'; it answers again' if answers else ''}.",
             action,
             *what,
-            "Recommended: reboot (NVIDIA's Xid catalogue).",
+            signs.advised("reboot", "NVIDIA's Xid catalogue"),
             clears,
         )
 

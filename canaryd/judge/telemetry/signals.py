@@ -239,6 +239,16 @@ class Signs:
         shown = (t for e in self.seen(EventKind.RESET) for t in (e.first, e.last))
         return sorted({*self.boots, *shown, *(e.last for e in self.seen(EventKind.FLAG, HELD, "mig_enabled"))})
 
+    @property
+    def is_of_nvidia(self) -> bool:
+        """Whether NVIDIA's documents hold for the device."""
+        return self.device.backend.endswith("cuda")
+
+    def advised(self, action: str, source: str) -> str:
+        """Return what a document of NVIDIA advises, as a sentence; for another vendor's device it is canaryd's rule."""
+        by = source if self.is_of_nvidia else "canaryd's own rule"
+        return f"Recommended: {action} ({by})."
+
     def trained(self, event: Event, start: float, end: float) -> float:
         """Return `within`, without what happened before the device's links had trained."""
         before = bisect.bisect_right(self.trainings, event.last)

@@ -20,6 +20,7 @@ from canaryd.model import Outcome
 from tests.command import ROOT
 from tests.judge.telemetry.made import (
     AGGREGATE_UE,
+    CE,
     DAY,
     FATAL_LINK,
     GPU,
@@ -183,6 +184,16 @@ def test_an_uncorrected_error_is_named_once():
     told_by_xe = "TILE0 reported core-compute uncorrectable-errors, bit[0] is set"
     of_intel = line(f"xe 0000:4d:00.0: [drm] *ERROR* [Hardware Error]: {told_by_xe}", 60)
     assert message(sign(of_intel), "uncorrected-error").startswith("Uncorrected memory error in core-compute.\n")
+
+
+def test_no_other_vendors_document_is_cited():
+    """What NVIDIA advises is advice for NVIDIA's devices; for any other device the rule is canaryd's."""
+    lost, memory, corrected = event("off-bus"), rise(UE), rise(CE, 2000)
+    back = (event("off-bus", ago=9 * DAY), boot(8 * DAY), lost)
+    seen = {"gpu-lost": (lost,), "uncorrected-error": (memory,), "corrected-errors-rising": (corrected,)}
+    for rule, events in (*seen.items(), ("gpu-lost", back)):
+        assert "NVIDIA" in message(sign(*events), rule)
+        assert "NVIDIA" not in message(sign(*events, device=dataclasses.replace(GPU, backend="rocm")), rule)
 
 
 def test_who_reported_a_machine_check_is_named():
