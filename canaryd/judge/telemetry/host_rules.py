@@ -35,16 +35,18 @@ def dimm_errors_rising(signs: Signs) -> Iterator[Finding]:
 def host_uncorrected(signs: Signs) -> Iterator[Finding]:
     """The host's memory lost data: every golden and every operand goes through it."""
     events = [*signs.rises("edac_errors_total", kind="uncorrected"), *signs.named("edac", "uncorrected")]
+    events = sorted([*events, *signs.named("mce", "memory")], key=lambda e: e.last)
     open_ = [e for e in events if not signs.cleared(e.last, signs.boots)]
     standing = [r for r in signs.readings("edac_errors_total") if r.labels.get("kind") == "uncorrected" and r.value]
     if open_ or standing:
-        where = (open_[-1].labels or open_[-1].fields) if open_ else standing[0].labels
+        facts = [*(r.labels for r in standing), *(e.labels or e.fields for e in open_)]
+        where = next((f": {_module(f)}" for f in reversed(facts) if "dimm" in f), "")
         when = max((e.last for e in open_), default=None)
         action = "Find and replace the memory module, then restart the machine."
         action, clears = recovery(signs, when, signs.boots, action)
         yield finding(
             *("host-uncorrected-error", State.SUSPECT, Cause.HARDWARE),
-            f"Uncorrected error in the host's memory: {_module(where)}.",
+            f"Uncorrected error in the host's memory{where}.",
             action,
             f"Last at {signs.moment(when)}." if when is not None else "Counted since the driver was loaded.",
             source_of(open_[-1]) if open_ else "",
@@ -64,12 +66,12 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
     events = [*signs.rises("machine_check_exceptions_total"), *signs.named("mce", "uncorrected")]
     open_ = [e for e in events if not signs.cleared(e.last, signs.boots)]
     # "logged" shows no severity; an error that the processor could not correct would have been an exception.
-    corrected = signs.most([e for e in lines if e.name != "uncorrected"], DAY)
+    corrected = signs.most([e for e in lines if e.name not in ("uncorrected", "memory")], DAY)
     if open_:
         newest = max(open_, key=lambda e: e.last)
         message = "Machine check: a processor reported an uncorrected error."
         action = "Decode the error, then restart the machine."
-        if "severity" in newest.fields:  # the firmware speaks for memory and all other parts too
+        if "severity" in newest.fields:  # the firmware speaks for any part
             section = newest.fields.get("section")
             message = f"The firmware reported an uncorrected error{f': {section}' if section else ''}."
             action = "Find the part in the event log of the BMC, then restart the machine."

@@ -157,7 +157,12 @@ def firmware_part(announced: Message, text: str) -> Message | None:
         return None
     severity, head = announced.fields["severity"], announced.text.partition(",")[0]
     if section := found["section"]:
-        return announced._replace(text=f"{head}, {section}", fields={"severity": severity, "section": section})
+        uncorrected = "memory" if section == "memory error" else "uncorrected"
+        return announced._replace(
+            name="corrected" if severity == "corrected" else uncorrected,
+            text=f"{head}, {section}",
+            fields={"severity": severity, "section": section},
+        )
     if announced.fields.get("section") != PCI_EXPRESS:
         return None
     bus = bus_id(found["bus"])
@@ -248,7 +253,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ),
         ("pcie", "not-ready", _FUNCTION + r"not ready [0-9]+ms after .{1,40}; giving up"),
         ("pcie", "inaccessible", _FUNCTION + r"(?:Unable to|can't) change power state from .{1,60}device inaccessible"),
-        ("mce", "uncorrected", r"mce: Uncorrected hardware memory error in (?:user|kernel)-access"),
+        ("mce", "memory", r"mce: Uncorrected hardware memory error in (?:user|kernel)-access"),
         ("oom", "system", r"Out of memory(?: \([a-z_]+\))?: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
         ("oom", "cgroup", r"Memory cgroup out of memory: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
         ("nvme", "timeout", _NVME + r"I/O .{1,120}\btimeout\b"),

@@ -258,6 +258,13 @@ SCENARIOS = {
         sign(rise(DIMM_UE), reset(120), passed=60), [("host-uncorrected-error", SUSPECT, H)],
     ),
     "uncorrected memory, rebooted and passed": lambda: (sign(rise(DIMM_UE), boot(120), passed=60), []),
+    "one error in memory, told by the kernel, the firmware and EDAC": lambda: (
+        sign(event("mce", "memory", count=2.0), event("edac", "uncorrected", fields={"dimm": "A1", "controller": "0"})),
+        [("host-uncorrected-error", SUSPECT, H)],
+    ),
+    "an error in memory that EDAC does not tell": lambda: (
+        sign(event("mce", "memory", count=20.0)), [("host-uncorrected-error", SUSPECT, H)],
+    ),
     "machine check by the log": lambda: (sign(event("mce", "uncorrected")), [("machine-check", SUSPECT, H)]),
     "machine check by its counter": lambda: (
         sign(rise("machine_check_exceptions_total")), [("machine-check", SUSPECT, H)],

@@ -186,6 +186,17 @@ def test_an_uncorrected_error_is_named_once():
     assert message(sign(of_intel), "uncorrected-error").startswith("Uncorrected memory error in core-compute.\n")
 
 
+def test_the_module_of_an_error_in_memory_is_named_where_one_line_names_it():
+    """The kernel and the firmware tell the error after EDAC, and without the module."""
+    module, other = (
+        event("edac", "uncorrected", 60, fields={"dimm": "A1", "controller": "0"}),
+        event("mce", "memory", 50),
+    )
+    told = message(sign(module, other), "host-uncorrected-error")
+    assert told.startswith("Uncorrected error in the host's memory: memory module A1 (controller 0).\n")
+    assert message(sign(other), "host-uncorrected-error").startswith("Uncorrected error in the host's memory.\n")
+
+
 def test_no_other_vendors_document_is_cited():
     """What NVIDIA advises is advice for NVIDIA's devices; for any other device the rule is canaryd's."""
     lost, memory, corrected = event("off-bus"), rise(UE), rise(CE, 2000)
@@ -200,9 +211,9 @@ def test_who_reported_a_machine_check_is_named():
     """The firmware speaks for any part; only what a processor reported is the processor's."""
     by_processor = message(sign(event("mce", "uncorrected", fields={"cpu": "3", "bank": "5"})), "machine-check")
     assert by_processor.startswith("Machine check: a processor reported an uncorrected error.\nDecode the error")
-    told = {"severity": "recoverable", "section": "memory error"}
+    told = {"severity": "recoverable", "section": "ARM processor error"}
     by_firmware = message(sign(event("mce", "uncorrected", fields=told)), "machine-check")
-    assert by_firmware.startswith("The firmware reported an uncorrected error: memory error.\nFind the part in")
+    assert by_firmware.startswith("The firmware reported an uncorrected error: ARM processor error.\nFind the part in")
     by_firmware = message(sign(event("mce", "uncorrected", fields={"severity": "fatal"})), "machine-check")
     assert by_firmware.startswith("The firmware reported an uncorrected error.\n")
 

@@ -238,7 +238,7 @@ def test_any_other_error_that_the_firmware_found_is_the_hosts(boot_id, log):
     records, position = read(log, boot_id)
     told = [(r.sequence, r.kind, r.name, r.fields.get("section", "")) for r in records]
     assert told == [
-        (3, "mce", "uncorrected", "memory error"),
+        (3, "mce", "memory", "memory error"),
         (6, "mce", "uncorrected", ""),
         (7, "xid", "7", ""),
         (11, "aer", "correctable", ""),
