@@ -165,9 +165,8 @@ def flock(
                 holder = os.pread(fd, 4096, 0).decode("utf-8", "replace") or "a process that left no name"
                 waited = time.monotonic() - start
                 if waited >= timeout or stopped():
-                    raise Busy(
-                        f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"
-                    ) from error
+                    held = f"still held after {waited:.0f} s" if timeout > 0 else "held"
+                    raise Busy(f"{path}: {held} by {holder}; wait for it or stop it") from error
                 if on_wait and not holder.startswith(_name()):  # of another thread here, nobody needs to hear
                     on_wait(f"{holder}; this command gives up after {timeout:g} s (--wait)")
                     on_wait = None
