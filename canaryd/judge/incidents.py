@@ -44,18 +44,13 @@ FAMILIES = (
         explains=(
             *("telemetry-stale", "stale-evidence", NO_EVIDENCE, NOT_COMPLETED, "unreached", "device-error"),
             *("xid-recovery", "recovery-action", "keeps-failing", "pcie-aer", "kernel-pcie"),
-            "kernel-driver",
         ),
     ),
     Family(leads=("keeps-failing",), explains=(NOT_COMPLETED, "stale-evidence", NO_EVIDENCE)),
     Family(
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
-        explains=(
-            *("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),
-            *("xid-recovery", "recovery-action"),
-        ),
+        explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),
     ),
-    Family(leads=("xid-recurring", "xid-recovery"), explains=("recovery-action", "kernel-driver")),
     Family(leads=("throttled", "hot"), explains=()),
     Family(leads=("pcie-aer", "pcie-width", "pcie-generation", "pcie-replays"), explains=("kernel-pcie",)),
 )

@@ -22,7 +22,6 @@ from tests.judge.made import (
     signs,
     wrong,
 )
-from tests.judge.telemetry import made as telemetry
 from tests.places import line, place
 
 PROBES = ("exact_attention", "exact_matmul", "recorded_kernels")
@@ -243,30 +242,3 @@ def test_no_finding_is_lost_or_told_twice():
         assert (
             max((i.state for i in incidents(verdict)), key=lambda s: s.severity, default=State.HEALTHY) is verdict.state
         )
-
-
-XID_154 = {"code": 154, "fields": {"action": "reset"}}
-WANTED = {"recovery_action{action=reset}": 1}
-
-
-@pytest.mark.parametrize(
-    ("events", "only", "lead"),
-    [
-        ([("xid", "119", {"code": 119}), ("xid", "154", XID_154)], WANTED, "xid-recovery"),
-        (
-            [("xid", "95", {"code": 95}), ("xid", "64", {"code": 64}), ("xid", "154", XID_154)],
-            {**WANTED, "row_remap_failed": 1},
-            "row-remap-failed",
-        ),
-        ([("xid", "79", {"code": 79}), ("driver", "init-failed", {})], {}, "gpu-lost"),
-        ([("xid", "143", {"code": 143}), ("driver", "init-failed", {})], {}, "xid-recovery"),
-    ],
-    ids=["GSP", "memory", "off the bus", "not started"],
-)
-def test_what_the_driver_says_and_advises_of_one_fault_is_one_incident(events, only, lead):
-    """The Xid, the advice in the log, the advice that is read, and that the device does not start: one ticket."""
-    seen = [telemetry.event(kind, name, **changes) for kind, name, changes in events]
-    found = telemetry.findings(telemetry.sign(*seen, only={"recovery_action{action=none}": None, **only}))
-    given = {"device": GPU.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "decided": NOW, "since": NOW}
-    (incident,) = incidents(Verdict(**given, findings=tuple(found)))
-    assert incident.lead.rule == lead
