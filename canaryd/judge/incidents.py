@@ -51,6 +51,7 @@ FAMILIES = (
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
         explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),
     ),
+    Family(leads=("host-uncorrected-error",), explains=("machine-check",)),
     Family(leads=("throttled", "hot"), explains=()),
     Family(leads=("pcie-aer", "pcie-width", "pcie-generation", "pcie-replays"), explains=("kernel-pcie",)),
 )
@@ -143,10 +144,16 @@ def notes(verdict: Verdict) -> tuple[Finding, ...]:
 
 
 def _follows(finding: Finding, leads: Sequence[Finding]) -> bool:
-    """Return whether a finding may come of a fault: it did not begin long before, and blames nothing else."""
+    """Return whether a finding may come of a fault: it did not begin long before, blames nothing else, and is no worse.
+
+    What is worse than a fault that an operator has acknowledged was not acknowledged with it.
+    """
     began = min((f.since for f in leads if f.since), default=0.0)
     causes = {finding.cause, *(f.cause for f in leads)} - {Cause.UNDETERMINED}
-    return (not finding.since or finding.since >= began - BESIDE) and len(causes) <= 1
+    worst = max(f.state.severity for f in leads)
+    return (
+        (not finding.since or finding.since >= began - BESIDE) and len(causes) <= 1 and finding.state.severity <= worst
+    )
 
 
 def _since(findings: Iterable[Finding], verdict: Verdict) -> float:

@@ -22,6 +22,7 @@ from tests.judge.made import (
     signs,
     wrong,
 )
+from tests.judge.telemetry import made as telemetry
 from tests.places import line, place
 
 PROBES = ("exact_attention", "exact_matmul", "recorded_kernels")
@@ -242,3 +243,19 @@ def test_no_finding_is_lost_or_told_twice():
         assert (
             max((i.state for i in incidents(verdict)), key=lambda s: s.severity, default=State.HEALTHY) is verdict.state
         )
+
+
+def test_what_is_worse_than_an_acknowledged_fault_is_another():
+    """It was not acknowledged with it, and would be hidden behind it."""
+    fault = Finding(rule="gpu-lost", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message="m", action="a", since=NOW)
+    worse = Finding(rule="pcie-aer", state=State.SUSPECT, cause=Cause.UNDETERMINED, message="m", action="a", since=NOW)
+    given = {"device": GPU.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "decided": NOW, "since": NOW}
+    assert [i.rules for i in incidents(Verdict(**given, findings=(fault, worse)))] == [("pcie-aer",), ("gpu-lost",)]
+
+
+def test_an_error_of_the_hosts_memory_is_one_incident():
+    """The processor raises an exception where it reads what was lost: one part, one ticket."""
+    seen = (telemetry.event("mce", "memory"), telemetry.rise("machine_check_exceptions_total"))
+    given = {"device": CPU.uuid, "state": State.SUSPECT, "cause": Cause.HARDWARE, "decided": NOW, "since": NOW}
+    (incident,) = incidents(Verdict(**given, findings=tuple(telemetry.findings(telemetry.sign(*seen)))))
+    assert incident.rules == ("host-uncorrected-error", "machine-check")

@@ -154,9 +154,10 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     when = max((e.last for e in events), default=None)
     before_reset = max((at for at, _ in held), default=0.0 if events else None)
     action, clears = recovery(signs, before_reset, signs.resets, DRAIN_AND_RESET)
+    error = "Uncorrected error" if any(e.kind == "intel" for e in events) else "Uncorrected memory error"
     yield finding(
         *("uncorrected-error", State.SUSPECT, Cause.HARDWARE),
-        f"Uncorrected memory error in {', '.join(where)}.",
+        f"{error} in {', '.join(where)}.",
         action,
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
         *(source_of(e) for e in events if e in logged),

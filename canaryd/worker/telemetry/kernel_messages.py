@@ -137,7 +137,8 @@ def _mce(text: str) -> Message | None:
         status, amd = int(found["status"], 16), found["amd_cpu"] is not None
         name = "uncorrected" if status >> 61 & 1 else "deferred" if amd and status >> 44 & 1 else "corrected"
         cpu, bank = (found["amd_cpu"], found["amd_bank"]) if amd else (found["cpu"], found["bank"])
-        name = RELAYED if bank == _BANK_OF_FIRMWARE else name
+        if bank == _BANK_OF_FIRMWARE:  # the kernel may leave out the firmware's own report of an uncorrected error
+            name = "memory" if name == "uncorrected" else RELAYED
         return Message("mce", name, "", text, {"cpu": cpu, "bank": bank, "status": f"0x{status:016x}"})
     if found := _APEI.match(text):
         return Message(

@@ -103,15 +103,15 @@ def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Itera
 
 
 def _advised(facts: Iterable[Fact]) -> Iterator[Fact]:
-    """Yield facts; a refused call that asks for a reset is the driver's advice, where it gives no other.
+    """Yield facts; a refused call that asks for a reset is the advice of a driver that has no other.
 
-    Drivers before 570 have no `recovery_action`. It is among the last facts, after nearly all calls.
+    Drivers before 570 have no `recovery_action`. It is among the last facts, after nearly all calls. Those that have it
+    refuse calls while a change of MIG waits for a reset, and say that nothing is wrong.
     """
     must_reset = False
     for fact in facts:
         must_reset |= isinstance(fact, Absent) and fact.reason == REASONS[RESET_REQUIRED]
-        is_advice = fact.name == "recovery_action" and (isinstance(fact, Absent) or fact.labels["action"] == "none")
-        if must_reset and is_advice:
+        if must_reset and fact.name == "recovery_action" and isinstance(fact, Absent):
             yield Reading(name="recovery_action", value=1, unit="1", labels={"action": "reset"})
         else:
             yield fact

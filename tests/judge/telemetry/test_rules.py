@@ -183,7 +183,7 @@ def test_an_uncorrected_error_is_named_once():
     assert message(sign(of_amd, counted), "uncorrected-error").startswith("Uncorrected memory error in umc.\n")
     told_by_xe = "TILE0 reported core-compute uncorrectable-errors, bit[0] is set"
     of_intel = line(f"xe 0000:4d:00.0: [drm] *ERROR* [Hardware Error]: {told_by_xe}", 60)
-    assert message(sign(of_intel), "uncorrected-error").startswith("Uncorrected memory error in core-compute.\n")
+    assert message(sign(of_intel), "uncorrected-error").startswith("Uncorrected error in core-compute.\n")
 
 
 def test_the_module_of_an_error_in_memory_is_named_where_one_line_names_it():

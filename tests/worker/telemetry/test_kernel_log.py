@@ -256,6 +256,10 @@ def test_an_error_in_memory_that_the_firmware_found_counts_once(boot_id, log):
     feed(log, *firmware(1, "corrected", "  section_type: memory error"), line(4, announced), line(5, relayed))
     feed(log, line(6, announced), line(7, own), line(8, "x"))
     assert [r.sequence for r in read(log, boot_id)[0]] == [3, 7]
+    # Linux prints few reports of uncorrected errors at a time, and passes on those too that it does not print.
+    uncorrected = "mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 255: b40000000000009f"
+    feed(log, line(9, announced), line(10, uncorrected))
+    assert [(r.sequence, r.name) for r in read(log, boot_id)[0]][2:] == [(10, "memory")]
 
 
 def test_another_message_ends_a_report_of_the_firmware(boot_id, log):
