@@ -37,6 +37,7 @@ class Authority:
         self._run(
             *("req", "-x509", *_NEW, "-keyout", self.pair.key, "-out", self.pair.cert, "-days", "2"),
             *("-subj", f"/CN={name}", "-addext", "basicConstraints=critical,CA:TRUE"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),  # Python 3.13 and newer want it
         )
 
     @property
@@ -49,7 +50,7 @@ class Authority:
         made = Pair(self._directory / f"{name}.crt", self._directory / f"{name}.key")
         request, extension = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
         self._run("req", *_NEW, "-keyout", made.key, "-out", request, "-subj", f"/CN={name}")
-        extension.write_text(f"subjectAltName={sans}\n")
+        extension.write_text(f"subjectAltName={sans}\nauthorityKeyIdentifier=keyid\n")
         self._run(
             *("x509", "-req", "-in", request, "-CA", self.pair.cert, "-CAkey", self.pair.key, "-CAcreateserial"),
             *("-days", str(days), "-extfile", extension, "-out", made.cert),
