@@ -198,7 +198,8 @@ def test_the_version_of_a_loaded_library_is_its_own(tmp_path):
     source.write_text(SOURCE)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     loaded = ctypes.CDLL(str(library))
-    maps = Path("/proc/self/maps").read_text()
+    lines = Path("/proc/self/maps").read_text().splitlines(keepends=True)
+    maps = "".join(line for line in lines if str(tmp_path) in line)  # a torch for CUDA has loaded its own
     assert library_version(maps, "libcublas.so", "cublasGetProperty") == "12.8.4"
     assert library_version(maps, "libcublas.so", "cublasGetVersion") == "not given"
     assert library_version("", "libcublas.so", "cublasGetProperty") == "not given"

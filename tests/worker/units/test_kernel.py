@@ -40,6 +40,8 @@ LANE = (torch.arange(256) % 32).view(16, 16).to(torch.int32)
 def load(monkeypatch, interpret):
     """Import the kernel anew: whether it is interpreted is decided then."""
     pytest.importorskip("triton", reason="Triton is not installed in this interpreter")
+    if interpret:
+        pytest.importorskip("numpy", reason="NumPy, which Triton's interpreter needs, is not installed here")
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpret)))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     monkeypatch.delitem(sys.modules, KERNEL, raising=False)
