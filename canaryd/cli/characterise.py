@@ -26,6 +26,7 @@ from canaryd.cli.common import (
     open_store,
     refuse_beside_daemon,
     say,
+    stopped_by_release,
 )
 from canaryd.config.settings import Config
 from canaryd.judge.phrases import count
@@ -156,7 +157,8 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
     )  # fmt: skip
     work = Characterisation(talk, wanted, on_part=printer.begin, on_result=printer.ended)
     try:
-        with store.lock(device.uuid, options.wait, printer.waiting, lambda: bool(engine.halted)):
+        lock = store.lock(device.uuid, options.wait, printer.waiting, lambda: bool(engine.halted))
+        with stopped_by_release(engine), lock:
             document = work.run()
         accepted = _accept(store, document, work) if options.accept else True
     except Busy as busy:

@@ -12,12 +12,14 @@ from canaryd.cli.common import (
     ask_processor,
     complain,
     device_names,
+    is_released,
     make_engine,
     may_write,
     nearest_device,
     open_store,
     refuse_beside_daemon,
     say,
+    stopped_by_release,
     write_report,
 )
 from canaryd.codec import to_json
@@ -100,7 +102,15 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     if options.out and not may_write("--out", options.out):
         return USAGE
-    engine = make_engine(settings, open_store(settings))
+    store = open_store(settings)
+    if is_released("capture", store):
+        return exit_code(State.UNKNOWN)
+    engine = make_engine(settings, store)
+    with stopped_by_release(engine):
+        return _capture(options, engine)
+
+
+def _capture(options: argparse.Namespace, engine: Engine) -> int:
     there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
     found, missing = choose(there, [options.device] if options.device else [])
     if len(found) > 1 and not options.device:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
+import sys
+import time
 
 import pytest
 
-from tests.command import ROOT, canaryd, configure, in_turn
+from canaryd.store.notes import DAEMON_LOCK, RELEASE_NOTE
+from canaryd.store.store import Store
+from tests.command import ROOT, Process, canaryd, configure, eventually, in_turn
 
 torch = pytest.importorskip("torch", reason="captures are made with torch")
 pytestmark = pytest.mark.torch
@@ -21,8 +26,6 @@ from canaryd.worker.canary import compare  # noqa: E402
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Return a directory with a configuration whose workers have torch, and three captures."""
-    import sys
-
     directory = tmp_path_factory.mktemp("captures")
     common = ("--config", configure(directory, worker={"python": sys.executable}, state_dir=str(directory / "state")))
     captures = (("a", ()), ("same", ()), ("hurt", ("--drill", "2.down")))
@@ -32,6 +35,24 @@ def place(tmp_path_factory):
         assert (done.code, done.err) == (0, "")
         assert "tensors of cpu:0" in done.out
     return directory, common
+
+
+@pytest.mark.parametrize("command", ["capture --exact", "characterise --device cpu:0 --part stack"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_release_keeps_it_off_the_device(tmp_path, command, when):
+    """Somebody changes the driver: nothing begins, and what runs ends within seconds. A daemon is there to be asked."""
+    config = configure(tmp_path, worker={"python": sys.executable}, state_dir=str(tmp_path / "state"))
+    with Store.open(tmp_path / "state") as store, store.lock(DAEMON_LOCK, 0.0):
+        until = str(time.time() + 600.0)
+        if when == "before":
+            store.set_note(RELEASE_NOTE, until)
+        with contextlib.closing(Process(*command.split(), "--config", config)) as typed:
+            if when == "meanwhile":
+                eventually(typed.others)
+                store.set_note(RELEASE_NOTE, until)
+            assert typed.popen.wait(60.0) == 3
+            typed.line("devices are released")
+            assert typed.others() == []
 
 
 def test_two_captures_of_one_device_are_equal(place):
