@@ -284,10 +284,10 @@ def _or(what: Sequence[Suspect]) -> str:
 
 def incidents_json(verdict: Verdict, device: Device) -> list[dict[str, Any]]:
     """Return the incidents of a device as every `--json` prints them, the worst first (docs/json.md)."""
-    return [_json(incident, step(incident, device)) for incident in incidents(verdict)]
+    return [_json(i, step(i, device), next_step(i, device)) for i in incidents(verdict)]
 
 
-def _json(incident: Incident, todo: Step) -> dict[str, Any]:
+def _json(incident: Incident, todo: Step, after: Step) -> dict[str, Any]:
     wrong = incident.wrong or WrongResults(probes={})
     retests = {"failed": wrong.retests.wrong, "completed": wrong.retests.of}
     return {
@@ -297,6 +297,8 @@ def _json(incident: Incident, todo: Step) -> dict[str, Any]:
         "text": told(incident),
         "action": todo.text,
         "command": todo.command,
+        "next_action": after.text,
+        "next_command": after.command,
         "repeat": incident.repeat,
         "acknowledged": any(f.acknowledged for f in incident.findings),
         "wrong": wrong.all.wrong,

@@ -247,7 +247,7 @@ def test_only_commands_for_this_node_name_its_record(there, options):
     ],
 )
 def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
-    """The check, the history, the status and its page all give it."""
+    """The check, the history, the status, its page and JSON all give it."""
     found = verdict(replace(fault(cause=cause), since=NOW - 7200))
     store.see_device(GPU, NOW)
     store.set_verdict(found)
@@ -256,7 +256,9 @@ def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
     of_history = history.gather(store, Config(), GPU.uuid, NOW - 9000, NOW, {})
     texts = [check.as_text(result), history_text.as_text(of_history, 80), status_text(of_status)]
     page = status_page.render(of_status, NOW).decode()
-    for text in (*texts, Words(page).text):
+    (said,) = incidents_json(found, GPU)
+    spoken = " ".join(said[key] for key in ("action", "command", "next_action", "next_command"))
+    for text in (*texts, Words(page).text, spoken):
         assert words in " ".join(text.split()), text
 
 
