@@ -203,21 +203,26 @@ class Evidence:
         limit, now = self._limit(uuid), self._host.clock()
         most = _most(len({_kind(run) for run in runs if _failed(run)}))
         seen: Counter[object] = Counter()
+        of_kind: Counter[object] = Counter()
         kept: list[Run] = []
         shortened: set[str] = set()
         summed: list[Run] = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
             stopped = run.outcome in STOPPED
-            # A run that did not complete, or tested only a part, never takes the place of a complete one.
-            kind = failed, stopped, bool(run.confirms), run.intensity, run.whole, run.outcome is Outcome.COMPLETED
+            completed = run.outcome is Outcome.COMPLETED
+            # A run that was skipped never takes the place of a completed one.
+            kind = failed, stopped, bool(run.confirms), run.intensity, failed or completed
             lane = run.probe, run.instruction_set, run.drill, kind
             seen[lane] += 1
             if limit > NEWEST and seen[lane] > NEWEST and can_sum(run):
                 summed.append(run)
             elif seen[lane] <= (most if failed or stopped or run.confirms else limit) and not expired(run, now):
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
-                if seen[lane] > SHOWN:
+                # One that did not complete, or tested only a part, is not shown in the place of a complete one.
+                shown = lane, run.whole, completed
+                of_kind[shown] += 1
+                if of_kind[shown] > SHOWN:
                     kept.append(run if run.id in known else brief(run))
                     shortened.add(run.id)
                 else:

@@ -249,7 +249,7 @@ def _cause(incident: Incident, wrong: WrongResults) -> str:
     if incident.cause is Cause.UNDETERMINED or not reasons:
         known = "" if incident.cause is Cause.UNDETERMINED else f"Cause: {cause_words(incident.cause)}."
         found = _blaming(incident).wrong  # the lead may know of no cause
-        first = f"{known} {(found and found.why) or wrong.why}".strip()
+        first = f"{known} {(found and found.why) or ('' if known else wrong.why)}".strip()
     else:
         (what, why), *reasons = reasons
         first = f"Cause: {cause_words(incident.cause)}, {what}: {why}."

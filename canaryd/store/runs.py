@@ -34,7 +34,7 @@ BACKLOG = 10_000
 """Runs kept in memory while they cannot be written; about 5 KiB each."""
 KIND = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
 """What failures of one kind share."""
-CLEAN = "probe, whole, outcome"
+CLEAN = "probe, outcome"
 """What clean runs of one kind share."""
 BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body ELSE ifnull(brief, body) END"
 """A run as the judge needs it; `turn` counts from the newest one of its kind."""

@@ -135,3 +135,17 @@ def test_the_first_verdict_of_a_release_or_a_configuration_is_stored(tmp_path, h
         host.engine.decide()
     assert host.store.verdict(GPU.uuid).decided == host.now - 1
     host.store.close()
+
+
+def test_runs_of_a_part_give_way_to_newer_whole_ones(tmp_path):
+    """What a check of one case found weeks ago would speak against the device for ever."""
+    host = Host(tmp_path, NOW - 40 * DAY)
+    host.engine.looked = True
+    host.add(cases=("a",))
+    for _ in range(450):
+        host.now += HOUR
+        host.add()
+    assert all(run.whole for run in host.engine.evidence(GPU.uuid))
+    host.restart()
+    assert all(run.whole for run in host.engine.evidence(GPU.uuid))
+    host.store.close()

@@ -123,13 +123,12 @@ class Record:
     def before(self, run: Run, recording: Recording, *, intended: bool = False) -> Baseline | None:
         """Return the complete baseline that a case was compared with before its chain or stack changed.
 
-        With `intended`, the newest one that an operator accepted or that is a week old, else the first: a change that
-        nobody has confirmed yet is not confirmed by the next one.
+        With `intended`, the newest one that an operator accepted or that is a week old, else the first.
         """
         own, variant = key_of(run, recording), _variant(run, recording)
         others = [b for b in self.complete.get(variant, ()) if b.key != own]
         if intended:
-            stands = [b for b in others if b.accepted or self.now - b.first > self.policy.week]
+            stands = [b for b in others if b.accepted or b.pinned or self.now - b.first > self.policy.week]
             others = stands or sorted(others, key=lambda b: b.first)[:1]
         order = self.keys_in_order.get(variant, [])
         return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)

@@ -340,7 +340,7 @@ def chain_changed(record: Record) -> Iterator[Finding]:
     """Results changed with the chain: name the links that changed, and accuse no device."""
     groups: dict[tuple[str, tuple[LinkChange, ...], bool], list[_Changed]] = defaultdict(list)
     for (probe, _, _), (run, recording) in sorted(record.newest.items()):
-        before = record.before(run, recording, intended=True)
+        before = _compared_with(record, run, recording)
         own = record.baselines.get(key_of(run, recording))
         if before is None or recording.digest in known_digests(record.baselines, before.key):
             continue
@@ -353,6 +353,19 @@ def chain_changed(record: Record) -> Iterator[Finding]:
         groups[probe, changes, complete].append((run, recording, own))
     for (_, changes, _), cases in groups.items():
         yield _chain_change(record, changes, cases)
+
+
+def _compared_with(record: Record, run: Run, recording: Recording) -> Baseline | None:
+    """Return the baseline before the change; of an endpoint the one before another model too, while it is unconfirmed.
+
+    A change of the model that nobody has confirmed yet is not confirmed by the next change, of the server say.
+    """
+    before = record.before(run, recording)
+    if before is None or not record.is_endpoint:
+        return before
+    stands = record.before(run, recording, intended=True) or before
+    other_model = any(change.link in MODEL_LINKS for change in changed_links(stands.chain, before.chain))
+    return stands if other_model else before
 
 
 def _chain_change(record: Record, changes: Sequence[LinkChange], cases: Sequence[_Changed]) -> Finding:

@@ -33,7 +33,7 @@ def outvoted(record: Record) -> Iterator[Finding]:
     odd one; of two, none is accused. A device that shares some vectors with the others, but now gives one that none of
     them knows, is disputed: it may have become faulty while it was learnt, or met a mode that they have not met.
     """
-    found: dict[tuple[str, bool], list[_Vote]] = defaultdict(list)
+    found: dict[tuple[str, bool, bool], list[_Vote]] = defaultdict(list)
     for own, digest in record.current:
         voters = [(name, b) for name, b in record.voters(own) if _may_vote(b)]
         if not voters or not _may_vote(own):
@@ -45,10 +45,10 @@ def outvoted(record: Record) -> Iterator[Finding]:
         if 2 * len(mine) <= len(voters) + 1 and differ:
             largest = max((g for g in groups if g is not mine), key=len)
             odd = 2 * len(largest) > len(voters) + 1 and _names_kernels(record, own)
-            found[own.probe, odd].append(_Vote(own, agree, differ))
+            found[own.probe, odd, False].append(_Vote(own, agree, differ))
         elif len(agree) > 1 and len(own.known) > 1 and not any(digest in b.digests for _, b in voters):
-            found[own.probe, False].append(_Vote(own, [], sorted(name for name, _ in voters), gave_theirs=True))
-    for (probe, odd), votes in sorted(found.items()):
+            found[own.probe, False, True].append(_Vote(own, [], sorted(name for name, _ in voters), gave_theirs=True))
+    for (probe, odd, _), votes in sorted(found.items()):
         yield _outvoted(record, probe, votes) if odd else _disputed(record, probe, votes)
 
 

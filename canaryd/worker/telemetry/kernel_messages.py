@@ -47,7 +47,9 @@ _DETAIL: dict[int, re.Pattern[str]] = {
     ),
 }
 _NVLINK = re.compile(r"\blink (?P<link>[0-9]+) ?\((?P<words>[^)]*)", re.IGNORECASE)
-_RECOVERY = re.compile(r"changed from 0x(?P<before>[0-9a-fA-F]+) \([^)]*\) to 0x(?P<action>[0-9a-fA-F]+) \([^)]*\)")
+_RECOVERY = re.compile(
+    r"changed from 0x(?P<before>[0-9a-fA-F]+) \([^)]*\) to 0x(?P<action>[0-9a-fA-F]+) \((?P<words>[^)]*)\)"
+)
 _ACTIONS = (
     *("none", "reset", "reboot", "drain-p2p", "drain-and-reset", "recover-imex-domain", "bus-reset", "system-reboot"),
 )
@@ -73,6 +75,8 @@ def _xid(text: str) -> Message | None:
         fields |= {"link": str(int(detail["link"])), "registers": " ".join(_WORD.findall(detail["words"]))}
     elif code == 154 and (detail := _RECOVERY.search(rest)):
         fields |= {"before": _action(detail["before"]), "action": _action(detail["action"])}
+        if fields["action"] == "recover-imex-domain" and "imex" not in detail["words"].lower():
+            fields["action"] = "bus-reset"  # so drivers 580 and 590 had it (nvidia-ml-py 13.580)
     head = text[: found.start("rest")] if found["rest"] is not None else text
     return Message(
         "xid", str(code), bus_id(found["bus"]), f"{head} {rest}".strip(" ,"), {k: v for k, v in fields.items() if v}

@@ -179,3 +179,32 @@ def test_a_link_that_is_not_known_any_more_is_no_change_to_be_believed():
     history = twin("a", GOOD)
     history.add(HOUR / 2, dataclasses.replace(blind, chain=KERNEL | {"kernel": "another"}))
     assert history.found()["chain-changed"].state is State.HEALTHY
+
+
+def test_a_harmless_change_after_one_that_nobody_confirmed_is_no_news():
+    """The server was updated two days ago, and learnt; then canaryd's own client changes, and no bit does."""
+    history = History().learn(30 * DAY)
+    updated = recording(0.5, chain=CHAIN | {"server": "vllm 0.33"})
+    history.learn(2 * DAY, updated)
+    history.add(DAY, updated)
+    history.add(HOUR, dataclasses.replace(updated, chain=updated.chain | {"client": "vllm 2"}))
+    assert history.found() == {}
+
+
+def test_a_device_that_is_rolled_back_is_compared_with_what_it_ran_before():
+    """Its host made other inputs for another version of the probe: that is long known, and the host is not accused."""
+    history = History(of=GPU)
+
+    def ran(ago, prompt, driver, version, shift, times=1):
+        made = dataclasses.replace(recording(shift), chain={"dtype": "bf16", "prompt": prompt}, case="g")
+        for number in range(times):
+            more = {"stack": {"driver": driver}, "probe_version": version}
+            history.add(ago - number, made, baselining=times > 1, **more)
+
+    ran(30 * DAY, "p1", "1", 1, 0.0, times=LEARN)
+    ran(2 * DAY, "p2", "2", 2, 0.5, times=LEARN)
+    ran(DAY, "p2", "2", 2, 0.5)
+    ran(HOUR, "p2", "1", 2, 0.3)
+    found = history.found()["chain-changed"]
+    assert (found.state, found.cause) == (State.HEALTHY, Cause.SOFTWARE)
+    assert "a change of driver" in found.message

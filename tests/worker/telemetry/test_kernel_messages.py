@@ -107,6 +107,7 @@ def test_an_nvlink_error_that_was_cut_short_keeps_what_it_has():
         ("0x0 (None) to 0x3 (Drain P2P)", "drain-p2p"),
         ("0x0 (None) to 0x4 (Drain and Reset)", "drain-and-reset"),
         ("0x0 (None) to 0x5 (Recover IMEX Domain)", "recover-imex-domain"),
+        ("0x0 (None) to 0x5 (GPU Reset Bus)", "bus-reset"),
         ("0x0 (None) to 0x6 (Bus Reset)", "bus-reset"),
         ("0x0 (None) to 0x7 (System Reboot)", "system-reboot"),
         ("0x0 (None) to 0x9 (Something New)", "0x9"),
