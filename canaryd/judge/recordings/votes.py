@@ -22,8 +22,6 @@ class _Vote(NamedTuple):
     agree: list[str]
     """Siblings that share a vector with it."""
     differ: list[str]
-    gave_theirs: bool = False
-    """Whether it shares vectors with those that differ now."""
 
 
 def outvoted(record: Record) -> Iterator[Finding]:
@@ -47,9 +45,9 @@ def outvoted(record: Record) -> Iterator[Finding]:
             odd = 2 * len(largest) > len(voters) + 1 and _names_kernels(record, own)
             found[own.probe, odd, False].append(_Vote(own, agree, differ))
         elif len(agree) > 1 and len(own.known) > 1 and not any(digest in b.digests for _, b in voters):
-            found[own.probe, False, True].append(_Vote(own, [], sorted(name for name, _ in voters), gave_theirs=True))
-    for (probe, odd, _), votes in sorted(found.items()):
-        yield _outvoted(record, probe, votes) if odd else _disputed(record, probe, votes)
+            found[own.probe, False, True].append(_Vote(own, [], sorted(name for name, _ in voters)))
+    for (probe, odd, gave_theirs), votes in sorted(found.items()):
+        yield _outvoted(record, probe, votes) if odd else _disputed(record, probe, votes, gave_theirs=gave_theirs)
 
 
 def _may_vote(baseline: Baseline) -> bool:
@@ -58,7 +56,7 @@ def _may_vote(baseline: Baseline) -> bool:
 
 
 def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
-    own, _, differ, _ = votes[0]
+    own, _, differ = votes[0]
     device, others = record.device.name, listed(differ)
     kernel = Rival(cause=Cause.SOFTWARE, why=f"another kernel: {others} run the same software", rejected=True)
     return finding(
@@ -72,8 +70,9 @@ def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
     )
 
 
-def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
-    own, agree, differ, gave_theirs = votes[0]
+def _disputed(record: Record, probe: str, votes: Sequence[_Vote], *, gave_theirs: bool) -> Finding:
+    """Say that devices disagree; `gave_theirs`: the device shares vectors with those that differ now."""
+    own, agree, differ = votes[0]
     device = record.device.name
     evidence = [f"Same model and software, other results: {listed(differ)}."]
     why = "no majority shows which is right"

@@ -18,7 +18,7 @@ DISPUTED = {
 
 
 def why_disputed(mine, *others):
-    """Return the last clause of what is said, which must be true of just these devices."""
+    """Return why the devices disagree, as the finding says it last."""
     message = mine.found(**{h.of.name: h for h in others})["recording-disputed"].message
     return message.rpartition("; ")[2].removesuffix(".")
 
