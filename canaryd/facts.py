@@ -60,6 +60,8 @@ class Exactness(str, enum.Enum):
 
 TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
 """Readings: results that a run compared; what equal results share; the software that a server says it is."""
+SELF_TEST = "vendor_selftest"
+"""Reading: what a vendor's own self-test says of one of its tests."""
 DEVICE_SECONDS, HOST_SECONDS = "device_seconds", "host_seconds"
 """Readings: how long a run used its device, and how long the processor while the device waited."""
 SPEEDS = "speed_"

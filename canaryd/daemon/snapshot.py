@@ -71,7 +71,7 @@ def last_success(runs: Iterable[Run]) -> dict[str, float]:
     A probe may yield readings alone.
     """
     clean = (r for r in runs if r.outcome is Outcome.COMPLETED and not (r.wrong or r.unknown))
-    return {r.probe: r.started for r in clean if r.recordings or has_looked(r)}
+    return {r.probe: r.started for r in clean if has_looked(r)}
 
 
 def health(engine: Engine, now: float) -> Health:

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from canaryd.config.settings import Config
-from canaryd.judge.selftest import MESSAGE, PROBE, STATUS
+from canaryd.facts import SELF_TEST
+from canaryd.judge.selftest import MESSAGE, PROBE
 from canaryd.model import Device, Event, Run, Verdict
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
@@ -42,7 +43,7 @@ class Facts:
 
 def selftests(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return what the vendor's self-test said of each of its tests, in the newest run that gave results."""
-    said = [r for r in runs if r.probe == PROBE and any(each.name == STATUS for each in r.readings)]
+    said = [r for r in runs if r.probe == PROBE and any(each.name == SELF_TEST for each in r.readings)]
     if not said:
         return []
     told = {each.labels.get("test"): each.value for each in said[-1].readings if each.name == MESSAGE}
@@ -56,5 +57,5 @@ def selftests(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "at": said[-1].started,
         }
         for each in said[-1].readings
-        if each.name == STATUS
+        if each.name == SELF_TEST
     ]

@@ -21,7 +21,7 @@ from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.served import Behind
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.judge.watch import days_of_tests
+from canaryd.judge.watch import days_of_tests, has_looked
 from canaryd.model import ENDPOINT, TORCH, UNDRIVEN, Device, Event, EventKind, Finding, Run, Verdict
 
 REWRITE = 600.0
@@ -273,7 +273,7 @@ class Decisions:
     def _record(self, device: Device, *, drill: bool) -> Record:
         """Return the recordings of a device, its baselines, and the same of every device to compare it with."""
         host = self._host
-        of = {u: tuple(r for r in self._evidence.of(u) if r.recordings or r.readings) for u in host.devices}
+        of = {u: tuple(r for r in self._evidence.of(u) if has_looked(r)) for u in host.devices}
         return Record(
             device=device,
             runs=tuple(r for r in of[device.uuid] if bool(r.drill) == drill),

@@ -64,4 +64,4 @@ def _total(runs: Sequence[Run]) -> Run:
 
 
 def _bare(run: Run) -> Run:
-    return replace(run, recordings=(), learnt=(), skipped=(), readings=sign(run))
+    return replace(run, recordings=(), learnt=(), skipped=(), readings=() if run.trials else sign(run))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from canaryd.engine.evidence import Acknowledgements
 from canaryd.engine.host import Host
 from canaryd.formatting import DAY, HOUR
+from canaryd.judge.brief import sign
 from canaryd.judge.trends import days
 from canaryd.judge.trends.rules import findings
 from canaryd.model import Device, Finding
@@ -53,8 +54,8 @@ class Trends:
     def _sum_up(self, uuid: str, day: int, failed: int) -> bool:
         """Sum up one day, unless more than `failed` reads failed: the summary of a part would replace the whole one."""
         store, begin, end = self._host.store, day * DAY, (day + 1) * DAY
-        runs = [
-            replace(run, comparisons=(), recordings=())  # hour by hour: a whole day with these takes tens of MiB
+        runs = [  # hour by hour: a whole day with comparisons and recordings takes tens of MiB
+            replace(run, comparisons=(), recordings=(), readings=(*run.readings, *sign(run)))
             for hour in range(25)  # one hour more, because runs are stored after they started
             for run in store.runs(uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR, drill=None)
         ]

@@ -14,7 +14,7 @@ from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Rea
 from canaryd.judge.characterised import FOLDED
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.judge.watch import has_looked
+from canaryd.judge.watch import LOOKED, has_looked
 from canaryd.model import ENDPOINT, IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
@@ -94,7 +94,7 @@ def without_recordings(run: Run) -> Run:
     if any(r.name in LATENCIES for r in compared):
         kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
     learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
-    return replace(run, recordings=kept, learnt=learnt, readings=compared or sign(run))
+    return replace(run, recordings=kept, learnt=learnt, readings=compared if run.trials else (*compared, *sign(run)))
 
 
 def _shortened(comparison: Comparison) -> Comparison:
@@ -106,13 +106,13 @@ def _shortened(comparison: Comparison) -> Comparison:
 
 
 def _kept(run: Run) -> tuple[Reading, ...]:
-    """Return the readings that are shown or judged; without any, a sign that there were some."""
-    return tuple(r for r in run.readings if r.name in KEPT) or sign(run)
+    """Return the readings that are shown or judged."""
+    return tuple(r for r in run.readings if r.name in KEPT)
 
 
 def sign(run: Run) -> tuple[Reading, ...]:
-    """Return the first reading of a run, which shows that there was one; () where it looked at nothing."""
-    return tuple(map(_short, run.readings[:1])) if has_looked(run) else ()
+    """Return a reading that shows that a run looked at its device, for what leaves out how; () where it did not."""
+    return (Reading(name=LOOKED, value=1, unit="1"),) if has_looked(run) else ()
 
 
 def _short(reading: Reading) -> Reading:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from canaryd.facts import SELF_TEST
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
 from canaryd.judge.phrases import count, first_of
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
-PROBE, STATUS, MESSAGE = "vendor_selftest", "vendor_selftest", "vendor_selftest_message"
+PROBE, MESSAGE = "vendor_selftest", "vendor_selftest_message"
 SHOWN = 8
 """Failed tests that a finding names."""
 
@@ -28,7 +29,7 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
     if not runs or not (names := _results(runs[0], "fail")):
         return
     newest, first = runs[0], _first(runs)
-    results = [r for r in newest.readings if r.name == STATUS]
+    results = [r for r in newest.readings if r.name == SELF_TEST]
     told = {r.labels.get("test"): str(r.value) for r in newest.readings if r.name == MESSAGE}
     listed = first_of(names, SHOWN)
     tool = results[0].labels.get("tool", "its tool")
@@ -83,4 +84,4 @@ def _first(runs: Sequence[Run]) -> Run:
 
 def _results(run: Run, result: str) -> list[str]:
     """Return the names of the tests that had a result."""
-    return [str(r.labels.get("test")) for r in run.readings if r.name == STATUS and r.value == result]
+    return [str(r.labels.get("test")) for r in run.readings if r.name == SELF_TEST and r.value == result]

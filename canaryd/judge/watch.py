@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from canaryd.facts import TRIALS, Subject
+from canaryd.facts import SELF_TEST, TRIALS
 from canaryd.formatting import DAY
+from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.trends.followed import followed
 from canaryd.model import Outcome, Run
+
+LOOKED = "looked"
+"""Reading of a run whose results are no longer kept: they showed that it had looked at its device."""
+JUDGED = frozenset({*READINGS, SELF_TEST})
+"""Readings that are judged as they are; others are followed over time."""
 
 
 def has_looked(run: Run) -> bool:
-    """Return whether a completed run compared a result of the device, or read something from it."""
-    idle = not run.readings or any(r.name == TRIALS and r.value == 0 for r in run.readings)
-    return not idle or any(c.subject is Subject.DEVICE for c in run.comparisons)
+    """Return whether a completed run compared or recorded a result of the device, or read what is judged.
+
+    Other readings, such as settings, show nothing; nor do those of a probe that compares, and compared nothing.
+    """
+    names = {r.name for r in run.readings}
+    if run.trials or run.recordings or LOOKED in names:
+        return True
+    return TRIALS not in names and any(n in JUDGED or followed(n) is not None for n in names)
 
 
 def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None = None) -> dict[str, frozenset[int]]:

@@ -23,6 +23,7 @@ from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
 from canaryd.judge.trends.days import Key, Point
+from canaryd.judge.trends.followed import HEAT, SHOWN, followed
 from canaryd.model import AckKind, Device, Event, EventKind, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
@@ -297,7 +298,7 @@ def _trends(
             by_hour: dict[int, list[float]] = defaultdict(list)
             for at, value in track.points:
                 by_hour[int(at // HOUR)].append(value)
-            how = trends_days.followed(key.reading) or trends_days.SHOWN
+            how = followed(key.reading) or SHOWN
             points[key] = (
                 track.unit,
                 [Point((h + 0.5) * HOUR, trends_days.level(v, how)) for h, v in sorted(by_hour.items())],
@@ -317,20 +318,20 @@ def _trends(
 
 
 def _importance(one: Trend) -> tuple[Any, ...]:
-    how = trends_days.followed(one.key.reading) or trends_days.SHOWN
-    return not one.changes, how is trends_days.HEAT, not how.rule, one.key
+    how = followed(one.key.reading) or SHOWN
+    return not one.changes, how is HEAT, not how.rule, one.key
 
 
 def is_telling(one: Trend) -> bool:
     """Whether a reading is worth a line. Counters that stayed zero and unchanged heat by power are not."""
     if one.changes:
         return True
-    return trends_days.followed(one.key.reading) is not trends_days.HEAT and (any(one.values) or not counter(one))
+    return followed(one.key.reading) is not HEAT and (any(one.values) or not counter(one))
 
 
 def counter(one: Trend) -> bool:
     """Whether a trend follows a counter."""
-    how = trends_days.followed(one.key.reading)
+    how = followed(one.key.reading)
     return how is not None and how.level == "mean"
 
 

@@ -421,6 +421,15 @@ def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, num
     assert "Traceback" not in "".join(process.lines)
 
 
+def test_a_check_that_compared_nothing_is_unknown(tmp_path):
+    """Readings that nothing judges say nothing about the device, however many there are."""
+    config = configure(tmp_path, "measures")
+    answer = canaryd("check", "--level", "quick", "--config", config, "--state-dir", tmp_path / "state")
+    assert answer.code == 3
+    assert "measures completed but checked nothing" in " ".join(answer.out.split())
+    assert "HEALTHY" not in answer.out
+
+
 def test_an_interrupted_drill_says_nothing_of_its_alarm(tmp_path):
     """The fault was never seen by a run that ended: exit 3, and the interruption is the reason."""
     log = tmp_path / "log"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from canaryd.facts import Reading, Skipped
+from canaryd.facts import Reading, Recording, Skipped
 from canaryd.model import MPS_CLIENT, Ack, Cause, Event, Finding, Outcome, State
 from tests.judge.made import (
     CPU,
@@ -214,8 +214,18 @@ EVIDENCE = {
     "zero trials": lambda: (
         ask(run(60, readings=(Reading(name="trials", value=0),))), UNKNOWN, N, {"checked-nothing"},
     ),
-    "only readings": lambda: (
-        ask(run(60, readings=(Reading(name="temperature", value=40.0),))), HEALTHY, Cause.NONE, set(),
+    "only readings that nothing judges": lambda: (
+        ask(run(60, readings=(Reading(name="switches", value="none"), Reading(name="trials", value=9)))),
+        UNKNOWN, N, {"checked-nothing"},
+    ),
+    "only readings that are judged": lambda: (
+        ask(run(60, readings=(Reading(name="power_watts", value=40.0),))), HEALTHY, Cause.NONE, set(),
+    ),
+    "only readings that are followed": lambda: (
+        ask(run(60, readings=(Reading(name="speed_copy", value=40.0),))), HEALTHY, Cause.NONE, set(),
+    ),
+    "only recordings": lambda: (
+        ask(run(60, recordings=(Recording(case="x", digest="0" * 16),))), HEALTHY, Cause.NONE, set(),
     ),
     "some parts skipped": lambda: (
         ask(run(60, right(), skipped=(Skipped(case="float8", reason="not on this device"),))),
@@ -294,7 +304,7 @@ EVIDENCE = {
             *mismatches(2 * HOUR, HOUR), run(60, stack=OTHER_STACK),
             peers=[(TWIN, [run(HOUR, wrong(seed=1000), of=TWIN)])],
         ),
-        FAULTY, S, {"exact-mismatch", "exact-mismatch-confirmed"},
+        FAULTY, S, {"exact-mismatch", "exact-mismatch-confirmed", "checked-nothing"},
     ),
     "software fault, the old stack is back": lambda: (
         ask(

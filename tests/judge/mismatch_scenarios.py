@@ -307,7 +307,7 @@ MISMATCHES = {
     "one golden had two results long ago, and now the shipped digests differ": lambda: (
         ask(
             run(40 * DAY, host(seed=8), of=CPU),
-            *(run(MINUTE * n, host("core 3", seed=9), of=CPU) for n in (30, 20, 10)), of=CPU,
+            *(run(MINUTE * n, right(seed=n), host("core 3", seed=9), of=CPU) for n in (30, 20, 10)), of=CPU,
         ),
         SUSPECT, H, {"golden-disagreement"},
     ),

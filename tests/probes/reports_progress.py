@@ -15,4 +15,4 @@ def run(ctx):
         calls += 1
     time.sleep(0.2)  # longer than the worker holds reports back: this one is sent
     ctx.progress(7.0, "beyond the end")
-    yield Reading(name="calls", value=calls, unit="1")
+    yield Reading(name="speed_calls", value=calls, unit="1")

@@ -113,7 +113,7 @@ def test_progress_arrives_throttled_and_bounded():
     seen = []
     with Series(WorkerSpec(), on_progress=lambda fraction, text: seen.append((fraction, text))) as series:
         run = series.run(request("reports_progress"), PATIENCE)
-    assert readings(run)["calls"] > 1000
+    assert readings(run)["speed_calls"] > 1000
     assert 3 <= len(seen) <= 12
     *working, last = seen
     assert all(0 <= fraction <= 1 and text == "working" for fraction, text in working)

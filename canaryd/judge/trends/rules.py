@@ -21,7 +21,8 @@ from canaryd.formatting import DAY, number, quantity
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.readings import in_words
 from canaryd.judge.trends.change import FALSE_ALARMS, LOOKS, NORMAL, SPLITS, Change, change, step
-from canaryd.judge.trends.days import HEAT, SHOWN, Course, Courses, Key, followed
+from canaryd.judge.trends.days import Course, Courses, Key
+from canaryd.judge.trends.followed import HEAT, SHOWN, followed
 from canaryd.model import Cause, Finding, Rival, State
 
 SLOWER = 1.10

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from canaryd.facts import SELF_TEST
 from canaryd.model import Device
 from canaryd.probe import Context, Fact, Reading, Skip
 from canaryd.worker.telemetry.command import command_setting, not_started
@@ -154,7 +155,7 @@ def read(ctx: Context) -> Iterator[Fact]:
         raise Skip(f"{' '.join(argv)} gave no result of this device (exit status {code}); it said: {last}")
     for result in found:
         labels = {"tool": tool.command, "suite": str(suite), "test": result.test}
-        yield Reading(name="vendor_selftest", value=result.status, labels=labels)
+        yield Reading(name=SELF_TEST, value=result.status, labels=labels)
         if result.message:
             yield Reading(name="vendor_selftest_message", value=result.message[:SAID], labels=labels)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.facts import Reading
-from canaryd.judge.selftest import PROBE, STATUS
+from canaryd.facts import SELF_TEST, Reading
+from canaryd.judge.selftest import PROBE
 from canaryd.model import Device, Outcome
 from canaryd.probe import Context, Skip
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
@@ -79,7 +79,7 @@ def tool(tmp_path):
 def run(backend, command, budget=20.0, level="deep", **settings):
     """The readings of one run: test → result."""
     ctx = Context(device=device(backend), level=level, seed=1, budget=budget, settings={"command": command, **settings})
-    return {f.labels["test"]: f.value for f in selftest.read(ctx) if isinstance(f, Reading) and f.name == STATUS}
+    return {f.labels["test"]: f.value for f in selftest.read(ctx) if isinstance(f, Reading) and f.name == SELF_TEST}
 
 
 @pytest.mark.parametrize(
