@@ -13,6 +13,7 @@ from canaryd.daemon.snapshot import Health, device_view, newest_evidence, sum_co
 from canaryd.engine.engine import Engine
 from canaryd.facts import printable
 from canaryd.judge import acks
+from canaryd.judge.findings import NO_EVIDENCE
 from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition, Page
 from canaryd.model import State, Verdict
@@ -115,9 +116,13 @@ class Publisher:
                 now = state_note(verdict.state.value, verdict.cause)
                 log.log(_level(verdict.state), "%s %s: %s%s", name, uuid, was, now)
             known = {(f.rule, f.probe, f.state) for f in before.findings} if before else set()
-            for finding in verdict.findings:
-                if (finding.rule, finding.probe, finding.state) not in known:
-                    log.log(_level(finding.state), "%s %s: %s", name, finding.rule, printable(finding.message))
+            new = [f for f in verdict.findings if (f.rule, f.probe, f.state) not in known]
+            # On the first day no test has run yet, and one line says so.
+            if waiting := [f for f in new if f.rule == NO_EVIDENCE and f.probe]:
+                names = ", ".join(f.probe for f in waiting)
+                log.warning("%s %s: no run has completed yet of %s", name, NO_EVIDENCE, names)
+            for finding in (f for f in new if f not in waiting):
+                log.log(_level(finding.state), "%s %s: %s", name, finding.rule, printable(finding.message))
 
     def routes(self) -> dict[str, Route]:
         """Return the HTTP routes by their paths."""

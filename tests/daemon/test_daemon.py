@@ -126,6 +126,16 @@ def test_stale_evidence_is_no_health(tmp_path, state):
         eventually(lambda: daemon.get("/healthz")[0] == 200)
 
 
+def test_a_first_start_is_one_line_for_all_tests(tmp_path, state):
+    """What has not run yet is no warning each: on a node of eight GPUs that would be a screen."""
+    each = {"records": {"settings": {"log": str(tmp_path / "log"), "seconds": 600}}}
+    with running(Daemon(configure(tmp_path, "passes", "records", each=each), state)) as daemon:
+        eventually(lambda: begun(tmp_path / "log"))
+        assert daemon.end()[0] == 0
+    (line,) = (line for line in daemon.lines if "no-evidence" in line)
+    assert line.endswith("cpu:0 no-evidence: no run has completed yet of passes, records")
+
+
 # --- Starting and stopping -------------------------------------------------------------------------------------------
 
 
