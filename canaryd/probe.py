@@ -121,6 +121,8 @@ class Absent:
     name: str
     """The `Reading.name`, or the `Reading.key` if only some of its labels are missing."""
     reason: str
+    code: int = 0
+    """The driver's code for it, where one was given."""
 
 
 Fact = Union[Reading, Comparison, Recording, Skipped, Absent]

@@ -40,6 +40,7 @@ from canaryd.worker.telemetry.nvml import (
 from canaryd.worker.telemetry.nvml import close as close  # noqa: PLC0414 - part of what a vendor module has
 from canaryd.worker.telemetry.nvml_facts import (
     Fact,
+    absent,
     any_reading,
     ask_fields,
     field_of,
@@ -110,7 +111,7 @@ def _advised(facts: Iterable[Fact]) -> Iterator[Fact]:
     """
     must_reset = False
     for fact in facts:
-        must_reset |= isinstance(fact, Absent) and fact.reason == REASONS[RESET_REQUIRED]
+        must_reset |= isinstance(fact, Absent) and fact.code == RESET_REQUIRED
         if must_reset and fact.name == "recovery_action" and isinstance(fact, Absent):
             yield Reading(name="recovery_action", value=1, unit="1", labels={"action": "reset"})
         else:
@@ -282,7 +283,7 @@ def _heat(nvml: Any, handle: Any) -> Iterator[Fact]:
     try:
         fans = field_value(nvml, parse_count, "nvmlDeviceGetNumFans", handle)
     except Missing as error:
-        yield Absent(name="fan_ratio", reason=str(error))
+        yield absent("fan_ratio", error)
         return
     for fan in range(fans):
         call = partial(field_value, nvml, values.fan_ratio, "nvmlDeviceGetFanSpeed_v2", handle, fan)
@@ -312,7 +313,7 @@ def _throttle(nvml: Any, handle: Any) -> Iterator[Fact]:
     try:
         active = ask("Current")
     except Missing as error:
-        yield Absent(name="throttle_active", reason=str(error))
+        yield absent("throttle_active", error)
         return
     try:
         supported = ask("Supported")

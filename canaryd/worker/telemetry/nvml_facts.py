@@ -54,12 +54,17 @@ def part(ask: Ask, check: Check, which: int | str) -> Any:
     return check(given[which] if isinstance(which, int) else getattr(given, which))
 
 
+def absent(name: str, error: Missing) -> Absent:
+    """Return why a reading could not be had, with NVML's code."""
+    return Absent(name=name, reason=str(error), code=error.code)
+
+
 def make_fact(name: str, ask: Ask, unit: str = "1", /, **labels: str) -> Fact:
     """Return one reading, or why it is absent."""
     try:
         return Reading(name=name, value=ask(), unit=unit, labels=labels)
     except Missing as error:
-        return Absent(name=reading_key(name, labels), reason=str(error))
+        return absent(reading_key(name, labels), error)
 
 
 def worded(name: str, label: str, words: tuple[str, ...], ask: Ask) -> Fact:
@@ -67,7 +72,7 @@ def worded(name: str, label: str, words: tuple[str, ...], ask: Ask) -> Fact:
     try:
         return Reading(name=name, value=1, unit="1", labels={label: values.word(words, ask())})
     except Missing as error:
-        return Absent(name=name, reason=str(error))
+        return absent(name, error)
 
 
 def any_reading(facts: Iterable[Fact]) -> bool:
@@ -81,9 +86,9 @@ def merged(facts: Iterable[Fact]) -> Iterator[Fact]:
     for fact in facts:
         grouped.setdefault(fact.name.partition("{")[0], []).append(fact)
     for name, group in grouped.items():
-        reasons = {f.reason if isinstance(f, Absent) else "" for f in group}
-        if len(group) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
-            yield Absent(name=name, reason=reason)
+        reasons = {(f.reason, f.code) if isinstance(f, Absent) else None for f in group}
+        if len(group) > 1 and len(reasons) == 1 and (shared := reasons.pop()):
+            yield Absent(name=name, reason=shared[0], code=shared[1])
         else:
             yield from group
 

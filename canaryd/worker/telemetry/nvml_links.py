@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from canaryd.probe import Absent
 from canaryd.worker.telemetry import nvml_values as values
 from canaryd.worker.telemetry.nvml import NOT_SUPPORTED, REASONS, Ask, Missing, field_value, parse_count
 from canaryd.worker.telemetry.nvml_facts import (
     Fact,
+    absent,
     any_reading,
     ask_fields,
     field_of,
@@ -30,12 +30,12 @@ def read_links(nvml: Any, handle: Any, how_many: Ask) -> Iterator[Fact]:
     asked, and what gave the same is read by its field until tomorrow.
     """
     try:
-        links, reason = range(how_many()), "this device has no NVLink"
+        links, why = range(how_many()), Missing("this device has no NVLink")
     except Missing as error:
-        links, reason = range(0), str(error)
+        links, why = range(0), error
     if not links:
-        yield Absent(name="nvlink_up", reason=reason)
-        yield Absent(name="nvlink_errors_total", reason=reason)
+        yield absent("nvlink_up", why)
+        yield absent("nvlink_errors_total", why)
         return
     ways = nvml.noted("links")
     if ways is None:
