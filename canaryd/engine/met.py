@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from canaryd.engine.host import Host
+from canaryd.formatting import DAY
 from canaryd.judge.characterised import Claims, Line, Met, learns, met_in
 from canaryd.model import Run
-from canaryd.store.clock import DAY
 
 
 class MetClasses:

@@ -13,7 +13,7 @@ from typing import Any
 from canaryd.config.settings import Config
 from canaryd.engine.check import NO_ENDPOINT, Gap, all_gaps, lacking
 from canaryd.engine.inventory import remembered
-from canaryd.formatting import format_duration, format_time
+from canaryd.formatting import DAY, format_duration, format_time
 from canaryd.judge import acks as judge_acks
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
@@ -36,7 +36,7 @@ UNJUDGED_RULE = "unjudged"
 """Rule of the finding about what came after the verdict and is not judged yet; made here too."""
 UNSTORED_RULE = "unstored"
 """Rule of the finding about a verdict whose daemon runs and cannot store a newer one; made here too."""
-RECENT = 86_400.0
+RECENT = DAY
 """Seconds for which an event is shown."""
 STALLED = 300.0
 """Age in seconds from which a cached status is reported as old: a daemon gathers it every 15 s (ours)."""

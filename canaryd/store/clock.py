@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from canaryd.formatting import DAY
 from canaryd.judge.clock import EPOCH
 from canaryd.store.rows import END, HOUR
 
-DAY = 86_400.0
 MAX_LAG = DAY
 """Seconds that a clock may be behind the confirmed time; one further behind is not believed (ours)."""
 STEP = 2 * HOUR

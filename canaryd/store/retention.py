@@ -6,7 +6,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from canaryd.store.clock import DAY
+from canaryd.formatting import DAY
 from canaryd.store.database import Database
 from canaryd.store.runs import KIND
 

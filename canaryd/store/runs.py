@@ -8,13 +8,13 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from canaryd.formatting import DAY
 from canaryd.judge.brief import SHOWN
 from canaryd.judge.characterised import Line, Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.trends.days import Day
 from canaryd.model import Outcome, Run
 from canaryd.store.buffered import BufferedDatabase
-from canaryd.store.clock import DAY
 from canaryd.store.rows import (
     ADD_BASELINE,
     ADD_COUNT,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from canaryd.store.clock import DAY
+from canaryd.formatting import DAY
 from canaryd.store.store import Store
 from tests.store.made import NOW, failure, ids, run
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from canaryd.formatting import DAY
 from canaryd.store import database, devices
 from canaryd.store import rows as store_rows
-from canaryd.store.clock import DAY
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 from tests.store.made import NOW, WRITER, fill, ids, junk, python, run, verdict

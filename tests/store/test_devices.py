@@ -1,7 +1,7 @@
 """Devices, verdicts and counters."""
 
+from canaryd.formatting import DAY
 from canaryd.model import Cause, Finding, Outcome, State
-from canaryd.store.clock import DAY
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 from tests.store.made import NOW, comparison, counter, device, failure, passed, run, verdict

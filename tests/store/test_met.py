@@ -1,7 +1,7 @@
 """Classes of exact cases that were met."""
 
+from canaryd.formatting import DAY
 from canaryd.judge.characterised import Met
-from canaryd.store.clock import DAY
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 from tests.store.made import NOW, failure, junk, run

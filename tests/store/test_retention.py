@@ -1,7 +1,7 @@
 """What is kept for how long, and what goes first."""
 
+from canaryd.formatting import DAY
 from canaryd.model import Outcome, State
-from canaryd.store.clock import DAY
 from canaryd.store.store import Store
 from tests.store.hosts import Host
 from tests.store.made import NOW, failure, fill, ids, junk, passed, run, verdict

@@ -4,10 +4,10 @@ import sqlite3
 
 import pytest
 
+from canaryd.formatting import DAY
 from canaryd.model import Event, Outcome
 from canaryd.store import rows as store_rows
 from canaryd.store import telemetry
-from canaryd.store.clock import DAY
 from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.retention import used
 from canaryd.store.store import Store
