@@ -103,7 +103,7 @@ def render(status: Status, now: float) -> bytes:
         f'<header class="{state.value}"><p class="host">canaryd on {host}</p>',
         f"<h1>{_state(state)}</h1>",
         f'<p class="answer">{_text(answer(current))}</p>',
-        f'<p class="advice"><strong>Do now:</strong> {_advice(current)}</p></header>',
+        f'<p class="advice"><strong>Do now:</strong> {_html(steps(current))}</p></header>',
         *_problems(current),
         "<main>",
         *_section("Not healthy", bad, current, now, wide=True),
@@ -118,12 +118,8 @@ def render(status: Status, now: float) -> bytes:
     return html.document(f"{state.value.upper()} · {socket.gethostname()} · canaryd", STYLE, body, head=head).encode()
 
 
-def _advice(status: Status) -> str:
-    """Return what to do now, each command on a line of its own, to be copied."""
-    return _html(steps(status))
-
-
 def _html(todo: Iterable[Step]) -> str:
+    """Return what to do now, each command on a line of its own, to be copied."""
     told = ((_text(each.text), _text(each.command)) for each in todo if each.text)
     return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in told)
 
