@@ -27,8 +27,12 @@ tests of the 14 days before its mismatch (docs/judgement.md), in 42 days at an e
 KEPT = 100
 """Newest failures of each kind on each device that no bound of the size costs: all that the judge looks at. Without
 them one device that fails all day would make another healthy, whose few failures are older."""
-
-
+DRILLS = 1 * DAY
+"""Seconds for which runs with an injected fault are kept, whatever their outcome."""
+POLLS = 14 * DAY
+"""Seconds for which telemetry is kept: readings over time; what they showed to have happened is kept as events. The
+newest poll that completed is kept like a failure: flags that the device set there hold for 30 days, also where the
+driver hangs meanwhile."""
 SPARE = "number NOT IN (SELECT max(number) FROM polls WHERE completed GROUP BY device, probe)"
 """Polls other than each device's newest completed ones."""
 
@@ -42,11 +46,6 @@ class Retention:
 
     successes: float = 14 * DAY
     failures: float = 400 * DAY
-    drills: float = 1 * DAY
-    """Runs with an injected fault, whatever their outcome."""
-    polls: float = 14 * DAY
-    """Telemetry: readings over time; what they showed to have happened is kept as events. The newest one that completed
-    is kept like a failure: flags that the device set there hold for 30 days, also where the driver hangs meanwhile."""
 
 
 DEFAULT = Retention()
@@ -59,7 +58,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
     kind. `now` is in seconds since the epoch. Raises `REFUSED`.
     """
     for condition, age in (
-        ("drill != ''", keep.drills),
+        ("drill != ''", DRILLS),
         (f"{SUCCESS} AND NOT ({RATED})", keep.successes),
         (SUCCESS, max(keep.successes, LONGER)),
         (FAILURE, keep.failures),
@@ -76,7 +75,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         ("days WHERE day < ?", oldest // DAY),
     ):
         database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once
-    while _delete(database, f"{SPARE} AND started < ? OR started < ?", now - keep.polls, oldest, table="polls"):
+    while _delete(database, f"{SPARE} AND started < ? OR started < ?", now - POLLS, oldest, table="polls"):
         pass
     newest = f"SELECT number, row_number() OVER (PARTITION BY device, {KIND} ORDER BY number DESC) AS place FROM runs"
     spare = f"number IN (SELECT number FROM ({newest} WHERE {FAILURE}) WHERE place > {KEPT})"
