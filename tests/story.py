@@ -486,10 +486,9 @@ class Simulated(Series):
         on_batch: Callable[[Sequence[LogRecord], LogPosition], None],
         *,
         until_end: bool = False,
-        silence: float = 30.0,
     ) -> str:
         """Hand over what the kernel logged since."""
-        del path, until_end, silence
+        del path, until_end
         records, self.host.log = self.host.log, []
         on_batch(records, replace(position, boot="story", sequence=position.sequence + len(records)))
         return ""

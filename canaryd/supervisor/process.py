@@ -259,7 +259,7 @@ class Worker:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, number)
 
-    def end(self, *, ask: Callable[[], None] | None, grace: float, afterlife: float = AFTERLIFE) -> bool:
+    def end(self, *, ask: Callable[[], None] | None, grace: float, afterlife: float) -> bool:
         """End the whole process group; return False if the worker survived and was abandoned.
 
         `ask` asks the worker to end. SIGKILL follows when it has ended, or after `grace` seconds; `afterlife` is the

@@ -41,6 +41,8 @@ IMPORT = 120.0
 """Seconds that the import of torch may take: ten times a slow one, from a cold disk or on a loaded host (ours)."""
 PATIENCE = 10.0
 """Seconds of it after which the wait is told (ours)."""
+SILENCE = 30.0
+"""Seconds after which a silent reader of the kernel log is killed (ours)."""
 
 
 class Series:
@@ -232,17 +234,15 @@ class Series:
         on_batch: Callable[[Sequence[LogRecord], LogPosition], None],
         *,
         until_end: bool = False,
-        silence: float = 30.0,
     ) -> str:
         """Read the kernel log from `position` on, and hand over each batch of records with the position after it.
 
-        Returns why it ended: "" at the end of the log with `until_end`, else a reason. A reader that is silent for
-        `silence` seconds is killed.
+        Returns why it ended: "" at the end of the log with `until_end`, else a reason.
         """
         records: list[LogRecord] = []
         try:
             with capabilities.reading_kernel_log():
-                worker = self._slot.ready(time.monotonic() + silence)
+                worker = self._slot.ready(time.monotonic() + SILENCE)
             worker.begin()
             worker.send(
                 {
@@ -254,7 +254,7 @@ class Series:
                 }
             )
             while True:
-                message = self._slot.receive(worker, time.monotonic() + silence)
+                message = self._slot.receive(worker, time.monotonic() + SILENCE)
                 batch = None
                 with decoding(message):
                     kind = message["kind"]
