@@ -77,7 +77,6 @@ class Bursts:
     def __init__(self, burst: float, rest: float, clock: Callable[[], float] = time.monotonic) -> None:
         """After every `burst` seconds of work or more, pause for `rest` times that long."""
         self.paused = 0.0
-        self.pauses = 0
         self._burst, self._rest = burst, rest
         self._wall = clock
         self._since = self.clock()
@@ -94,7 +93,6 @@ class Bursts:
         began = self._wall()
         time.sleep(min(LONGEST_REST, self._rest * worked))
         self.paused += self._wall() - began
-        self.pauses += 1
         self._since = self.clock()
 
 

@@ -73,15 +73,17 @@ def test_pauses_cost_no_trials(probe, paces):
     assert whole.seconds < bursts.seconds
 
 
-def test_pauses_by_count():
+def test_pauses_by_count(monkeypatch):
     """One pause for each burst, none before the first is over, and the clock of the run stands meanwhile."""
     clock = Clock()
     bursts = Bursts(burst=10.0, rest=0.0, clock=clock)
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     counts = []
     for _ in range(40):
         clock.now += 1.0
         bursts.pause()
-        counts.append(bursts.pauses)
+        counts.append(len(slept))
     assert counts == [turn // 10 for turn in range(1, 41)]
     assert bursts.clock() == 40.0 - bursts.paused
 

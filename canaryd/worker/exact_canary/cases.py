@@ -86,11 +86,11 @@ def model(shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Mo
 
 
 @functools.lru_cache(maxsize=4)
-def proofs(shape: Shape, seed: int, anchored: bool, rows: int, steps: int, cores: tuple[int, ...]) -> list[Proof]:
-    """Return the proofs of the rows' prompts and continuations; made once by each set of `cores` that asks."""
+def proofs(shape: Shape, seed: int, anchored: bool, steps: int, cores: tuple[int, ...]) -> list[Proof]:
+    """Return the proofs of all rows' prompts and continuations; made once by each set of `cores` that asks."""
     made = model(shape, seed, anchored, cores)
     walk = Walk(shape, made.weights)
-    return [walk.prove(text(made, seed, row, steps), steps) for row in range(rows)]
+    return [walk.prove(text(made, seed, row, steps), steps) for row in range(MOST_ROWS)]
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
@@ -106,7 +106,7 @@ def build(inference: Inference, seed: int, _: int) -> Problem:
     """
     kind, cores = getattr(torch, inference.form), visible_cores()
     made = model(inference.shape, seed, inference.anchored, cores)
-    proved = proofs(inference.shape, seed, inference.anchored, MOST_ROWS, inference.steps, cores)[: inference.rows]
+    proved = proofs(inference.shape, seed, inference.anchored, inference.steps, cores)[: inference.rows]
     texts = [text(made, seed, row, inference.steps) for row in range(inference.rows)]
     logits = torch.stack([p.logits for p in proved]).to(kind)
     if inference.path != "forced":

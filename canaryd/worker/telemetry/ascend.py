@@ -54,14 +54,14 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     chips = _listed(smi)
     found = []
     for index, chip in enumerate(chips):
-        card = _pairs(_quiet(smi, "board", chip.npu))
+        card = _pairs(_board(smi, chip.npu))
         known = {
             "serial": card.get("serialnumber"),
             "driver": card.get("softwareversion"),
             "firmware": card.get("firmwareversion"),
             "product": card.get("productname"),
             "board_id": card.get("boardid"),
-            "die_id": _pairs(_quiet(smi, "board", chip.npu, chip.chip)).get("vdieid"),
+            "die_id": _pairs(_board(smi, chip.npu, chip.chip)).get("vdieid"),
         }
         detail = {"npu": chip.npu, "chip": chip.chip}
         given = {key: printable(text)[:200] for key, text in known.items() if text}
@@ -282,10 +282,10 @@ def _ask(smi: str, question: str, npu: str, chip: str = "") -> str:
     return _answer(smi, "info", "-t", question, "-i", npu, *(("-c", chip) if chip else ()))
 
 
-def _quiet(smi: str, question: str, npu: str, chip: str = "") -> str:
-    """Return an answer, or "" where there is none: a device is described as far as possible."""
+def _board(smi: str, npu: str, chip: str = "") -> str:
+    """Return what describes a board, or "" where there is no answer: a device is described as far as possible."""
     try:
-        return _ask(smi, question, npu, chip)
+        return _ask(smi, "board", npu, chip)
     except Unreadable:
         return ""
 
