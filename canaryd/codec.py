@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -27,6 +28,12 @@ def to_json(value: Any, *, sparse: bool = False) -> Any:
     """
     kind: object = type(value)
     return _encoder(kind, sparse)(value)
+
+
+def canonical(document: Mapping[str, Any]) -> bytes:
+    """Return a document as the bytes that digests are taken over: sorted names, no spaces, UTF-8."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "surrogatepass")
 
 
 @functools.cache

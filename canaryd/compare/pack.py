@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from canaryd.codec import canonical
 from canaryd.facts import printable
 from canaryd.formatting import wrapped
 from canaryd.model import State
@@ -42,13 +43,6 @@ class Judged:
     skipped: Sequence[Mapping[str, Any]]
     unproven: bool
     """Nothing shows that the device computed the results."""
-
-
-def canonical(document: Mapping[str, Any]) -> bytes:
-    """Return a document as the bytes that digests are taken over: sorted names, no spaces, UTF-8."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
-        "utf-8", "surrogatepass"
-    )
 
 
 def _read(path: Path, schema: str, seal: str) -> dict[str, Any]:

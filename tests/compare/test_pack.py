@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from canaryd.codec import canonical
 from canaryd.compare import pack
 from canaryd.model import State
 from tests.command import ROOT, in_turn
@@ -67,7 +68,7 @@ def made(tmp_path_factory, packages):
 def sealed(path: Path, document: dict) -> Path:
     """Write a document with the digest of its content."""
     rest = {name: value for name, value in document.items() if name != "digest"}
-    path.write_text(json.dumps(rest | {"digest": hashlib.sha256(pack.canonical(rest)).hexdigest()}))
+    path.write_text(json.dumps(rest | {"digest": hashlib.sha256(canonical(rest)).hexdigest()}))
     return path
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd import __version__
+from canaryd.codec import canonical
 from canaryd.facts import Exactness
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack
@@ -48,11 +49,6 @@ NEEDS = {
     "int8": ["products of int8 are added in 32 bits or more, without saturation of pairs where the content is wide"],
 }
 """Format of the operands → what a runtime must guarantee, beside: no Strassen-like algorithm, no change of format."""
-
-
-def canonical(document: Mapping[str, Any]) -> bytes:
-    """Return a document as the bytes that digests are taken over: sorted names, no spaces, UTF-8."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def names() -> Iterator[str]:
