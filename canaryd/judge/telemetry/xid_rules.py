@@ -170,7 +170,7 @@ def sxid(signs: Signs) -> Iterator[Finding]:
         code = event.code if event.code is not None else event.name
         yield finding(
             *("sxid", State.DEGRADED if is_fatal else State.HEALTHY, Cause.HARDWARE),
-            f"NVSwitch error SXid {code} ({severity}): {xids.explain_sxid(event.code).title}.",
+            f"NVSwitch error SXid {code} ({severity}): {xids.explain_sxid(event.code)}.",
             "Reset the switches and GPUs." if is_fatal else "",
             f"Last at {signs.moment(event.last)}.",
             source_of(event),

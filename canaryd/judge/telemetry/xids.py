@@ -130,13 +130,11 @@ class Xid(NamedTuple):
 class NvlinkRow(NamedTuple):
     """One row of NVIDIA's table for Xid 144 to 150."""
 
-    code: int
     unit: str
     """The unit's names, separated by "/" where old and new drivers use different ones."""
     encoding: str
     """"V1" (drivers before R575) or "V2": how IntrInfo was read."""
     bucket: str
-    investigatory: str
     severity: str
     """"Non-fatal", "Fatal" or "Link Fatal"."""
     origin: str
@@ -167,15 +165,6 @@ class Decoded(NamedTuple):
         rows = dict.fromkeys(f"{r.unit}, {r.severity.lower()}, {r.origin}: {BUCKETS[r.bucket]}" for r in self.rows)
         assumed = f" (read as {self.rows[0].encoding}, driver unknown)" if self.assumed else ""
         return "; ".join(rows) + assumed
-
-
-class SXid(NamedTuple):
-    """One code of an NVSwitch. The message itself, not the code, shows whether the error was fatal."""
-
-    code: int
-    listed: str
-    """The guide's list: "non-fatal", "fatal", "always-fatal" or "notable"; "unknown" for a code that is in none."""
-    title: str
 
 
 def _grade(code: int, immediate: str, nature: str) -> str:
@@ -209,14 +198,13 @@ def explain(code: int | None) -> Xid:
 
 
 @functools.cache
-def _sxids() -> dict[int, SXid]:
-    return {code: SXid(code, listed, title) for code, listed, title in _data()["sxids"]}
+def _sxids() -> dict[int, str]:
+    return {code: title for code, _, title in _data()["sxids"]}
 
 
-def explain_sxid(code: int | None) -> SXid:
-    """Return the entry of an SXid; one that is listed as "unknown" for a code that is in no list (None: no number)."""
-    number = -1 if code is None else code
-    return _sxids().get(number) or SXid(number, UNKNOWN, "not in NVIDIA's public lists")
+def explain_sxid(code: int | None) -> str:
+    """Return the title of an SXid (None: no number). The message, not the code, shows whether it was fatal."""
+    return _sxids().get(-1 if code is None else code, "not in NVIDIA's public lists")
 
 
 def decode(code: int, unit: str, intr_info: str, error_status: str, driver: str = "") -> Decoded:
@@ -239,14 +227,14 @@ def decode(code: int, unit: str, intr_info: str, error_status: str, driver: str 
 
 
 def _rows(code: int, unit: str, info: int, status: int, encoding: str) -> Iterator[NvlinkRow]:
-    for row_code, names, v1, v2, statuses, *advice in _data()["nvlink5"]:
+    for row_code, names, v1, v2, statuses, bucket, _, severity, origin in _data()["nvlink5"]:
         if (
             row_code == code
             and (not unit or unit == names or unit in names.split("/"))
             and _fits(v2 if encoding == "V2" else v1, info)
             and (not statuses or any(_holds(code, status, int(wanted, 16)) for wanted in statuses))
         ):
-            yield NvlinkRow(code, names, encoding, *advice)
+            yield NvlinkRow(names, encoding, bucket, severity, origin)
 
 
 def _fits(pattern: str, word: int) -> bool:

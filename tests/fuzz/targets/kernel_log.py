@@ -79,7 +79,7 @@ def _checked(record: LogRecord) -> None:
         decode_xid(happened, DEVICE)
         one_line(xids.explain(int(record.name)).title)
     if record.kind == "sxid":
-        one_line(xids.explain_sxid(int(record.name)).title)
+        one_line(xids.explain_sxid(int(record.name)))
 
 
 def _message(data: bytes) -> None:
@@ -124,7 +124,7 @@ def _words(data: bytes) -> None:
     assert isinstance(found.rows, tuple)
     code = int(choices.number()) if choices.flag() else choices.below(300)
     one_line(xids.explain(code).title)
-    one_line(xids.explain_sxid(code).title)
+    one_line(xids.explain_sxid(code))
 
 
 def _number_free(data: bytes) -> None:
