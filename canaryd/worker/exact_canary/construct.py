@@ -30,9 +30,6 @@ class Model:
     shape: Shape
     program: Plan
     seed: int
-    statics: Any
-    """Signs (places + 1, statics): a place's code, the codes its even and odd heads look for, its code again, +1,
-    and its pair of experts; at last the anchor's."""
     weights: dict[str, Any]
 
 
@@ -67,7 +64,7 @@ class Maker:
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 weights |= _narrow({f"{name}.{norm}.weight": torch.ones(d)})
         weights |= _narrow({"model.norm.weight": torch.ones(d), "lm_head.weight": self._head()})
-        return Model(self.shape, self.program, self.seed, self._statics(), weights)
+        return Model(self.shape, self.program, self.seed, weights)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Words.
@@ -78,6 +75,11 @@ class Maker:
         return _signs(order, self.program.place_bits)
 
     def _statics(self) -> Any:
+        """Return signs (places + 1, statics).
+
+        A place's code, the codes its even and odd heads look for, its code again, +1, and its pair of experts; at last
+        the anchor's.
+        """
         place = torch.arange(self.program.places)
         own = place < self.program.prompt
         looked = [torch.where(own, place, place - lag) for lag in self.program.lags]

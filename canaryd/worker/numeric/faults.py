@@ -75,6 +75,7 @@ def _stuck(flat: Any, choice: int) -> None:
 
 
 def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element whatever the choice
+    """Flip one exponent bit of one element."""
     flat[flat.numel() // 2] ^= 1 << (flat.element_size() * 8 - 2)
 
 
@@ -83,7 +84,6 @@ class Fault:
     """What to change, where in the computation, and how often."""
 
     name: str
-    summary: str
     change: Change
     operand: bool = False
     """True: applied to an operand before the product; False: to the result after it."""
@@ -94,18 +94,12 @@ class Fault:
 FAULTS = {
     f.name: f
     for f in (
-        Fault("flip", "one element, lowest bit flipped, once", _flip_low),
-        Fault("zero", "one element turned to zero, once", _zero),
-        Fault("swap", "two elements exchanged, once", _swap),
-        Fault("nan", "one element turned to NaN, once", _nan),
-        Fault(
-            "stuck",
-            "lowest bit stuck at one in every sixteenth element of an operand",
-            _stuck,
-            operand=True,
-            always=True,
-        ),
-        Fault("consistent", "the same exponent bit of the same element wrong in every result", _same_bit, always=True),
+        Fault("flip", _flip_low),
+        Fault("zero", _zero),
+        Fault("swap", _swap),
+        Fault("nan", _nan),
+        Fault("stuck", _stuck, operand=True, always=True),
+        Fault("consistent", _same_bit, always=True),
     )
 }
 
