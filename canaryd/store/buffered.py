@@ -117,11 +117,6 @@ class BufferedDatabase:
             self._memory.close()
 
     @property
-    def writable(self) -> bool:
-        """False while the database is open for reading only, or not at all."""
-        return self._database.writable
-
-    @property
     def files(self) -> int:
         """How many databases were open so far; at each further one, what was read before is outdated."""
         return self._database.files

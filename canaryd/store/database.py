@@ -82,11 +82,6 @@ class Database:
         self._replaced = False  # since it was opened last, by any process
         self._lost = ""  # what the new file's `LOST_NOTE` will say
 
-    @property
-    def writable(self) -> bool:
-        """False while the database is open for reading only, or not at all."""
-        return self.connection is not None and not self.read_only
-
     def close(self) -> None:
         """Let go of the file."""
         if self.connection is not None:

@@ -95,7 +95,8 @@ class TelemetryTables(BufferedDatabase):
     ) -> bool:
         """Store events, increase counters (name, labels, by) and set notes, all in one transaction.
 
-        So a position in a log moves on exactly when what was read there is counted. False: only in memory so far.
+        Counters outlive restarts and pruned runs. So a position in a log moves on exactly when what was read there is
+        counted. False: only in memory so far.
         """
         rows = [event_row(e) for e in events]
         counters = [(name, encode_labels(labels), by) for name, labels, by in counts]
@@ -120,10 +121,6 @@ class TelemetryTables(BufferedDatabase):
         return [e if e.last >= confirmed - MAX_LAG else replace(e, first=stamp, last=stamp) for e in events]
 
     # Counters
-
-    def count(self, name: str, labels: Mapping[str, str], by: float = 1) -> bool:
-        """Increase a counter; it outlives restarts and pruned runs. False: only in memory so far."""
-        return self._write(lambda db: db.execute(ADD_COUNT, (name, encode_labels(labels), by)))
 
     def counters(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Return every counter by its name and label items, with what is only in memory so far."""

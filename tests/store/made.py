@@ -75,6 +75,10 @@ class Clock:
         return self.now
 
 
+def count(store, name, by=1, **labels):
+    return store.add_events([], [(name, labels, by)])
+
+
 def counter(store, name, **labels):
     return store.counters().get((name, frozenset(labels.items())), 0)
 

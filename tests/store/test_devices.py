@@ -4,7 +4,7 @@ from canaryd.formatting import DAY
 from canaryd.model import Cause, Finding, Outcome, State
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
-from tests.store.made import NOW, comparison, counter, device, failure, passed, run, verdict
+from tests.store.made import NOW, comparison, count, counter, device, failure, passed, run, verdict
 
 
 def test_devices_are_remembered_when_they_are_gone(store):
@@ -46,7 +46,7 @@ def test_counters_outlive_restarts_and_pruned_runs(tmp_path, clock):
         assert store.counters()["probe_mismatches", frozenset(of.items())] == 0
         store.add_run(failure("b"))
         store.add_run(run("c", outcome=Outcome.TIMED_OUT))
-        store.count("odd", {"text": "a=b&c d\n", "empty": ""}, 0.5)
+        count(store, "odd", 0.5, text="a=b&c d\n", empty="")
         passed(store, NOW + 1000 * DAY)
         store.prune(NOW + 1000 * DAY)
         assert [r.id for r in store.runs()] == ["c"]  # the newest of all stays

@@ -400,7 +400,7 @@ def test_a_damaged_file_is_kept_and_the_store_goes_on(host, how):
     assert str(aside) in problem
     assert aside.read_bytes() == before
     host.live(HOUR)
-    assert host.store.writable
+    assert not host.store.problem
     assert len(host.store.runs()) == 2
     assert problem in status.gather(host.store, host.engine.config, host.now).problems
     sound(host.place / "canaryd.db")

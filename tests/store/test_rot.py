@@ -16,7 +16,7 @@ from canaryd.store.clock import AGED_NOTE, REACHED_NOTE
 from canaryd.store.database import LOST_NOTE
 from canaryd.store.devices import VOID_NOTE
 from canaryd.store.store import Store
-from tests.store.made import NOW, device, event, failure, run, verdict
+from tests.store.made import NOW, count, device, event, failure, run, verdict
 
 OF_CASE = {"device": "GPU-1", "probe": "exact_matmul", "probe_version": 1, "stack": {}}
 
@@ -101,8 +101,8 @@ def test_an_event_whose_columns_rotted_is_read_in_its_place(store):
 
 def test_a_count_that_rotted_begins_anew(store):
     """The other counters stay, and the rotten one counts from 0 again."""
-    store.count("sxid_errors", {"device": "GPU-1"})
-    store.count("xid_errors", {"device": "GPU-1"})
+    count(store, "sxid_errors", device="GPU-1")
+    count(store, "xid_errors", device="GPU-1")
     store._commit(lambda db: db.execute("UPDATE counters SET value = x'00' WHERE name = 'xid_errors'"))
     assert [name for name, _ in store.counters()] == ["sxid_errors"]
 

@@ -27,7 +27,7 @@ def test_a_run_comes_back_as_it_was(tmp_path):
         assert store.runs() == [whole]
         assert store.run("r1") == whole
         assert store.run("r2") is None
-        assert (store.problem, store.problems, store.writable) == ("", [], True)
+        assert (store.problem, store.problems) == ("", [])
 
 
 def test_runs_are_narrowed_by_each_argument(store, clock):
