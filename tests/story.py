@@ -459,7 +459,6 @@ class Simulated(Series):
         chips = [c for c in self.host.chips.values() if c.present and c.part.reached and not c.card]
         stack = chips[0].stack if chips else {}
         return Description(
-            python="3.11",
             torch=stack.get("torch", "2.13.0"),
             devices=tuple(c.device for c in chips),
             stack=stack,

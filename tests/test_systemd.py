@@ -550,7 +550,7 @@ def test_a_group_that_is_gone_costs_its_limits_and_no_worker(tmp_path, monkeypat
     monkeypatch.setattr(_place, "group", tmp_path / "gone")
     for _ in range(2):
         with Series(WorkerSpec()) as series:
-            assert series.describe([]).python
+            assert not series.describe([]).lost
     assert len([record for record in caplog.records if "share the daemon" in record.message]) == 1
 
 

@@ -62,10 +62,8 @@ class RunRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a worker's interpreter found: its version, torch, devices and probes."""
+    """What a worker's interpreter found: torch, devices and probes."""
 
-    python: str = ""
-    """Version of the interpreter; "" where it could not be started."""
     torch: str | None = None
     """Version of torch; None without torch."""
     torch_reason: str = ""

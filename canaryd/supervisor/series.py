@@ -106,7 +106,7 @@ class Series:
         import_timeout: float = IMPORT,
         on_wait: Callable[[str], None] = lambda _: None,
     ) -> Description:
-        """Ask for the interpreter, the devices and the specs of the probes at `paths`.
+        """Ask for torch, the devices and the specs of the probes at `paths`.
 
         Never raises for what a worker does. `timeout` is the time limit of each single answer, in seconds, and
         `import_timeout` that of the import of torch, which comes first; `on_wait` is told once when that takes long.
@@ -130,7 +130,7 @@ class Series:
                     message = self._slot.receive(worker, time.monotonic() + timeout)
                     with decoding(message):
                         if message["kind"] == "described":
-                            return _description(where, python, message, probes, lost_torch)
+                            return _description(where, message, probes, lost_torch)
                         if message["kind"] == "probe":
                             error = message["error"]
                             probes[waiting[0]] = parse_text(error) if error else from_json(ProbeSpec, message["spec"])
@@ -142,7 +142,7 @@ class Series:
                 elif waiting and imported and not self._slot.stopped:
                     probes[waiting[0]] = reason
                 else:
-                    return Description(python=python, torch_reason=reason, lost=f"{where} failed", probes=probes)
+                    return Description(torch_reason=reason, lost=f"{where} failed", probes=probes)
 
     def _await_import(self, worker: Worker, timeout: float, on_wait: Callable[[str], None]) -> None:
         """Wait until the worker has tried to import torch. Raises `LostError` when it did not survive that."""
@@ -406,14 +406,13 @@ class Series:
 
 
 def _description(
-    where: str, python: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
+    where: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
 ) -> Description:
     """Return what a worker described; where torch was lost, without the probes that need it."""
     lost = f"torch of {where} does not import" if lost_torch else ""
     if lost:
         probes = {path: spec for path, spec in probes.items() if isinstance(spec, ProbeSpec) and not spec.numeric}
     return Description(
-        python=python,
         torch=None if message["torch"] is None else parse_text(message["torch"]),
         torch_reason=f"{lost}: {lost_torch}" if lost else parse_text(message["torch_reason"] or ""),
         lost=lost,

@@ -29,7 +29,7 @@ TORCH = Device(
 
 
 def described(*devices, torch="2.13.0", **stack):
-    return Description(python="3.11", torch=torch, devices=devices, stack={"torch": torch or "", **stack})
+    return Description(torch=torch, devices=devices, stack={"torch": torch or "", **stack})
 
 
 def listing(unavailable=None, facts=None, **devices):

@@ -21,7 +21,6 @@ def test_describe_tells_specs_and_what_is_wrong(series):
     names = ("passes", "raises_at_import", "exits_at_import", "bad_spec", "bad_name", "no_run", "wrong_name")
     described = series.describe([PROBES / f"{name}.py" for name in names])
     found = {path.stem: value for path, value in described.probes.items()}
-    assert described.python.startswith("3.")
     assert found["passes"] == ProbeSpec(name="passes", summary="A well-behaved probe", numeric=False)
     assert found["raises_at_import"] == "ImportError: no module named unobtainium"
     assert found["exits_at_import"] == "SystemExit: not today"

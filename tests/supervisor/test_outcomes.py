@@ -312,7 +312,7 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_reason(spec, words):
         described = series.describe([PROBES / "passes.py"])
     assert all(word in described.torch_reason for word in words)
     assert described.lost.startswith("worker.")
-    assert (described.python, described.probes) == ("", {})
+    assert described.probes == {}
 
 
 def test_an_old_interpreter_gets_one_clear_line(tmp_path):
