@@ -153,10 +153,7 @@ def poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[
     }
 
 
-Counts = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def sum_counts(*counts: Counts) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return the sums of counters, label set by label set."""
     total: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
     for each in counts:

@@ -24,7 +24,7 @@ from canaryd.facts import beginning, printable
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import hugging_face
-from canaryd.worker.canary.checkpoint import links
+from canaryd.worker.canary.checkpoint import HEADER_LIMIT, links
 from canaryd.worker.canary.golden import Golden, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile, Canary, decode, read_safetensors, score, write_safetensors
 from canaryd.worker.numeric.errors import is_refusal
@@ -40,8 +40,6 @@ from canaryd.worker.numeric.tensors import (
 from canaryd.worker.runtime import interface
 
 SCHEMA = "canaryd.capture/1"
-HEADER_LIMIT = 100_000_000
-"""Bytes that a header may have: the format's own limit, since decoding gives thousands of tensors."""
 BUILT_IN = "canary"
 """Value of `model` for the built-in model."""
 HIDDEN = ("embedding", "out", "logits")
@@ -456,7 +454,7 @@ def _read(path: Path) -> Capture:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        tensors, about = read_safetensors(data, header_limit=HEADER_LIMIT)
+        tensors, about = read_safetensors(data, header_limit=HEADER_LIMIT)  # decoding gives thousands of tensors
     except BadFile as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     schema = about.get("schema", "")

@@ -26,7 +26,7 @@ Progress = Callable[[float, str], None]
 
 BLOCK = 1 << 20
 """Bytes read at once."""
-_HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = 100_000_000
 """Bytes of a safetensors header (https://github.com/huggingface/safetensors, section "Format")."""
 VOCABULARIES = (
     "sentencepiece.bpe.model",
@@ -291,7 +291,7 @@ def _safetensors(file: Path) -> list[Tensor]:
     with file.open("rb") as stream:
         start = stream.read(8)
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= min(_HEADER_LIMIT, size - 8):
+        if len(start) < 8 or not 2 <= length <= min(HEADER_LIMIT, size - 8):
             raise BadCheckpoint(f"{file}: {size} bytes: not a safetensors file, or truncated within its header")
         text = stream.read(length)
     try:
