@@ -36,7 +36,7 @@ class Discovery:
         self._records: dict[str, DeviceRecord] = {}
         """Every device ever seen here, as it was read last."""
 
-    def discover(self, on_wait: Callable[[str], None] = lambda _: None, *, keep: bool = False) -> None:
+    def discover(self, on_wait: Callable[[str], None], *, keep: bool) -> None:
         """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
 
         `keep`: tests follow at once, and may have the worker that found only a processor.

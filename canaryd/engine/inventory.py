@@ -63,7 +63,7 @@ def remembered(
     now: float,
     acknowledged: Iterable[Ack] = (),
     *,
-    verdict: Verdict | None = None,
+    verdict: Verdict | None,
 ) -> bool:
     """Return whether a device is still known: it is `here`, or it disappeared recently and was not removed on purpose.
 

@@ -149,9 +149,9 @@ class Watch:
         todo: Iterable[Task],
         *,
         stopped: Callable[[], bool],
-        hold: bool = False,
-        due: bool = False,
-        record: bool = False,
+        hold: bool,
+        due: bool,
+        record: bool,
     ) -> None:
         """Poll devices, all through one worker; with `due`, only those whose period has passed.
 

@@ -111,7 +111,7 @@ def rival_words(rival: Rival) -> str:
     return f"{kind} {what} ({cause}): {reason}" if reason else f"{kind} {cause}: {rival.why}"
 
 
-def finding_lines(findings: Iterable[Finding], *, width: int | None = None) -> Iterator[Line]:
+def finding_lines(findings: Iterable[Finding], *, width: int | None) -> Iterator[Line]:
     """Yield what each rule says: message, what to do, evidence, other explanations and runs.
 
     What several of them say is said once. A command stands on a line of its own, whatever its length.

@@ -176,7 +176,7 @@ class Twins:
 
 
 @functools.lru_cache(maxsize=8)
-def twins(bits: int, levels: int = 0) -> tuple[Twins, ...]:
+def twins(bits: int, levels: int) -> tuple[Twins, ...]:
     """Return 16 twins with gains of `bits` significant bits; the same in every run.
 
     With `levels`, b and d are whole numbers up to that, of either sign, and k is the same for all.
@@ -217,7 +217,7 @@ def _whole_solutions(a: int, c: int, bits: int, levels: int) -> tuple[tuple[int,
     return tuple(found)
 
 
-def full(seed: int, name: str, count: int, low: float, bits: int = 8) -> list[float]:
+def full(seed: int, name: str, count: int, low: float, bits: int) -> list[float]:
     """Return `count` numbers of so many significant bits, most with the lowest 1, from `low` to about twice that."""
     scale = 2.0 ** (bits - 1 - math.floor(math.log2(low)))
     first = -int(-low * scale // 1) | 1

@@ -287,7 +287,7 @@ def script(
     environment: Mapping[str, str],
     unset: Sequence[str],
     runs: int,
-    core: int | None = None,
+    core: int | None,
 ) -> str:
     """Return `reproduce.py` for a case; `environment` is what the libraries read when they start, `unset` must go.
 
