@@ -140,12 +140,13 @@ def test_readings_do_not_jump_between_instruction_sets():
 @pytest.mark.parametrize(
     ("readings", "changes", "found"),
     [
-        ((Reading(name="bandwidth", value=9.0),), {}, {"fan": 5.0}),
+        ((Reading(name="speed_copy", value=9.0),), {}, {"fan": 5.0}),
+        ((Reading(name="switches", value="none"),), {}, {}),
         ((Reading(name="trials", value=0),), {}, {}),
         ((), {}, {}),
-        ((Reading(name="bandwidth", value=9.0),), {"outcome": Outcome.CRASHED}, {}),
+        ((Reading(name="speed_copy", value=9.0),), {"outcome": Outcome.CRASHED}, {}),
     ],
 )
-def test_a_probe_of_readings_alone_succeeds(readings, changes, found):
+def test_a_probe_of_judged_readings_alone_succeeds(readings, changes, found):
     """It is evidence to the judge; without a last success the alert CanarydProbeStale would fire for ever."""
     assert last_success([replace(run(5, None, probe="fan", **changes), readings=readings)]) == found

@@ -423,10 +423,10 @@ def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, num
 
 def test_a_check_that_compared_nothing_is_unknown(tmp_path):
     """Readings that nothing judges say nothing about the device, however many there are."""
-    config = configure(tmp_path, "measures")
+    config = configure(tmp_path, "echoes")
     answer = canaryd("check", "--level", "quick", "--config", config, "--state-dir", tmp_path / "state")
     assert answer.code == 3
-    assert "measures completed but checked nothing" in " ".join(answer.out.split())
+    assert "echoes completed but checked nothing" in " ".join(answer.out.split())
     assert "HEALTHY" not in answer.out
 
 
