@@ -10,7 +10,7 @@ from canaryd.dossier import pictures
 from canaryd.dossier.places import shared_lines, told_places
 from canaryd.dossier.summary import FIRMWARE, PART, PLACES, core_option, cut, scripts
 from canaryd.dossier.text import counted, flipped, flipped_bits, ranges, rated, ruled_out
-from canaryd.formatting import format_time, quantity
+from canaryd.formatting import format_utc, quantity
 from canaryd.judge.characterised import By
 from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
@@ -73,7 +73,7 @@ def _cases(document: Document) -> str:
             counted(f["runs"]),
             told_places(f) or "not known",
             flipped_bits(f),
-            format_time(f["last"]),
+            format_utc(f["last"]),
         )
         for f in failures[:CASES]
     ]
@@ -94,7 +94,7 @@ def _selftests(document: Document) -> str:
     each = document["selftests"]
     if not each:
         return ""
-    rows = [(s["test"], s["result"], s["message"], format_time(s["at"])) for s in each]
+    rows = [(s["test"], s["result"], s["message"], format_utc(s["at"])) for s in each]
     note = (
         "What the tool says stands beside canaryd's own results: a pass acquits nothing, and a failure proves nothing."
     )
@@ -132,7 +132,7 @@ def _shared(failure: Mapping[str, Any]) -> str:
 
 def _rates(document: Document) -> str:
     rows = [
-        (p["probe"], f"{p['runs']:,}", counted(p["results"]), rated(p["uploads"]), ruled_out(p), format_time(p["last"]))
+        (p["probe"], f"{p['runs']:,}", counted(p["results"]), rated(p["uploads"]), ruled_out(p), format_utc(p["last"]))
         for p in document["probes"]
     ]
     if not rows:
@@ -155,7 +155,7 @@ def _timeline(document: Document) -> str:
     if not entries:
         return "".join(parts) + "<p>Nothing is on record.</p>"
     rows = "".join(
-        f'<tr><th scope="row">{format_time(e["at"])}</th><td>{escape(e["kind"])}</td>'
+        f'<tr><th scope="row">{format_utc(e["at"])}</th><td>{escape(e["kind"])}</td>'
         f"<td>{escape(e['text'] + _conditions(e['conditions']))}</td></tr>"
         for e in reversed(newest)
     )

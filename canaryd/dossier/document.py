@@ -20,7 +20,7 @@ from canaryd.dossier.text import ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
-from canaryd.formatting import format_duration, format_time, time_zone
+from canaryd.formatting import format_duration, format_utc
 from canaryd.judge import acks
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
@@ -66,7 +66,7 @@ def gather(
         "schema": SCHEMA,
         "canaryd": __version__,
         "generated": now,
-        "timezone": time_zone(),
+        "timezone": "UTC",
         "kind": kind,
         "why_not_rma": why_not,
         "drill": ", ".join(sorted({r.drill for r in facts.runs if r.drill})),
@@ -115,7 +115,7 @@ def _gather_facts(
     else:
         verdict, note = _judged(store, engine, device, runs, now)
         older = (
-            f"Results before its repair or replacement, recorded {format_time(before)}, do not count and are left out."
+            f"Results before its repair or replacement, recorded {format_utc(before)}, do not count and are left out."
         )
         note = f"{note} {older}".strip() if before else note
     return Facts(
@@ -145,7 +145,7 @@ def _judged(
         current = engine.verdict(device.uuid)
         if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
             return current, ""
-        before = f"The stored verdict of {format_time(stored.decided)} was {verdict_note(stored)}."
+        before = f"The stored verdict of {format_utc(stored.decided)} was {verdict_note(stored)}."
         return current, f"Judged again for this dossier. {before}"
     command = f"Start the daemon, or run canaryd check --device {device.name}."
     unjudged = Verdict(
@@ -155,7 +155,7 @@ def _judged(
         return unjudged, f"There is no verdict yet. {command}"
     newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > stored.decided]
     if stored.state is State.HEALTHY and newer:
-        failed = f"{count(len(newer), 'run')} failed after the last verdict (healthy, {format_time(stored.decided)})"
+        failed = f"{count(len(newer), 'run')} failed after the last verdict (healthy, {format_utc(stored.decided)})"
         return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
     age = now - stored.decided
     return stored, f"This verdict is {format_duration(age)} old; nothing newer is judged." if age > UNTENDED else ""
@@ -207,7 +207,7 @@ def _summary(document: Mapping[str, Any]) -> str:
         f"{identity['name']} ({identity['model']}{serial}) is {state_note(verdict['state'].upper(), verdict['cause'])}"
     )
     incidents = verdict["incidents"]
-    text += f" since {format_time(incidents[0]['since'] if incidents else verdict['since'])}."
+    text += f" since {format_utc(incidents[0]['since'] if incidents else verdict['since'])}."
     if document["kind"] == "drill":
         text = f"canaryd injected the fault “{document['drill']}”. Judged by this drill alone, {text}"
     text = " ".join([text, *(incident["text"] for incident in incidents)])

@@ -154,8 +154,8 @@ def _failure(
         "run_ids": sorted(failed_runs)[-findings.RUNS_NAMED :],
         "places": placed([c for _, c in found]),
         "pattern": best.pattern if best else "",
-        "reproduced": describe_repeats(best) if best else "",
-        "lines": {axis: str(span) for axis, span in best.lines.items()} if best else {},
+        "reproduced": describe_repeats(_repeats(evidence)) if evidence else "",
+        "lines": _shared(evidence),
         "zeroed": sum(e.zeroed for e in evidence),
         "nonfinite": sum(e.nonfinite for e in evidence),
         "wrong_elements": sum(e.wrong for e in evidence),
@@ -169,6 +169,33 @@ def _failure(
         "exhibit": "",
         "exhibit_absent": "",
     }
+
+
+def _repeats(evidence: Sequence[Evidence]) -> Evidence:
+    """Return the evidence with all fresh uploads of all runs: one run's would be chosen."""
+    alike = [e.repeats_alike for e in evidence if e.repeats_wrong]
+    return replace(
+        evidence[0],
+        repeats=sum(e.repeats for e in evidence),
+        repeats_wrong=sum(e.repeats_wrong for e in evidence),
+        repeats_alike=None if None in alike else sum(n for n in alike if n is not None),
+    )
+
+
+def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
+    """Return what the wrong indices of all runs share along each axis."""
+    found = {}
+    for axis in evidence[0].lines if evidence else ():
+        spans = [e.lines[axis] for e in evidence if axis in e.lines]
+        period = min((s.period for s in spans if s.period), default=0)
+        left = {s.first % period if period and s.shared else None for s in spans}
+        if len({str(s) for s in spans}) == 1:
+            found[axis] = str(spans[0])
+        elif len(left) == 1 and None not in left:
+            found[axis] = f"= {left.pop()} mod {period}"
+        else:
+            found[axis] = f"{min(s.first for s in spans)}…{max(s.last for s in spans)}"
+    return found
 
 
 def _counted(comparisons: Sequence[Comparison]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from canaryd.dossier import pictures
 from canaryd.dossier.appendices import appendices
 from canaryd.dossier.summary import summary
-from canaryd.formatting import format_time
+from canaryd.formatting import format_utc
 from canaryd.report import html, svg
 from canaryd.report.html import escape
 
@@ -53,8 +53,7 @@ h2.part { border-top: 3px solid var(--ink); margin-top: 3rem; }
 
 def page(document: Mapping[str, Any]) -> str:
     """Return the page of a dossier."""
-    made = format_time(document["generated"])
-    footer = f"Made by canaryd {document['canaryd']}, {made}; all times are {document['timezone']}."
+    footer = f"Made by canaryd {document['canaryd']}, {format_utc(document['generated'])}."
     body = [
         f"<main><h1>{escape(document['title'])}</h1>",
         summary(document),

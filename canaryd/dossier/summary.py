@@ -12,7 +12,7 @@ from typing import Any
 from canaryd.dossier import pictures
 from canaryd.dossier.places import failing_core, shared_lines, told_places
 from canaryd.dossier.text import clipped, counted, flipped_bits, rated, ruled_out, share
-from canaryd.formatting import format_time
+from canaryd.formatting import format_utc
 from canaryd.judge.phrases import count
 from canaryd.report.html import bullets, escape, facts, soft, table
 from canaryd.report.terminal import state_note
@@ -109,7 +109,7 @@ def _identity(document: Document) -> str:
         ("Instance of", identity["parent"]),
         *((label, detail.get(key, "")) for key, label in PART.items()),
         ("Firmware", "; ".join(f"{name} {known[key]}" for key, name in FIRMWARE.items() if known.get(key))),
-        ("Seen by canaryd", f"{format_time(first)} to {format_time(last)}" if first else ""),
+        ("Seen by canaryd", f"{format_utc(first)} to {format_utc(last)}" if first else ""),
     ]
     return facts([(label, clipped(value, FACT)) for label, value in pairs])
 
@@ -151,12 +151,12 @@ def _compared(document: Document, worst: Sequence[Mapping[str, Any]]) -> str:
         ("Repeated at once", [f["reproduced"] for f in shown]),
         ("Where", [told_places(f) or "not known" for f in shown]),
         ("Flipped bits", [flipped_bits(f) for f in shown]),
-        ("Pattern", [f["pattern"] for f in shown]),
+        ("Its worst run", [f["pattern"] for f in shown]),
         ("What is wrong", [SUBJECTS[f["subject"]] for f in shown]),
         ("Right because", [EXACTNESS[f["exactness"]] if f["characterised"] else UNPROVEN for f in shown]),
         (
             "Seen",
-            [f"{format_time(f['first'], seconds=False)} to {format_time(f['last'], seconds=False)}" for f in shown],
+            [f"{format_utc(f['first'], seconds=False)} to {format_utc(f['last'], seconds=False)}" for f in shown],
         ),
     ]
     cells = [(label, *(clipped(cell, CELL * TESTS // len(shown)) for cell in row)) for label, row in rows if any(row)]

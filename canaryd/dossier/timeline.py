@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from canaryd.dossier.facts import PLOTTED, Facts
-from canaryd.formatting import format_time
+from canaryd.formatting import format_utc
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
 from canaryd.model import Event, EventKind, Outcome
@@ -38,14 +38,14 @@ def timeline(facts: Facts) -> tuple[list[dict[str, Any]], int]:
             if e.kind not in (EventKind.COUNTER, EventKind.CONDITION) or e.count
         ]
         for ack in facts.store.acks(facts.device.uuid):
-            until = f", until {format_time(ack.until)}" if ack.until else ""
+            until = f", until {format_utc(ack.until)}" if ack.until else ""
             entries.append({"at": ack.at, "kind": "ack", "text": f"{ack.kind}{until}: {ack.reason}", "conditions": {}})
     entries.sort(key=lambda e: (e["at"], e["kind"], e["text"]))
     return entries[-TIMELINE:], max(0, len(entries) - TIMELINE)
 
 
 def _event(event: Event) -> str:
-    times = f" ({event.count:g} times since {format_time(event.first)})" if event.count > 1 else ""
+    times = f" ({event.count:g} times since {format_utc(event.first)})" if event.count > 1 else ""
     return f"{event.detail or f'{event.name}: {event.before} → {event.after}'}{times}"
 
 

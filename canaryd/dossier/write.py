@@ -30,7 +30,7 @@ from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
-from canaryd.formatting import format_time
+from canaryd.formatting import format_utc
 from canaryd.model import Device, EventKind, Outcome
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
@@ -222,7 +222,7 @@ def _log(store: Store, device: Device) -> str:
     for e in events:
         times = f" x{e.count:g}" if e.count > 1 else ""
         lines.append(
-            f"{format_time(e.first)} … {format_time(e.last)}{times}  {e.kind} {e.name}  {e.detail}".replace("\n", " ")
+            f"{format_utc(e.first)} … {format_utc(e.last)}{times}  {e.kind} {e.name}  {e.detail}".replace("\n", " ")
         )
     return "\n".join(lines) + "\n" if lines else ""
 

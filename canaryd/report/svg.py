@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from canaryd.formatting import DAY, HOUR, MINUTE, format_time, number, quantity, scale
+from canaryd.formatting import DAY, HOUR, MINUTE, format_utc, number, quantity, scale
 
 STYLE = """
 .plot { --plot-own: #2563c9; --plot-bad: #c62828; --plot-calm: #8a5a00; margin: 0 0 1.2rem; overflow-x: auto; }
@@ -116,7 +116,7 @@ def _summary(title: str, unit: str, points: Sequence[Point]) -> str:
         return f"{title}: no values in this time"
     values = [v for _, v in points]
     values_text = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
-    start, end = (format_time(at, seconds=False) for at, _ in (points[0], points[-1]))
+    start, end = (format_utc(at, seconds=False) for at, _ in (points[0], points[-1]))
     return f"{title}: {values_text} ({start} to {end})"
 
 
@@ -137,24 +137,14 @@ def _levels(low: float, high: float) -> list[float]:
 
 
 def _times(first: float, last: float) -> Iterator[tuple[float, str]]:
-    """Yield the ticks of the time axis with their labels, on whole hours and days of the reader's clock."""
+    """Yield the ticks of the time axis with their labels, on whole hours and days of UTC."""
     step = next((s for s in STEPS if (last - first) / s <= TICKS), STEPS[-1])
-    offset = _offset(first)
-    for k in range(math.ceil((first + offset) / step), math.floor((last + offset) / step) + 2):
-        at = k * step - offset
-        at += offset - _offset(at)  # daylight saving time may have begun or ended since `first`
-        if first <= at <= last:
-            local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
-            if step < MINUTE:
-                yield at, f"{local:%H:%M:%S}"
-            else:
-                yield at, f"{local:%H:%M}" if step < DAY and (local.hour or local.minute) else f"{local:%d %b}"
-
-
-def _offset(at: float) -> float:
-    """Return by how many seconds the reader's clock is ahead of UTC at a time."""
-    ahead = datetime.fromtimestamp(at, tz=timezone.utc).astimezone().utcoffset()
-    return ahead.total_seconds() if ahead is not None else 0.0
+    for k in range(math.ceil(first / step), math.floor(last / step) + 1):
+        at = datetime.fromtimestamp(k * step, tz=timezone.utc)
+        if step < MINUTE:
+            yield k * step, f"{at:%H:%M:%S}"
+        else:
+            yield k * step, f"{at:%H:%M}" if step < DAY and (at.hour or at.minute) else f"{at:%d %b}"
 
 
 def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) -> Iterator[str]:
@@ -164,7 +154,7 @@ def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) ->
         at, label = x(mark.at), html.escape(mark.label)
         yield (
             f'<line class="mark {mark.role}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{bottom}">'
-            f"<title>{format_time(mark.at)} {label}</title></line>"
+            f"<title>{format_utc(mark.at)} {label}</title></line>"
         )
         wide = LETTER * len(mark.label)
         begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values is left of that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,25 @@ import pytest
 from canaryd.config.settings import Config
 from canaryd.dossier.document import DossierError, gather
 from canaryd.engine.engine import Engine
+from canaryd.facts import Span
 from canaryd.judge.phrases import PROVIDER
 from canaryd.model import Ack, Cause, State
 from canaryd.store.store import Store
-from tests.dossier.made import GPU, HOST, HOUR, NOW, PEER, PROCESSOR, SERIAL, SIBLING, UUID, run, verdict, written
+from tests.dossier.made import (
+    GPU,
+    HOST,
+    HOUR,
+    NOW,
+    PEER,
+    PROCESSOR,
+    SERIAL,
+    SIBLING,
+    UUID,
+    evidence,
+    run,
+    verdict,
+    written,
+)
 
 
 def test_the_facts_are_those_of_the_store(store, tmp_path):
@@ -86,6 +102,55 @@ def test_a_finding_shows_message_action_and_evidence(store, tmp_path):
     assert f"<p>Wrong results.</p><p><strong>Do now:</strong> Take it out.</p>{details}" in page
     assert page.index("<summary>What each rule says</summary>") < page.index(details)
     assert '"message": "Wrong results. Take it out."' in (made / "ocp.jsonl").read_text()
+
+
+def test_every_time_is_in_utc(store, tmp_path, monkeypatch):
+    """Who receives it is elsewhere, and a host's clock may have been put back since the fault."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        time.tzset()
+        made, document, page = written(store, tmp_path)
+    time.tzset()
+    assert document["timezone"] == "UTC"
+    assert "is FAULTY (hardware) since 2026-09-21 09:13:20 UTC." in document["summary"]
+    for text in (page, (made / "log.txt").read_text()):
+        times = re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?(?: UTC)?", text)
+        assert times
+        assert all(t.endswith(" UTC") for t in times)
+    assert "2026-09-21 13:13:20 UTC … 2026-09-21 13:13:20 UTC  xid 94" in (made / "log.txt").read_text()
+
+
+def test_wrong_elements_of_other_runs_are_not_left_out(store, tmp_path):
+    """What is said of a case holds for all its wrong runs, not for the one with the most wrong elements alone."""
+    (other,) = run(30, wrong=1).comparisons
+    elsewhere = replace(evidence(5, 40, 13), repeats_wrong=2, repeats_alike=1)
+    store.add_run(run(30, comparisons=(replace(other, evidence=elsewhere),)))
+    _, document, page = written(store, tmp_path)
+    (failure,) = document["failures"]
+    assert {tuple(e["index"]) for e in failure["elements"]} == {(17, 40), (5, 40)}
+    assert failure["lines"] == {"row": "5…17", "column": "40"}
+    assert page.count("All wrong elements lie in row 5…17; column 40.") == 2
+    assert failure["reproduced"] == "2 of 9 fresh uploads wrong, 1 with the same bits in the same elements"
+
+
+@pytest.mark.parametrize(
+    ("spans", "wanted"),
+    [
+        ([Span(first=3, last=19, distinct=2, period=16), Span(first=35, last=35, distinct=1)], "= 3 mod 16"),
+        ([Span(first=3, last=35, distinct=2, period=32), Span(first=3, last=19, distinct=2, period=16)], "= 3 mod 16"),
+        ([Span(first=3, last=19, distinct=2, period=16), Span(first=4, last=4, distinct=1)], "3…19"),
+        ([Span(first=3, last=19, distinct=2, period=16), Span(first=1, last=9, distinct=7)], "1…19"),
+        ([Span(first=3, last=5, distinct=2)] * 2, "3…5 (2 distinct)"),
+    ],
+)
+def test_what_all_runs_share_is_told(store, tmp_path, spans, wanted):
+    """A residue that holds in every run is a lane of the part; what holds in one run only is not said of all."""
+    for number in (5, 7):
+        compared = replace(run(number, wrong=1).comparisons[0], evidence=None)
+        found = replace(evidence(17, 40, 13), lines={"column": spans[number == 7]})
+        store.add_run(run(number + 30, comparisons=(replace(compared, evidence=found, seed=43),)))
+    _, document, _ = written(store, tmp_path)
+    assert next(f for f in document["failures"] if f["seed"] == 43)["lines"] == {"column": wanted}
 
 
 def test_peers_that_computed_the_same_bytes_are_named(store, tmp_path):
