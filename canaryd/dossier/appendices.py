@@ -179,11 +179,12 @@ def _reproduce(document: Document) -> str:
     laid = scripts(document)
     parts = []
     if laid:
-        parts.append("<p>Without canaryd: this needs torch only. Run it in the directory of this page (1000 runs):</p>")
+        parts.append("<p>Without canaryd: this needs torch only. Run it in the directory of this page:</p>")
         parts += [f"<pre>{escape(line)}</pre>" for line in laid]
         parts.append(
             "<p>The script prints the wrong elements and bits. Exit status: 0 if no run was wrong, as on a healthy "
-            "part; 1 if any was; 2 if it could not run.</p>"
+            "part; 1 if any was; 2 if it could not run. So many runs miss a fault as rare as the recorded one with a "
+            "probability of 5 %; with fewer, no wrong run proves nothing.</p>"
         )
         if any(map(core_option, document["failures"])):
             parts.append("<p>--core selects the core. The default is the core that failed.</p>")

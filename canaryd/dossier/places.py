@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from canaryd.dossier.text import counted, share, wrong_places
+from canaryd.judge.statistics import RULE_OF_THREE
 
 NAMED = 4
 """Places that are named one by one."""
+LEAST_RUNS = 1000
+"""Of a script at least: they take seconds (ours)."""
 
 
 def is_unit(place: Mapping[str, Any]) -> bool:
@@ -21,6 +25,20 @@ def failing_core(failure: Mapping[str, Any]) -> int | None:
     cores = [p for p in failure["places"] if is_unit(p) and p["unit"] == "core" and p["results"]["wrong"]]
     worst = max(cores, key=lambda p: p["results"]["wrong"], default=None)
     return None if worst is None else int(worst["numbers"][0])
+
+
+def enough_runs(failure: Mapping[str, Any], document: Mapping[str, Any]) -> int:
+    """Return how many runs of a failing case show its fault with 95 % probability.
+
+    A case is named because it failed, so its own rate is too high: what its test computed, or its core, counts too.
+    """
+    core = failing_core(failure)
+    at = [p for p in document["places"] if is_unit(p) and p["unit"] == "core" and p["numbers"] == [core]]
+    all_of_it = at or [p for p in document["probes"] if p["probe"] == failure["probe"]]
+    tallies = [failure["results"], *(each["results"] for each in all_of_it)]
+    runs = max(math.ceil(RULE_OF_THREE * t["total"] / t["wrong"]) for t in tallies if t["wrong"])
+    digits = 10 ** max(0, len(str(runs)) - 2)
+    return max(LEAST_RUNS, math.ceil(runs / digits) * digits)
 
 
 def told_places(failure: Mapping[str, Any]) -> str:

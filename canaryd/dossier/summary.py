@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canaryd.dossier import pictures
-from canaryd.dossier.places import failing_core, shared_lines, told_places
+from canaryd.dossier.places import enough_runs, failing_core, shared_lines, told_places
 from canaryd.dossier.text import clipped, counted, flipped_bits, rated, ruled_out, share
 from canaryd.formatting import format_utc
 from canaryd.judge.phrases import count
@@ -216,7 +216,7 @@ def scripts(document: Document) -> list[str]:
     """Return the commands that repeat failing cases without canaryd."""
     name = document["identity"]["torch_name"]
     laid = [f for f in document["failures"] if f["exhibit"] and not f["exhibit_absent"]]
-    return [f"python {f['exhibit']}/reproduce.py {name} 1000{core_option(f)}" for f in laid]
+    return [f"python3 {f['exhibit']}/reproduce.py {name} {enough_runs(f, document)}{core_option(f)}" for f in laid]
 
 
 def core_option(failure: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from canaryd.config.settings import Config
 from canaryd.dossier import ocp, page
 from canaryd.dossier.advice import EXHIBITS
 from canaryd.dossier.document import SCHEMA, DossierError, OutputError, gather, torch_name
-from canaryd.dossier.places import failing_core
+from canaryd.dossier.places import enough_runs, failing_core
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
@@ -151,7 +151,7 @@ def _write_evidence(
         folder.mkdir(parents=True)
         (folder / "wrong.csv").write_text(_table(failure), encoding="utf-8")
         contents.append((f"{part}/wrong.csv", f"the recorded wrong elements of {failure['case']}"))
-        files, why = _exhibit(folder, failure, engine, device, wait)
+        files, why = _exhibit(folder, failure, document, engine, device, wait)
         failure["exhibit"] = part
         failure["exhibit_absent"] = why
         purpose = {"golden.npy": "the right result", "reproduce.py": "repeats the computation; needs torch only"}
@@ -167,7 +167,12 @@ def _write_evidence(
 
 
 def _exhibit(
-    folder: Path, failure: Mapping[str, Any], engine: Engine | None, device: Device, wait: float
+    folder: Path,
+    failure: Mapping[str, Any],
+    document: Mapping[str, Any],
+    engine: Engine | None,
+    device: Device,
+    wait: float,
 ) -> tuple[list[str], str]:
     """Let a worker write operands, golden and script; return the files, or why there are none."""
     if failure["subject"] != Subject.DEVICE.value:
@@ -191,7 +196,7 @@ def _exhibit(
             **INSTRUCTION_SETS.get(failure["instruction_set"], {}),
         },
         "unset": SCRUBBED,
-        "runs": 1000,
+        "runs": enough_runs(failure, document),
         "core": failing_core(failure),
     }
     try:

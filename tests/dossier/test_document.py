@@ -10,6 +10,7 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.dossier.document import DossierError, gather
+from canaryd.dossier.places import enough_runs
 from canaryd.engine.engine import Engine
 from canaryd.facts import Span
 from canaryd.judge.phrases import PROVIDER
@@ -151,6 +152,28 @@ def test_what_all_runs_share_is_told(store, tmp_path, spans, wanted):
         store.add_run(run(number + 30, comparisons=(replace(compared, evidence=found, seed=43),)))
     _, document, _ = written(store, tmp_path)
     assert next(f for f in document["failures"] if f["seed"] == 43)["lines"] == {"column": wanted}
+
+
+@pytest.mark.parametrize(
+    ("case", "test", "core", "wanted"),
+    [
+        ((4, 40), (4, 34_961), None, 27_000),  # a case is named because it failed: the test says how rare that is
+        ((4, 40), (4, 340_961), (4, 34_961), 27_000),
+        ((1, 9_000), (400, 18_000), None, 27_000),
+        ((40, 44), (40, 44), None, 1000),
+        ((1, 1_000_000), (1, 1_000_000), None, 3_000_000),
+    ],
+)
+def test_the_script_runs_often_enough_to_see_the_fault(case, test, core, wanted):
+    """Three times 1/rate: with fewer runs a vendor sees nothing, and sends the part back."""
+
+    def tally(counts):
+        return dict(zip(("wrong", "total"), counts, strict=True))
+
+    at = [{"place": "core 7", "unit": "core", "numbers": [7], "results": tally(core)}] if core else []
+    failure = {"probe": "exact_matmul", "results": tally(case), "places": at}
+    document = {"probes": [{"probe": "exact_matmul", "results": tally(test)}], "places": at}
+    assert enough_runs(failure, document) == wanted
 
 
 def test_peers_that_computed_the_same_bytes_are_named(store, tmp_path):

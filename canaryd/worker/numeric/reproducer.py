@@ -72,17 +72,18 @@ WHY = {
 }
 SCRIPT = Template('''"""Repeat a computation that came out wrong. It needs torch and the files beside it, nothing else.
 
-    python reproduce.py DEVICE [RUNS] [--core N]        for example: python reproduce.py $device 1000$option
+    python3 reproduce.py DEVICE [RUNS] [--core N]        for example: python3 reproduce.py $device $runs$option
 
 What: $what.
 Why golden.npy is right: $why.
-Exit status: 0 every run was right, 1 at least one was wrong, 2 it could not be run.
+Exit status: 0 every run was right, 1 at least one was wrong, 2 it could not be run, or was interrupted while right.
 """
 
 import argparse
 import ast
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -143,21 +144,27 @@ $switches
     golden = bits(load("golden.npy", torch.$golden_dtype))
     host = [$loads]
     width = golden.element_size() * 8
-    wrong = 0
-    for run in range(options.runs):
-        if run % 100 == 0:  # fresh copies on the device
-            operands = [t.clone(memory_format=torch.preserve_format).to(options.device) for t in host]
-        result = bits(compute(*operands).cpu())
-        bad = (result != golden).nonzero()
-        wrong += len(bad) > 0
-        for at in bad[:10].tolist():
-            want, have = (int(t[tuple(at)]) % 2**width for t in (golden, result))
-            flipped = [bit for bit in range(width) if (want ^ have) >> bit & 1]
-            print(f"run {run}: element {at}: expected {want:#x}, got {have:#x}, flipped bits {flipped}")
-        if len(bad) > 10:
-            print(f"run {run}: {len(bad)} of {golden.numel()} elements are wrong")
-    print(f"{wrong} of {options.runs} runs were wrong on {where}")
-    return 1 if wrong else 0
+    done = wrong = 0
+    try:
+        for run in range(options.runs):
+            if run % 100 == 0:  # fresh copies on the device
+                operands = [t.clone(memory_format=torch.preserve_format).to(options.device) for t in host]
+            result = bits(compute(*operands).cpu())
+            bad = (result != golden).nonzero()
+            done, wrong = run + 1, wrong + (len(bad) > 0)
+            for at in bad[:10].tolist():
+                want, have = (int(t[tuple(at)]) % 2**width for t in (golden, result))
+                flipped = [bit for bit in range(width) if (want ^ have) >> bit & 1]
+                print(f"run {run}: element {at}: expected {want:#x}, got {have:#x}, flipped bits {flipped}")
+            if len(bad) > 10:
+                print(f"run {run}: {len(bad)} of {golden.numel()} elements are wrong")
+    except KeyboardInterrupt:
+        where += ", then interrupted"
+    told = getattr(getattr(torch, torch.device(options.device).type, None), "get_device_properties", str)
+    part = told(options.device)  # with its uuid, where torch knows it
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC, torch {torch.__version__}, {part}")
+    print(f"{wrong} of {done} runs were wrong on {where}")
+    return 1 if wrong else 0 if done == options.runs else 2
 
 
 if __name__ == "__main__":

@@ -103,6 +103,11 @@ def reader():
         yield run
 
 
+def told(done) -> str:
+    """Return the last line of the script's output: the count."""
+    return done.stdout.splitlines()[-1]
+
+
 def flip(path: Path, element: int, bit: int, size: int) -> None:
     """Flip one bit of one element of a .npy file."""
     data = bytearray(path.read_bytes())
@@ -119,7 +124,7 @@ def test_the_script_computes_what_the_probe_computed(tmp_path, reader, probe, ca
     assert {p.name for p in (tmp_path / "case").iterdir()} == set(answer["files"])
     done = reader(tmp_path / "case")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "0 of 2 runs were wrong on cpu\n"
+    assert done.stdout.splitlines()[1:] == ["0 of 2 runs were wrong on cpu"]
     assert answer["exactness"] == made.problem.exactness.value
 
 
@@ -142,7 +147,7 @@ def test_the_script_names_the_wrong_element_and_its_bit(tmp_path):
     assert [run for run, _, _ in found] == ["0", "1", "2"]
     assert {int(want, 16) ^ int(have, 16) for _, want, have in found} == {1 << 13}
     assert done.stdout.splitlines()[-1] == f"3 of 3 runs were wrong on cpu, core {core}"
-    assert len(done.stdout.splitlines()) == 4
+    assert len(done.stdout.splitlines()) == 5
 
 
 def test_many_wrong_elements_are_counted(tmp_path, reader):
@@ -184,7 +189,37 @@ def test_a_missing_numpy_is_not_worth_a_word(tmp_path):
     """The script does without, so it passes on no warning of torch that it is missing."""
     laid_out(tmp_path, "exact_matmul", PRODUCT)
     done = without("numpy", tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0 of 1 runs were wrong on cpu\n", "")
+    assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["0 of 1 runs were wrong on cpu"], "")
+
+
+def test_the_output_names_part_software_and_time(tmp_path):
+    """It is pasted into the vendor's case, where "cuda:0" of some machine at some time proves nothing."""
+    laid_out(tmp_path, "exact_matmul", PRODUCT)
+    first = reproduce(tmp_path, "1").stdout.splitlines()[0]
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC, torch {re.escape(torch.__version__)}, cpu", first)
+    text = (tmp_path / "reproduce.py").read_text()
+    part = "torch.cuda.get_device_properties = lambda name: f'H200 uuid=5f1c of {name}'\n"
+    code = f"import torch\n{part}import sys; sys.argv = ['x', 'cuda:0', '1']\n"
+    code += text.replace(".to(options.device)", "").replace("if __name__", "options.device = 'cuda:0'\nif __name__")
+    (tmp_path / "pretended.py").write_text(code)
+    argv = [sys.executable, "-I", str(tmp_path / "pretended.py")]
+    done = subprocess.run(argv, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].endswith(", H200 uuid=5f1c of cuda:0")
+
+
+def test_an_interrupted_script_says_what_it_saw(tmp_path):
+    """A rare fault takes many runs: those that were made count, and no clean ones among them acquit."""
+    laid_out(tmp_path, "exact_matmul", PRODUCT)
+    text = (tmp_path / "reproduce.py").read_text()
+    every = "            if run % 100 == 0:"
+    stopped = f"            if run == 10:\n                raise KeyboardInterrupt\n{every}"
+    (tmp_path / "reproduce.py").write_text(text.replace(every, stopped))
+    done = reproduce(tmp_path, "1000")
+    assert (done.returncode, told(done)) == (2, "0 of 10 runs were wrong on cpu, then interrupted")
+    flip(tmp_path / "golden.npy", 5 * 64 + 9, 13, 2)
+    done = reproduce(tmp_path, "1000")
+    assert (done.returncode, told(done)) == (1, "10 of 10 runs were wrong on cpu, then interrupted")
 
 
 @pytest.mark.parametrize(
@@ -208,11 +243,11 @@ def test_the_script_runs_on_the_core_that_failed(tmp_path, reader):
     """By itself; its usage line names the core, and --core changes it."""
     core = max(os.sched_getaffinity(0))
     laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024", core=core)
-    assert f"python reproduce.py cpu 1000 --core {core}\n" in (tmp_path / "reproduce.py").read_text()
-    assert reader(tmp_path).stdout == f"0 of 2 runs were wrong on cpu, core {core}\n"
-    assert reader(tmp_path, "--core", "any").stdout == "0 of 2 runs were wrong on cpu\n"
+    assert f"python3 reproduce.py cpu 2 --core {core}\n" in (tmp_path / "reproduce.py").read_text()
+    assert told(reader(tmp_path)) == f"0 of 2 runs were wrong on cpu, core {core}"
+    assert told(reader(tmp_path, "--core", "any")) == "0 of 2 runs were wrong on cpu"
     other = min(os.sched_getaffinity(0))
-    assert reader(tmp_path, "--core", str(other)).stdout == f"0 of 2 runs were wrong on cpu, core {other}\n"
+    assert told(reader(tmp_path, "--core", str(other))) == f"0 of 2 runs were wrong on cpu, core {other}"
 
 
 def test_the_surroundings_are_those_of_the_probe(tmp_path):
@@ -237,8 +272,8 @@ def test_the_script_is_short_and_needs_torch_alone(tmp_path):
     tree = ast.parse(text)
     imports = {a.name.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imports |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imports == {"argparse", "ast", "os", "sys", "warnings", "pathlib", "torch"}
-    assert len(text.splitlines()) <= 100
+    assert imports == {"argparse", "ast", "os", "sys", "time", "warnings", "pathlib", "torch"}
+    assert len(text.splitlines()) <= 110
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float8_e4m3fn", "int8", "bool", "int64"])
