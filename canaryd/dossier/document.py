@@ -24,6 +24,7 @@ from canaryd.formatting import format_duration, format_utc
 from canaryd.judge import acks
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
+from canaryd.judge.findings import ACKNOWLEDGED
 from canaryd.judge.node import DRILL_EXPIRY, node
 from canaryd.judge.phrases import count
 from canaryd.judge.verdict import decide
@@ -253,6 +254,7 @@ def _verdict(facts: Facts) -> dict[str, Any]:
             | {"rivals": [{"cause": r.cause.value, "why": r.why, "rejected": r.rejected} for r in f.rivals]}
             | {"characterised": [{"name": c.name, "by": c.by} for c in f.characterised]}  # no uuids of other parts
             for f in verdict.findings
+            if f.rule != ACKNOWLEDGED  # it names a person; "acks" has the rest
         ],
     }
 

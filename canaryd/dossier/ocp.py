@@ -23,8 +23,8 @@ FIRMWARE = ("vbios", "inforom", "gsp_firmware", "microcode", "firmware")
 SYSTEM = ("driver", "kernel", KERNEL_DRIVER, "cuda")
 RESULTS = {"healthy": "PASS", "unknown": "NOT_APPLICABLE"}
 """State → result of the test run; any other state is FAIL."""
-TYPES = {"healthy": "PASS", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}
-"""State of a finding → type of its diagnosis."""
+TYPES = {"healthy": "UNKNOWN", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}
+"""State of a finding → type of its diagnosis. A healthy one is a note, such as "not checked yet", not a pass."""
 
 Document = Mapping[str, Any]
 

@@ -6,7 +6,8 @@ import json
 import re
 
 from canaryd.dossier import ocp
-from tests.dossier.made import SERIAL, written
+from canaryd.model import Cause, Finding, State
+from tests.dossier.made import SERIAL, verdict, written
 
 
 def test_the_ocp_output_follows_the_specification(store, tmp_path):
@@ -41,3 +42,13 @@ def test_the_ocp_output_follows_the_specification(store, tmp_path):
     ]
     assert [(v["verdict"], v["type"]) for v in verdicts] == [("exact-mismatch-confirmed", "FAIL")]
     assert ocp.lines(document) == (made / "ocp.jsonl").read_text()
+
+
+def test_a_note_is_no_passed_test(store, tmp_path):
+    """What says "not checked yet" makes no device faulty, and a reader who counts passes must not count it."""
+    note = Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message="Not checked yet")
+    store.set_verdict(verdict(findings=(*verdict().findings, note)))
+    made, _, _ = written(store, tmp_path)
+    lines = [json.loads(line) for line in (made / "ocp.jsonl").read_text().splitlines()]
+    told = [entry.get("testStepArtifact", {}).get("diagnosis", {}) for entry in lines]
+    assert [d["type"] for d in told if d.get("verdict") == "baseline-learning"] == ["UNKNOWN"]

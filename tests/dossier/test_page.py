@@ -17,8 +17,9 @@ from canaryd.dossier.pictures import heat_map
 from canaryd.dossier.places import failing_core
 from canaryd.dossier.summary import FIRMWARE, PART, STEP, STEPS
 from canaryd.facts import Place, Span
-from canaryd.model import Cause, Event, State
-from tests.dossier.made import CASE, GPU, NOW, PEER, SERIAL, SIBLING, evidence, run, verdict, written
+from canaryd.judge import acks
+from canaryd.model import Ack, Cause, Event, State
+from tests.dossier.made import CASE, GPU, HOUR, NOW, PEER, SERIAL, SIBLING, UUID, evidence, run, verdict, written
 from tests.places import place
 
 
@@ -77,7 +78,10 @@ def test_what_devices_say_is_escaped(store, tmp_path):
 
 def test_nothing_private_leaves(store, tmp_path):
     """No user's name, no process name, no secret, no person who acknowledged, in any file."""
-    made, _, _ = written(store, tmp_path)
+    note = acks.note(Ack(device=UUID, kind="acknowledged", at=NOW - 600, until=NOW + HOUR, reason="known", by="bob"))
+    store.set_verdict(verdict(findings=(*verdict().findings, note)))
+    made, document, _ = written(store, tmp_path)
+    assert [(a["kind"], a["reason"]) for a in document["acks"]] == [("acknowledged", "known")]
     text = "\n".join(p.read_text() for p in made.rglob("*") if p.is_file())
     for private in ("alice", "python3", "abcd1234", "bob"):
         assert private not in text, private

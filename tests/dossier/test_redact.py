@@ -68,6 +68,8 @@ def test_equal_names_stay_equal_inside_and_differ_outside(store, tmp_path):
         ("GPU-12345678-1234-1234-1234-123456789abc", "12345678-1234-1234-1234-123456789ABC", True),
         (HOST, HOST.upper(), True),
         ("see fe80::1ff:fe23:4567:890a", "see fe80::1", False),
+        ("ask kim.doe@corp.example", "(KIM.DOE@corp.example)", True),
+        ("ask kim@corp.example", "ask lee@corp.example", False),
     ],
 )
 def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
@@ -88,6 +90,8 @@ def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
         "vbios 96.00.A5.00.01",
         "bits 3, 4 and/or 5",
         "std::x",
+        "#1 SMP PREEMPT @0",
+        "recorded_kernels@96x80x256",
     ],
 )
 def test_what_names_nothing_is_left_alone(store, text):
