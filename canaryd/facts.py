@@ -120,7 +120,8 @@ class Place:
     def __str__(self) -> str:
         """Return e.g. "core 3", "cores 2 and 5", "core 3 twice", "SM 17", "131 SMs", "link 0 to 2", "device"."""
         if self.unit == "threads":
-            return f"all {self.numbers[0]} threads" if self.numbers else "several threads"
+            several = f"all {self.numbers[0]} threads" if self.numbers else "several threads"
+            return "the only thread" if self.numbers == (1,) else several
         if self.unit == "thread":
             return "one thread"
         unit = {"sm": "SM"}.get(self.unit, self.unit)

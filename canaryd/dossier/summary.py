@@ -17,8 +17,9 @@ from canaryd.judge.phrases import count
 from canaryd.report.html import bullets, escape, facts, soft, table
 from canaryd.report.terminal import state_note
 
-VERDICT, NOTE, BANNER, STEP, FACT, CELL, COMMAND = 700, 200, 250, 170, 80, 60, 240
-"""Letters of the verdict, its note, a banner, a step, a fact about the part, a cell of evidence, a command at most."""
+VERDICT, NOTE, BANNER, STEP, FACT, CELL, SPANS, COMMAND = 700, 200, 250, 170, 80, 60, 90, 240
+"""Letters of the verdict, its note, a banner, a step, a fact about the part, a cell of evidence, rows and columns,
+and a command at most."""
 STEPS, TESTS, PLACES, PROBES = 6, 3, 6, 8
 """Next steps, failing tests side by side, places, and tests of a device without a failure that are shown at most."""
 Document = Mapping[str, Any]
@@ -195,7 +196,7 @@ def _places(document: Document) -> str:
     if {p["place"] for p in places} == {"device"}:
         parts.append(soft("The tests cannot choose the unit that computes a result, so no unit is named."))
     lines = shared_lines(document["failures"][0])
-    return "".join(parts) + (f"<p>Worst case: {escape(clipped(lines, CELL))}</p>" if lines else "")
+    return "".join(parts) + (f"<p>Worst case: {escape(clipped(lines, SPANS))}</p>" if lines else "")
 
 
 def _bits(document: Document) -> str:

@@ -242,6 +242,18 @@ def test_the_summary_prints_as_two_pages(store, tmp_path, kind, paper):
     assert printed(html, tmp_path, "whole") == 2 + printed(alone, tmp_path, "appendices")
 
 
+def test_the_second_page_cuts_no_span_into_another(store, tmp_path):
+    """A span "0…79" cut after its first letter reads as "0…7…": rows and columns of a case stay whole."""
+    found = evidence(17, 40, 13, wrong=500)
+    wide = {"row": Span(first=0, last=1094, distinct=86), "column": Span(first=0, last=1079, distinct=70)}
+    (compared,) = run(30, wrong=1).comparisons
+    for number in (30, 31, 32):
+        store.add_run(run(number, comparisons=(replace(compared, seed=43, evidence=replace(found, lines=wide)),)))
+    _, _, html = written(store, tmp_path)
+    text = "All wrong elements lie in row 0…1094 (86 distinct); column 0…1079 (70 distinct)."
+    assert f"<p>Worst case: {text}</p>" in html
+
+
 def test_each_wrong_element_is_listed_once(store, tmp_path):
     """Two runs recorded the same wrong element: one row, seen twice. The record has both."""
     _, document, html = written(store, tmp_path)
