@@ -32,7 +32,9 @@ def add_parsers(commands: Commands) -> None:
     command.add_argument(
         "--redact", action="store_true", help="replace host names, serials, uuids, paths and addresses by pseudonyms"
     )
-    command.add_argument("--drill", action="store_true", help="report the drills of the last hour instead")
+    command.add_argument(
+        "--drill", action="store_true", help="report the last drill, and those of the hour before it, instead"
+    )
     command.add_argument("--json", action="store_true", help="print dossier.json instead of the path")
 
 

@@ -112,6 +112,7 @@ def _gather_facts(
     if drill and not runs:
         raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
     if drill:
+        runs = [r for r in runs if r.started >= runs[-1].started - DRILL_EXPIRY]  # those that its verdict counts
         verdict, note = _drilled(device, runs, config, now, Claims(store.met())), ""
     else:
         verdict, note = _judged(store, engine, device, runs, now)

@@ -17,7 +17,7 @@ from canaryd.dossier.places import failing_core
 from canaryd.engine.engine import Engine
 from canaryd.store.store import Store
 from tests.command import canaryd, configure
-from tests.dossier.made import written
+from tests.dossier.made import GPU, HOUR, NOW, run, written
 
 ONE_CORE = '''
 """Wrong on core 3 alone: one element of its tile, bit 5, in 2 of every 8 results."""
@@ -68,6 +68,19 @@ def test_a_fault_of_one_core_is_named_with_tile_bit_and_rate(tmp_path):
     rows = (made / failure["exhibit"] / "wrong.csv").read_text().splitlines()
     assert rows[0] == "run,index,expected,observed,flipped_bits"
     assert {row.partition(",")[2] for row in rows[1:]} == {"17 40,0x3f800000,0x3f800020,5"}
+
+
+def test_drills_of_another_day_are_another_dossier(tmp_path):
+    """The verdict counts those of the last hour, so the cases, the rates and the name of the fault do too."""
+    with Store.open(tmp_path / "state", now=lambda: NOW) as store:
+        store.see_device(GPU, NOW - 40 * HOUR)
+        store.add_run(run(0, wrong=100, drill="consistent", started=NOW - 20 * HOUR))
+        for number in (1, 2):
+            store.add_run(run(number, wrong=1, drill="flip", started=NOW - 5 * HOUR + number))
+        _, document, _ = written(store, tmp_path, drill=True)
+    assert document["drill"] == "flip"
+    assert [p["results"] for p in document["probes"]] == [{"wrong": 2, "total": 200}]
+    assert [f["results"]["wrong"] for f in document["failures"]] == [2]
 
 
 @pytest.fixture(scope="module")
