@@ -21,8 +21,9 @@ TIMELINE = 200
 """Newest entries that the timeline keeps."""
 POLLS, POINTS, SERIES = 20_000, 400, 8
 """Polls read, points kept per series, series kept."""
-NEARBY = 120.0
-"""Largest distance in seconds of a poll that gives the conditions of a run (ours: eight default periods)."""
+NEARBY = 150.0
+"""Largest distance in seconds of a poll that gives the conditions of a run (ours: half the default `telemetry.keep`, at
+which the polls of a quiet device are stored)."""
 FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
 """Sensors and domains whose series are kept first."""
 
@@ -71,7 +72,7 @@ def _wrong_runs(facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def _conditions(facts: Facts, at: float) -> dict[str, Any]:
-    """Return temperature, power and clocks of the poll nearest to a time, within two minutes."""
+    """Return temperature, power and clocks of the poll nearest to a time, near enough."""
     first = bisect.bisect_left(facts.plotted_polls, at - NEARBY, key=lambda p: p.started)
     near = list(
         itertools.takewhile(lambda p: p.started <= at + NEARBY, itertools.islice(facts.plotted_polls, first, None))

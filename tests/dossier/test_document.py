@@ -27,6 +27,7 @@ from tests.dossier.made import (
     SIBLING,
     UUID,
     evidence,
+    poll,
     run,
     verdict,
     written,
@@ -199,6 +200,17 @@ def test_the_timeline_has_conditions_stacks_verdicts_xids_and_acks(store, tmp_pa
         "power_watts",
         "clock_hertz{domain=sm}",
     }
+
+
+def test_every_wrong_run_between_two_stored_polls_has_its_conditions(store, tmp_path):
+    """Of a quiet device a poll is stored every five minutes: a run half-way between two was at their temperature."""
+    keep = Config().telemetry.keep
+    for offset in (0.0, keep):
+        store.add_poll(replace(poll(20, 61.0), id=f"{offset:012.0f}-abcdef", started=NOW - 600 + offset), {})
+    store.add_run(run(40, wrong=1, started=NOW - 600 + keep / 2))
+    _, document, _ = written(store, tmp_path)
+    newest = [e for e in document["timeline"] if e["kind"] == "wrong"][-1]
+    assert newest["conditions"]["temperature_celsius"]["value"] == 61.0
 
 
 def test_the_next_step_is_the_vendors(store, tmp_path):
