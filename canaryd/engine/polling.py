@@ -163,7 +163,7 @@ class Watch:
         with self._sweeping:
             self.own()
             for task in todo:
-                lane = self._lane(task)
+                lane = self._lane(task.request.device.uuid, task.request.spec.name, task.period)
                 if stopped():
                     break
                 now = time.monotonic()
@@ -224,17 +224,25 @@ class Watch:
             self._end(self._series)
             self._series = None
 
-    def _lane(self, task: Task) -> _Lane:
-        """Return the lane of a task; a new one begins with what the store knows."""
-        device, probe = task.request.device.uuid, task.request.spec.name
+    def recall(self, device: str, periods: Mapping[str, float]) -> None:
+        """Take from the store what telemetry said last of a device, by probe and its period, without polling it.
+
+        What says nothing new is stored once in `telemetry.keep`, so a stored poll stays fresh for that long.
+        """
+        for probe, period in periods.items():
+            if self._store.polls(device, probe, completed=True, limit=1):
+                self._lane(device, probe, max(period, self._config().telemetry.keep))
+
+    def _lane(self, device: str, probe: str, period: float) -> _Lane:
+        """Return the lane of a probe on a device; a new one begins with what the store knows."""
         with self._mutex:
             if (device, probe) not in self._lanes:
-                lane = _Lane(period=task.period, since=time.time())
+                lane = _Lane(period=period, since=time.time())
                 lane.recall(self._store.polls(device, probe, completed=True, limit=RECALLED))
                 lane.completed = lane.recorded
                 self._lanes[device, probe] = lane
             lane = self._lanes[device, probe]
-            lane.period = task.period
+            lane.period = period
             return lane
 
     def _take(self, run: Run, lane: _Lane, *, record: bool) -> None:

@@ -18,6 +18,7 @@ from canaryd.engine.engine import Engine
 from canaryd.store.store import Store
 from tests.command import canaryd, configure
 from tests.dossier.made import GPU, HOUR, NOW, run, written
+from tests.nvml_stand_in import StandIn
 
 ONE_CORE = '''
 """Wrong on core 3 alone: one element of its tile, bit 5, in 2 of every 8 results."""
@@ -68,6 +69,25 @@ def test_a_fault_of_one_core_is_named_with_tile_bit_and_rate(tmp_path):
     rows = (made / failure["exhibit"] / "wrong.csv").read_text().splitlines()
     assert rows[0] == "run,index,expected,observed,flipped_bits"
     assert {row.partition(",")[2] for row in rows[1:]} == {"17 40,0x3f800000,0x3f800020,5"}
+
+
+def test_what_the_device_says_of_itself_is_judged_again_too(tmp_path):
+    """A row that could not be replaced decides a return at NVIDIA: the report does not poll, and must not forget it."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed in this interpreter")
+    machine = StandIn(tmp_path, 1)
+    settings = {"enabled": True, "settings": {"sysfs": str(tmp_path / "sys")}}
+    config = configure(tmp_path, "passes", each={"nvidia_telemetry": settings})
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    assert canaryd("check", *common, **machine.environment).code != 2
+    machine.set(0, "remapped.failed", 1)
+    done = canaryd("check", "--json", *common, **machine.environment)
+    assert done.code == 2, done.err
+    done = canaryd("report", machine.uuids[0], "--json", "-o", tmp_path / "out", *common, **machine.environment)
+    document = json.loads(done.out)
+    assert [f["rule"] for f in document["verdict"]["findings"]].count("row-remap-failed") == 1
+    assert (document["verdict"]["state"], document["kind"]) == ("faulty", "rma")
+    assert document["verdict"]["note"] == ""
+    assert "telemetry-stale" not in done.out
 
 
 def test_drills_of_another_day_are_another_dossier(tmp_path):

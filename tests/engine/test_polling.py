@@ -20,6 +20,7 @@ from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee
 from canaryd.facts import LogPosition, LogRecord
+from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.events import log_event
 from canaryd.model import Cause, Device, Event, Outcome, State
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
@@ -160,6 +161,20 @@ def test_a_rise_across_a_restart_is_counted_once(host):
     third = again.again()
     third.poll(("edac_errors_total", 5, dimm))
     assert [e.count for e in third.watch.history.of(third.device) if e.kind == "counter"] == [4]
+
+
+def test_who_judges_without_polling_has_what_was_stored_last(host):
+    """Of a quiet device a poll is stored every five minutes: until then it is the present, also of a daemon beside."""
+    host.poll(("temperature_celsius", 34.0))
+    host.again()
+    assert host.watch.polls(host.cpu) == {}
+    host.watch.recall(host.cpu, host.engine.telemetry_periods())
+    poll = host.watch.polls(host.cpu)["says"]
+    assert [r.value for r in poll.completed.readings] == [34.0]
+    assert signals.stale_after(poll.period) >= Config().telemetry.keep
+    assert len(host.pids()) == 1
+    host.watch.recall("GPU-that-is-not-here", host.engine.telemetry_periods())
+    assert host.watch.polls("GPU-that-is-not-here") == {}
 
 
 def test_a_hung_driver_costs_a_worker_and_is_asked_less_and_less(host):
