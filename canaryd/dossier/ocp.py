@@ -15,6 +15,7 @@ from canaryd.dossier.places import is_unit
 from canaryd.dossier.text import wrong_places
 from canaryd.judge.phrases import count
 from canaryd.model import KERNEL_DRIVER
+from canaryd.report.incidents import sentence
 
 VERSION = {"major": 2, "minor": 0}
 PART = "0"
@@ -139,7 +140,7 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
             "diagnosis": {
                 "verdict": f"{drill}{finding['rule']}",
                 "type": "UNKNOWN" if drill else TYPES[finding["state"]],
-                "message": " ".join(filter(None, (finding["message"], finding["action"]))),
+                "message": f"{sentence(finding['message'])} {sentence(finding['action'])}".strip(),
                 "hardwareInfoId": PART,
                 **_where(failures[0] if failures else {}),
             }

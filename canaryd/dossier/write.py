@@ -39,7 +39,7 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
 TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
 """Vendor's tool → seconds that it may take; a broken device can hang it (ours)."""
 QUIET_EVENTS = (
-    *(EventKind.COUNTER, EventKind.CONDITION, EventKind.CHANGE),
+    *(EventKind.COUNTER, EventKind.COUNTER_FELL, EventKind.FLAG, EventKind.CONDITION, EventKind.CHANGE),
     *(EventKind.RESET, EventKind.BOOT, EventKind.RELEASE),
 )
 """Kinds of events that do not come from the kernel log."""
@@ -222,7 +222,11 @@ def _table(failure: Mapping[str, Any]) -> str:
 
 
 def _log(store: Store, device: Device) -> str:
-    events = [e for e in store.events(device=device.uuid) if e.kind not in QUIET_EVENTS]
+    events = [
+        e
+        for e in store.events(device=device.uuid)
+        if e.kind not in QUIET_EVENTS and (e.kind, e.name) != (EventKind.OFF_BUS, "driver")  # a poll said that
+    ]
     lines = []
     for e in events:
         times = f" x{e.count:g}" if e.count > 1 else ""

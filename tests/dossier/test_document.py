@@ -14,7 +14,7 @@ from canaryd.dossier.places import enough_runs
 from canaryd.engine.engine import Engine
 from canaryd.facts import Span
 from canaryd.judge.phrases import PROVIDER
-from canaryd.model import Ack, Cause, State
+from canaryd.model import Ack, Cause, Event, EventKind, State
 from canaryd.store.store import Store
 from tests.dossier.made import (
     GPU,
@@ -211,6 +211,23 @@ def test_every_wrong_run_between_two_stored_polls_has_its_conditions(store, tmp_
     _, document, _ = written(store, tmp_path)
     newest = [e for e in document["timeline"] if e["kind"] == "wrong"][-1]
     assert newest["conditions"]["temperature_celsius"]["value"] == 61.0
+
+
+def test_the_log_has_lines_of_the_kernel_alone(store, tmp_path):
+    """What canaryd read of the device itself is in no kernel log: a vendor who looks for it there finds nothing."""
+    at = {"device": UUID, "first": NOW - HOUR, "last": NOW - HOUR}
+    flag = Event(kind=EventKind.FLAG, name="row_remap_failed", detail="row remap failed changed from 0 to 1", **at)
+    fell = replace(flag, kind=EventKind.COUNTER_FELL, name="ecc", detail="ECC errors fell")
+    lost = replace(flag, kind=EventKind.OFF_BUS, name="driver", detail="the driver lost the device")
+    store.add_events([flag, fell, lost, replace(lost, name="", detail="GPU has fallen off the bus")])
+    made, document, _ = written(store, tmp_path)
+    log = (made / "log.txt").read_text()
+    assert "GPU has fallen off the bus" in log
+    assert "MMU fault" in log
+    told = [entry["text"] for entry in document["timeline"]]
+    for event in (flag, fell, lost):
+        assert event.detail in told
+        assert event.detail not in log
 
 
 def test_the_next_step_is_the_vendors(store, tmp_path):

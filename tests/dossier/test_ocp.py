@@ -46,9 +46,11 @@ def test_the_ocp_output_follows_the_specification(store, tmp_path):
 
 def test_a_note_is_no_passed_test(store, tmp_path):
     """What says "not checked yet" makes no device faulty, and a reader who counts passes must not count it."""
-    note = Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message="Not checked yet")
+    given = {"rule": "baseline-learning", "state": State.HEALTHY, "cause": Cause.NONE}
+    note = Finding(**given, message="Not checked yet", action="Wait for it")
     store.set_verdict(verdict(findings=(*verdict().findings, note)))
     made, _, _ = written(store, tmp_path)
     lines = [json.loads(line) for line in (made / "ocp.jsonl").read_text().splitlines()]
     told = [entry.get("testStepArtifact", {}).get("diagnosis", {}) for entry in lines]
     assert [d["type"] for d in told if d.get("verdict") == "baseline-learning"] == ["UNKNOWN"]
+    assert [d["message"] for d in told if d.get("verdict") == "baseline-learning"] == ["Not checked yet. Wait for it."]
