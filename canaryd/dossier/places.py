@@ -36,8 +36,8 @@ def enough_runs(failure: Mapping[str, Any], document: Mapping[str, Any]) -> int:
     at = [p for p in document["places"] if is_unit(p) and p["unit"] == "core" and p["numbers"] == [core]]
     all_of_it = at or [p for p in document["probes"] if p["probe"] == failure["probe"]]
     tallies = [failure["results"], *(each["results"] for each in all_of_it)]
-    runs = max(math.ceil(RULE_OF_THREE * t["total"] / t["wrong"]) for t in tallies if t["wrong"])
-    digits = 10 ** max(0, len(str(runs)) - 2)
+    runs: int = max(math.ceil(RULE_OF_THREE * t["total"] / t["wrong"]) for t in tallies if t["wrong"])
+    digits: int = 10 ** max(0, len(str(runs)) - 2)
     return max(LEAST_RUNS, math.ceil(runs / digits) * digits)
 
 
