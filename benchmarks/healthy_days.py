@@ -2,7 +2,7 @@
 
 No device here has a fault. Software changes, daemons restart, machines reboot, autotuners choose again, kernels differ
 from run to run, probes time out, fans fail for an hour: the real engine, schedule, store and judge see it all, played
-by tests/story.py. A verdict of hardware with a state of suspect or faulty is a false alarm, and none is allowed.
+by tests/story. A verdict of hardware with a state of suspect or faulty is a false alarm, and none is allowed.
 
 The noise is that of recordings: a served model on llama.cpp (results/served-llama.md) showed 4 to 6 exact vectors for
 one case among 30 recordings, and one that was not known yet in 2 of 500 runs. One recorded case has such modes, one is
@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 
 from benchmarks import common
 from canaryd.model import Cause, State, Verdict
-from tests import story
-from tests.story import EXACT, HOST, NVIDIA, RECORDED, Expectation, Fault, Happening, Machine, Noise, Part, Story
+from tests.story.catalogue import EXACT, HOST, NVIDIA, RECORDED
+from tests.story.format import Expectation, Fault, Happening, Machine, Noise, Part, Story
+from tests.story.playing import play, summary
 
 GPUS = 8
 DEVICES = GPUS + 1
@@ -130,14 +131,14 @@ def live(number: int, days: int, hours: float, seed: int) -> Tally:
             accused = verdict.state.severity >= State.SUSPECT.severity
             if accused and before.get(name) is not verdict.state:
                 said = next(f.message for f in verdict.findings if f.state is verdict.state)
-                line = f"host {number}, round {now}, {name}: {story.summary(verdict)}: {said}"
+                line = f"host {number}, round {now}, {name}: {summary(verdict)}: {said}"
                 tally.accused.append(line)
                 if verdict.cause is Cause.HARDWARE:
                     tally.hardware.append(line)
             before[name] = verdict.state
         return False
 
-    story.play(told, watch=watch)
+    play(told, watch=watch)
     return tally
 
 

@@ -10,7 +10,7 @@ import yaml
 from canaryd.judge.incidents import WRONG
 from canaryd.model import Cause, State, Verdict
 from tests.command import ROOT
-from tests.story import Played
+from tests.story.playing import Played
 
 RULES = ROOT / "deploy/prometheus/canaryd.rules.yml"
 TEXTS: Mapping[str, Mapping[str, str]] = {

@@ -11,11 +11,12 @@ from canaryd.facts import Evidence, Sentence, Skipped
 from canaryd.model import Finding, Run, Verdict
 from canaryd.store import rows
 from canaryd.store.store import Store
-from tests import story
 from tests.alert_texts import untrue_of
 from tests.judge.test_stories import TOLD_BY
 from tests.sentences import _hints, changed, rewritten
-from tests.story import STORIES, Host, Simulated
+from tests.story.format import STORIES, load
+from tests.story.host import Host, Simulated
+from tests.story.playing import play
 
 FILES = sorted(STORIES.glob("*.yaml"))
 NEEDED = frozenset(TOLD_BY.values())
@@ -25,7 +26,7 @@ LONG = 20
 """Rounds above which a story that no rule needs is told in `.ci/full` alone: it takes one to nine seconds."""
 
 
-READ = {path: story.load(path) for path in FILES}
+READ = {path: load(path) for path in FILES}
 """What each file says; none of them is read twice to choose what is played."""
 
 
@@ -43,17 +44,17 @@ def chance(path):
 @functools.cache
 def as_told(path, seed=None):
     """Play a story as its file tells it; return what is wrong with its end, all conclusions, and untrue alerts."""
-    played = story.play(story.load(path), seed=seed)
+    played = play(load(path), seed=seed)
     return played.failures(), concluded(played), untrue_of(played)
 
 
 def in_other_words(path, monkeypatch):
     """Play a story with every sentence changed."""
-    told = story.load(path)
+    told = load(path)
     wordless = tuple(dataclasses.replace(expected, says="") for expected in told.expect)
     with monkeypatch.context() as patch:
         rewrite(patch)
-        return story.play(dataclasses.replace(told, expect=wordless))
+        return play(dataclasses.replace(told, expect=wordless))
 
 
 def concluded(played):
@@ -108,7 +109,7 @@ def test_a_story_ends_as_its_file_says(path, seed):
 
     In another course of chance too: a rule that needs a lucky seed accuses a healthy device one day.
     """
-    told = story.load(path)
+    told = load(path)
     assert told.name == path.stem
     assert told.seed != 2, "seed 2 is the other one"
     assert len(told.text.split()) > 10, "the text says what happened in the world"
@@ -142,7 +143,7 @@ def test_a_rule_that_reads_a_sentence_is_found_out(monkeypatch):
 
     monkeypatch.setattr(verdict, "RULES", (*verdict.RULES, reads))
     path = STORIES / "probe-times-out.yaml"
-    assert concluded(in_other_words(path, monkeypatch)) != concluded(story.play(story.load(path)))
+    assert concluded(in_other_words(path, monkeypatch)) != concluded(play(load(path)))
 
 
 @pytest.mark.parametrize(

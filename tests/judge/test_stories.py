@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import yaml
 
 from canaryd.judge import case, cause, characterised, node, verdict
 from canaryd.judge.recordings import rules
-from tests import story
 from tests.command import ROOT
-from tests.story import STORIES, Story
+from tests.story.chances import chances, detected, rounds_until, too_rare
+from tests.story.format import STORIES, Expectation, Story, load
+from tests.story.playing import play, summary
 
 FILES = sorted(STORIES.glob("*.yaml"))
 TOLD_BY = {
@@ -88,7 +90,7 @@ RULES = [(module, table, rule) for module, table in TABLES for rule in getattr(m
 
 
 def named(name: str) -> Story:
-    return story.load(STORIES / f"{name}.yaml")
+    return load(STORIES / f"{name}.yaml")
 
 
 def test_every_rule_and_row_has_its_story():
@@ -105,7 +107,7 @@ def test_without_a_rule_a_story_fails(monkeypatch, module, table, rule):
     Nothing is replaced by what behaves otherwise, so this is no mock: it shows that the stories need the rule.
     """
     monkeypatch.setattr(module, table, tuple(each for each in getattr(module, table) if each is not rule))
-    assert story.play(named(TOLD_BY[rule.__name__]), until_failed=True).failures(), f"no one misses {rule.__name__}"
+    assert play(named(TOLD_BY[rule.__name__]), until_failed=True).failures(), f"no one misses {rule.__name__}"
 
 
 @pytest.mark.slow
@@ -120,14 +122,14 @@ def test_without_what_was_met_a_story_fails(monkeypatch, name):
     """The same experiment with the records of classes that devices met: then nobody vouches for the goldens."""
     monkeypatch.setattr(characterised.Claims, "proof", lambda *_: None)
     monkeypatch.setattr(characterised.Claims, "met_since", lambda *_: math.inf)
-    assert story.play(named(name), until_failed=True).failures(), "no one misses what was met"
+    assert play(named(name), until_failed=True).failures(), "no one misses what was met"
 
 
 @pytest.mark.slow
 def test_without_contradictions_a_story_fails(monkeypatch):
     """The same experiment with what a device says against itself."""
     monkeypatch.setattr(node, "contradictions", lambda _: frozenset())
-    assert story.play(named("new-model-now-and-then"), until_failed=True).failures(), "no one misses the contradictions"
+    assert play(named("new-model-now-and-then"), until_failed=True).failures(), "no one misses the contradictions"
 
 
 @pytest.mark.slow
@@ -135,14 +137,14 @@ def test_without_contradictions_a_story_fails(monkeypatch):
 def test_without_a_row_of_the_decision_table_a_story_fails(monkeypatch, number):
     """The same experiment with whose fault it is."""
     monkeypatch.setattr(cause, "TABLE", tuple(row for n, row in enumerate(cause.TABLE) if n != number))
-    assert story.play(named(BLAMED[number]), until_failed=True).failures(), "no one misses this row"
+    assert play(named(BLAMED[number]), until_failed=True).failures(), "no one misses this row"
 
 
 def test_without_its_last_row_the_decision_table_has_no_answer(monkeypatch):
     """Then a lone device's mismatch is nobody's: the judge stops."""
     monkeypatch.setattr(cause, "TABLE", cause.TABLE[:-1])
     with pytest.raises(RuntimeError, match="StopIteration"):
-        story.play(named(BLAMED[-1]))
+        play(named(BLAMED[-1]))
 
 
 def test_a_story_that_expects_nothing_is_refused(tmp_path):
@@ -150,27 +152,27 @@ def test_a_story_that_expects_nothing_is_refused(tmp_path):
     told = yaml.safe_load(FILES[0].read_text()) | {"expect": []}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(told))
     with pytest.raises(ValueError, match="expect: holds nothing"):
-        story.load(tmp_path / "x.yaml")
+        load(tmp_path / "x.yaml")
     assert subprocess.run([ROOT / "scripts/story"], capture_output=True, check=False).returncode == 64
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if story.load(p).statistics], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in FILES if load(p).statistics], ids=lambda path: path.stem)
 def test_a_fault_shows_after_as_many_rounds_as_its_rate_predicts(path):
     """Over several seeds: half of them by the median, and all but a few by the stated quantile, neither more nor less.
 
     The bounds are those of a two-sided binomial test at one in a thousand.
     """
-    told = story.load(path)
+    told = load(path)
     statistics = told.statistics
     assert statistics is not None
-    each = story.chances(told)
-    found = [story.detected(told, seed) for seed in range(1, statistics.seeds + 1)]
+    each = chances(told)
+    found = [detected(told, seed) for seed in range(1, statistics.seeds + 1)]
     for quantile in (0.5, statistics.probability):
-        rounds = story.rounds_until(each, quantile)
+        rounds = rounds_until(each, quantile)
         assert rounds is not None, "the story is too short for its own quantile"
         chance = 1 - _product(1 - c for c in each[:rounds])
         within = sum(f is not None and f <= rounds for f in found)
-        assert not story.too_rare(within, statistics.seeds, chance), (quantile, rounds, chance, found)
+        assert not too_rare(within, statistics.seeds, chance), (quantile, rounds, chance, found)
 
 
 def _product(values):
@@ -182,23 +184,23 @@ def _product(values):
 
 def test_the_predicted_wait_is_that_of_the_geometric_distribution():
     """Which is ln(1 - 0.99) / ln(1 - p) for a chance that is the same in every round."""
-    assert story.rounds_until([0.1] * 100, 0.99) == 44  # ln 0.01 / ln 0.9 = 43.7
-    assert story.rounds_until([0.1] * 10, 0.99) is None
+    assert rounds_until([0.1] * 100, 0.99) == 44  # ln 0.01 / ln 0.9 = 43.7
+    assert rounds_until([0.1] * 10, 0.99) is None
 
 
 def test_the_binomial_test_crosses_from_both_sides():
     """20 seeds at 99 %: 18 of them are within one in a thousand, 16 are not; at 50 %, 4 and 2."""
-    assert not story.too_rare(18, 20, 0.99)
-    assert story.too_rare(16, 20, 0.99)
-    assert not story.too_rare(4, 20, 0.5)
-    assert story.too_rare(2, 20, 0.5)
+    assert not too_rare(18, 20, 0.99)
+    assert too_rare(16, 20, 0.99)
+    assert not too_rare(4, 20, 0.5)
+    assert too_rare(2, 20, 0.5)
 
 
 def test_the_same_seed_tells_the_same_story():
     """Chance, clock and ids come from the seed: what failed once can be looked at again."""
-    first, again = (story.play(named("core-makes-goldens")).verdicts for _ in range(2))
-    assert {n: [story.summary(v) for v in vs] for n, vs in first.items()} == {
-        n: [story.summary(v) for v in vs] for n, vs in again.items()
+    first, again = (play(named("core-makes-goldens")).verdicts for _ in range(2))
+    assert {n: [summary(v) for v in vs] for n, vs in first.items()} == {
+        n: [summary(v) for v in vs] for n, vs in again.items()
     }
 
 
@@ -219,7 +221,7 @@ def test_a_mistake_in_a_story_is_named(tmp_path: Path, change, complaint):
     path = tmp_path / "bad.yaml"
     path.write_text(f"{text}{change}\nexpect: [{{device: gpu0, state: healthy}}]\n")
     with pytest.raises(ValueError, match=complaint):
-        story.load(path)
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +238,8 @@ def test_a_mistake_in_a_story_is_named(tmp_path: Path, change, complaint):
 def test_an_expectation_can_fail(expected):
     """Each kind of expectation, held against a device to which nothing happens."""
     told = named("drill")
-    wrong = story.Expectation(device="gpu1", **expected)
-    played = story.play(story.replace(told, expect=(wrong,), rounds=9))
+    wrong = Expectation(device="gpu1", **expected)
+    played = play(replace(told, expect=(wrong,), rounds=9))
     assert played.failures()
 
 
@@ -245,4 +247,4 @@ def test_an_expectation_can_fail(expected):
 def test_a_ban_can_be_broken(expected):
     """What must never be said, held against a device of which it is said."""
     told = named("confirmed-by-reruns")
-    assert story.play(story.replace(told, expect=(story.Expectation(device="gpu0", **expected),))).failures()
+    assert play(replace(told, expect=(Expectation(device="gpu0", **expected),))).failures()
