@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from canaryd.facts import Comparison, Reading, Skipped, Subject
+from canaryd.facts import Comparison, Place, Reading, Skipped, Subject
 from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import characterised, evidence, faults, indexing, making, measure, stress, tensors, verify
@@ -786,7 +786,7 @@ def test_every_core_and_all_threads_together_take_their_turn():
     assert 150 < places[None] < 250  # half of the cases
     again = Session(context("float32/case 7/square/nn@8x8x8"))  # a confirmation goes where the mismatch was
     assert again.place("float32/case 7/square/nn@8x8x8") == session.place("float32/case 7/square/nn@9x9x9")
-    assert str(session.place_of(None)) == f"all {torch.get_num_threads()} threads"
+    assert session.place_of(None) == Place(unit="threads", numbers=(torch.get_num_threads(),))
     assert str(session.place_of(session.cores[0])) == f"core {session.cores[0]}"
 
 
