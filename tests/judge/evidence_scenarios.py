@@ -214,6 +214,9 @@ EVIDENCE = {
     "zero trials": lambda: (
         ask(run(60, readings=(Reading(name="trials", value=0),))), UNKNOWN, N, {"checked-nothing"},
     ),
+    "compared no result": lambda: (
+        ask(run(60, right(trials=0), readings=())), UNKNOWN, N, {"checked-nothing"},
+    ),
     "only readings that nothing judges": lambda: (
         ask(run(60, readings=(Reading(name="switches", value="none"), Reading(name="trials", value=9)))),
         UNKNOWN, N, {"checked-nothing"},
