@@ -77,8 +77,8 @@ def last_success(runs: Iterable[Run]) -> dict[str, float]:
 def health(engine: Engine, now: float) -> Health:
     """Return whether every device in place has fresh evidence, and whether this process has tested every one.
 
-    A device that has to wait for a server counts as tested. One that was tested before and that torch no longer shows
-    does not: a release that cannot test is not ready to follow the one that could.
+    A device that has to wait for a server counts as tested. One that was tested before does not where torch no longer
+    shows it, or where its runs skip everything: a release that cannot test is not ready to follow the one that could.
     """
     reasons = [
         reason
@@ -86,11 +86,11 @@ def health(engine: Engine, now: float) -> Health:
         if uuid in engine.present
         for reason in stale(engine, device, [r for r in engine.evidence(uuid) if not r.drill], now)
     ]
-    done = engine.ran | {uuid for uuid in engine.devices if engine.account.withheld(uuid)}
-    lost = {uuid for uuid in engine.unreached() if any(r.trials for r in engine.evidence(uuid))}
-    wanted = {
-        uuid for uuid, device in engine.devices.items() if uuid in engine.present and engine.reached(device)
-    } | lost
+    known = {uuid for uuid in engine.devices if any(r.trials for r in engine.evidence(uuid))}
+    waiting = {uuid for uuid in engine.devices if engine.account.withheld(uuid)}
+    done = engine.tried | (engine.ran - known) | waiting
+    wanted = {uuid for uuid, device in engine.devices.items() if uuid in engine.present and engine.reached(device)}
+    wanted |= engine.unreached() & known
     ready = bool(engine.present and done) and wanted <= done
     unstored = f"cannot store: {printable(engine.store.problem)}" if engine.store.problem else ""
     return Health(
@@ -102,9 +102,12 @@ def health(engine: Engine, now: float) -> Health:
 
 def stale(engine: Engine, device: Device, runs: Iterable[Run], now: float) -> list[str]:
     """Return one sentence for each probe of a device without fresh evidence; the limits are the judge's."""
-    runs = [r for r in runs if r.outcome is Outcome.COMPLETED and r.whole]
+    runs = [r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and (r.recordings or has_looked(r))]
+    periods = engine.periods(device)
+    if not periods and not engine.is_divided(device):
+        return [f"{device.name}: none of the chosen probes tests it"]
     reasons = []
-    for probe, period in engine.periods(device).items():
+    for probe, period in periods.items():
         ages = [clock.age(r, now) for r in runs if r.probe == probe]
         limit = case.freshness(engine.config.judge, period)
         if not ages:

@@ -36,6 +36,8 @@ LEARNING = 2
 """Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
 SHAPED = ("exact_matmul", "exact_attention")
 """Probes that also test the sizes of served models."""
+IDLE = (Outcome.COMPLETED, Outcome.SKIPPED, Outcome.ERRORED, Outcome.GARBLED)
+"""Outcomes of a run that may never have reached its device; the others may be the work of a device or its driver."""
 CONFIRM_WAIT = 60.0
 """Shortest time in seconds that a confirmation waits for a device that another process holds."""
 
@@ -286,6 +288,8 @@ class Engine(Host):
                 added = [self.add(part) for part in parts]
                 runs += added
                 self.ran.add(plan.device.uuid)
+                if run.trials or run.recordings or run.outcome not in IDLE:
+                    self.tried.add(plan.device.uuid)
                 report(1.0, run.outcome.value, added[0])
         finally:
             self.workers.end(series)

@@ -51,6 +51,8 @@ class Host:
     """Devices that this process found at its last discovery."""
     ran: set[str] = field(default_factory=set)
     """Devices on which this process has run a probe."""
+    tried: set[str] = field(default_factory=set)
+    """Those of `ran` on which a run gave a result, or was ended by the device."""
     in_place: set[str] = field(default_factory=set)
     """Devices that the last successful discovery found, also one before a restart."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)

@@ -33,6 +33,7 @@ from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import STRICT
 from tests.command import (
+    PROBES,
     ROOT,
     RUN_ID,
     Daemon,
@@ -111,6 +112,42 @@ def test_a_restart_is_ready_when_it_has_tested_itself(tmp_path, state):
         assert daemon.value("canaryd_device_state", state="healthy") == 1
         assert daemon.get("/readyz") == (503, "waiting for a first run on every device\n")
         eventually(lambda: daemon.get("/readyz")[0] == 200)
+
+
+@pytest.mark.parametrize(
+    ("probe", "outcome"), [("skips", "skipped"), ("skips_all", "completed"), ("raises", "errored")]
+)
+def test_a_release_that_tests_nothing_is_not_ready(tmp_path, state, probe, outcome):
+    """Runs that skip all they have, or fail before they reach the device, cannot follow a release that tested it."""
+    config = configure(tmp_path, "passes")
+
+    def runs():
+        return daemon.value("canaryd_probe_runs_total", probe="passes", outcome=outcome) or 0
+
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        before = runs()
+        assert daemon.end()[0] == 0
+    released = (PROBES / f"{probe}.py").read_text().replace(f'name="{probe}"', 'name="passes"')
+    (tmp_path / "probes.d/passes.py").write_text(released)
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: runs() > before)
+        assert daemon.get("/readyz") == (503, "waiting for a first run on every device\n")
+
+
+def test_a_run_that_looked_at_nothing_is_no_health(tmp_path, state):
+    """It came to its end, and is no evidence."""
+    with running(Daemon(configure(tmp_path, "skips_all"), state)) as daemon:
+        eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="skips_all", outcome="completed"))
+        assert daemon.get("/healthz") == (503, "cpu:0 skips_all: no evidence yet\n")
+
+
+def test_a_daemon_without_a_test_is_no_health(tmp_path, state):
+    """Everything is disabled: there is no old evidence, and none that is fresh."""
+    with running(Daemon(configure(tmp_path), state)) as daemon:
+        eventually(lambda: daemon.value("canaryd_device_state", state="unknown") == 1)
+        assert daemon.get("/healthz") == (503, "cpu:0: none of the chosen probes tests it\n")
+        assert daemon.get("/readyz")[0] == 503
 
 
 def test_stale_evidence_is_no_health(tmp_path, state):
