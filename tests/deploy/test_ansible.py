@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,14 +109,16 @@ GATE = {"pass": 0, "fail": 2, "unknown": 3}
 BEGAN = 1000
 
 
-def verified(directory: Path, before: str, after: str, *, upgraded: bool, daemon: bool = True, decided: int = 0) -> str:
+def verified(directory: Path, before: str, after: str, *, upgraded: bool, daemon: bool = True, **device: Any) -> str:
     """Run the tasks that end the role on a node; return what Ansible said, "" where the roll-out goes on.
 
-    `before` and `after` are the gate's decisions, `decided` is when its device was judged.
+    `before` and `after` are the gate's decisions, `device` is what `canaryd status` says of its device.
     """
     playbook = found("ansible-playbook")
     program = directory / "canaryd"
-    status = {"daemon_running": daemon, "devices": [{"present": True, "decided": decided}]}
+    tested = {"exact_matmul": BEGAN + 1, "nvidia_telemetry": BEGAN + 2}
+    known = {"name": "cuda:0", "present": True, "state": "healthy", "decided": BEGAN + 1, "evidence": tested}
+    status = {"daemon_running": daemon, "devices": [{**known, "findings": [], **device}]}
     said = {"status": (status, 0), "gate": ({"decision": after, "devices": []}, GATE[after])}
     cases = "".join(f"{name}) echo '{json.dumps(what)}'; exit {code} ;; " for name, (what, code) in said.items())
     program.write_text(f"#!/bin/sh\ncase $1 in {cases} esac\n")
@@ -156,13 +159,31 @@ def test_what_the_new_release_says_decides_whether_the_next_node_follows(tmp_pat
     assert bool(said) is stops, said
 
 
+OLD = {"exact_matmul": BEGAN - 60, "recorded_kernels": None, "nvidia_telemetry": BEGAN + 2}
+"""What a device's newest tests are before the new release has tested it: telemetry is polled at once."""
+
+
 @pytest.mark.parametrize(
-    ("daemon", "decided", "stops"), [(True, BEGAN, False), (False, BEGAN, True), (True, 999, True)]
+    ("said", "stops"),
+    [
+        ({}, False),
+        ({"daemon": False}, True),
+        ({"decided": BEGAN - 1}, True),
+        # judged anew, on tests of the release before
+        ({"evidence": OLD}, True),
+        ({"evidence": OLD, "state": "degraded"}, True),
+        ({"evidence": OLD, "present": False}, True),
+        # tests that wait for the server; what the gate speaks about; devices that are not tested themselves
+        ({"evidence": OLD, "findings": [{"rule": "budget-withheld"}]}, False),
+        ({"evidence": OLD, "state": "faulty"}, False),
+        ({"evidence": {"nvidia_telemetry": BEGAN + 2}, "state": "unknown"}, False),
+        ({"evidence": {"nvidia_telemetry": BEGAN + 2}}, False),
+    ],
 )
-def test_a_release_that_judges_nothing_stops_the_roll_out(tmp_path, daemon, decided, stops):
-    """No daemon, or only verdicts of the release before: the wait for new ones ends as a failure."""
-    said = verified(tmp_path, "pass", "pass", upgraded=True, daemon=daemon, decided=decided)
-    assert bool(said) is stops, said
+def test_a_release_that_judges_nothing_stops_the_roll_out(tmp_path, said, stops):
+    """No daemon, no new verdict, or one that rests on the release before: the wait ends as a failure."""
+    told = verified(tmp_path, "pass", "pass", upgraded=True, **said)
+    assert bool(told) is stops, told
 
 
 @pytest.mark.parametrize("said", ["", "perhaps"])
