@@ -21,6 +21,8 @@ STALEST = 10
 """Nodes with the oldest evidence that are listed."""
 STALE = 3.0
 """Periods without a clean run after which evidence is stale, as for the judge (docs/judgement.md)."""
+OLD = 1800.0
+"""Seconds after which a verdict is no longer relied on, as the alert CanarydVerdictStale has it."""
 GROUP = ("model", "probe", "stack")
 """Labels that devices with equal software share."""
 NODE = ("job", "instance")
@@ -96,12 +98,13 @@ class Disputed:
 
 @dataclass(frozen=True, kw_only=True)
 class Silent:
-    """A node that Prometheus no longer hears."""
+    """A node of which Prometheus hears nothing, or nothing new."""
 
     job: str
     instance: str
     why: str
-    """"down": it is scraped and does not answer; "gone": it answered in the last day and is no longer scraped."""
+    """"down": it is scraped and does not answer; "gone": it answered in the last day and is no longer scraped;
+    "empty": it answers, and shows no device; "stuck": its verdicts are old, or dated in the future."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,17 +263,23 @@ def _states(samples: Sequence[Sample], asker: _Gatherer) -> dict[str, int]:
 
 
 def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
-    """Return targets that do not answer, and nodes that answered an hour or a day ago and are no longer scraped."""
+    """Return targets that do not answer or say nothing new, and nodes that answered in the last day and are gone."""
     ever = "(canaryd_build_info or canaryd_build_info offset 1h or canaryd_build_info offset 1d)"
-    down = asker.ask("silent nodes", f"(up == 0) and on (job) (group by (job) {ever})")
+    of_canaryd = f"on (job) (group by (job) {ever})"
+    down = asker.ask("silent nodes", f"(up == 0) and {of_canaryd}")
     gone = asker.ask(
         "gone nodes", f"group by (job, instance) {ever} unless on (job, instance) (up or canaryd_build_info)"
     )
+    empty = asker.ask(
+        "nodes without a device", f"(up == 1) and {of_canaryd} unless on (job, instance) canaryd_device_state"
+    )
+    age = "abs(time() - canaryd_device_verdict_timestamp_seconds)"
+    stuck = asker.ask("old verdicts", f"group by (job, instance) ({age} > {OLD:.0f})")
     return tuple(
         sorted(
             (
                 Silent(**_named(s.labels, *NODE), why=why)
-                for why, found in (("down", down), ("gone", gone))
+                for why, found in (("down", down), ("gone", gone), ("empty", empty), ("stuck", stuck))
                 for s in found
             ),
             key=lambda s: (s.why, s.instance, s.job),

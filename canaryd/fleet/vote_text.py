@@ -15,6 +15,13 @@ from canaryd.judge import verdict
 SCHEMA = "canaryd.fleet/1"
 MOST_ENTRIES = 20
 """Entries of each list that the text shows; JSON has them all."""
+SILENT = {
+    "down": "does not answer",
+    "gone": "no longer a target, answered today",
+    "empty": "answers, and shows no device",
+    "stuck": "its verdicts are older than half an hour, or a clock is wrong",
+}
+"""`Silent.why` → what the text says."""
 
 
 def as_json(fleet: Fleet) -> dict[str, Any]:
@@ -84,11 +91,7 @@ def _sections(fleet: Fleet) -> Iterator[tuple[str, list[str]]]:
     yield "results differ, no device accused", [_dispute_entry(d) for d in fleet.disputed]
     yield (
         "silent nodes",
-        [
-            f"{s.instance} ({s.job}): "
-            + ("does not answer" if s.why == "down" else "no longer a target, answered today")
-            for s in fleet.silent
-        ],
+        [f"{s.instance} ({s.job}): {SILENT[s.why]}" for s in fleet.silent],
     )
     yield (
         "oldest evidence, in periods of its probe",

@@ -322,6 +322,25 @@ def test_a_healthy_fleet_exits_with_0_and_silence_with_3(tmp_path):
         assert canaryd("fleet", "--prometheus", url).code == 3
 
 
+def test_a_node_that_answers_and_says_nothing_new_is_silent(tmp_path):
+    """A page that a proxy kept, or of a daemon that hangs; one without a device; and one of another program."""
+    nodes = healthy()
+    for name, age in (("a", 600), ("b", 3600), ("c", -3600)):
+        of = {"device": f"M-{name}-0", "index": "0", "model": "M"}
+        nodes[name].add("canaryd_device_verdict_timestamp_seconds", time.time() - age, **of)
+    nodes |= {"bare": Node("bare"), "other": Node("other")}
+    del nodes["other"].series["canaryd_build_info"]
+    nodes["other"].add("canaryd_released", 0)
+    with prometheus(tmp_path / "p", nodes) as url:
+        found = settled(url, lambda f: f.decided == 1 and f.nodes == 5 and len(f.silent) == 4)
+        whys = {"b": "stuck", "c": "stuck", "bare": "empty", "other": "empty"}
+        assert {s.instance: s.why for s in found.silent} == whys
+        assert found.state is State.UNKNOWN
+        text = vote_text.as_text(found, 200)
+        assert "b (canaryd): its verdicts are older than half an hour, or a clock is wrong" in text
+        assert "bare (canaryd): answers, and shows no device" in text
+
+
 def test_a_node_that_is_no_target_any_more_is_gone_and_not_forgotten(tmp_path):
     """It answered an hour ago; that a target was taken out looks the same as a node that died."""
     promtool = needs("promtool")
