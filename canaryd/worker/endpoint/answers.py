@@ -55,6 +55,8 @@ class Answer:
     fingerprint: str = ""
     model: str = ""
     """The name of the model that answered, as the server gives it."""
+    request: str = ""
+    """The id that the server gave the answer; "" where it gives none."""
     sent: str = ""
     """The fields of the request, as text."""
 
@@ -138,6 +140,7 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
             prompt_tokens=None if usage.get("prompt_tokens") is None else _whole(usage["prompt_tokens"]),
             fingerprint=text_of(data, "system_fingerprint"),
             model=text_of(data, "model"),
+            request=text_of(data, "id"),
         )
         spelled = () if forced or dialect.greedy_is_best else _spelled(choice.get("logprobs"))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):

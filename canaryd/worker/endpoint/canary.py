@@ -89,6 +89,27 @@ class Endpoint:
         known = self.settings.exact is not None
         return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE, known=known), sent=sent)
 
+    def ask_twice(self, api: str, prompt: Prompt) -> list[Answer]:
+        """Return the answers to a fresh request and to the same one again; raises like `ask`.
+
+        `Refused` too where a cache of whole answers replays the first: then no device computes what is compared.
+        """
+        salt = new_salt()
+        first, again = (self.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False))
+        if first.request and first.request == again.request and self._replays(api, prompt, salt, first.request):
+            where = f"POST {self.settings.url}{PATHS[api]}"
+            raise Refused(where, 200, "a cache before the server gives an earlier answer again; set url to the server")
+        return [first, again]
+
+    def _replays(self, api: str, prompt: Prompt, salt: str, request: str) -> bool:
+        """Return whether the id of an answer comes with every answer to its prompt, and not with that to another.
+
+        Ids may be small random numbers (Ollama's have three digits), or the same for all.
+        """
+        more = [self.ask(api, prompt, fresh=False, salt=salt).request for _ in range(2)]
+        other = self.ask(api, replace(prompt, text=TIMED_TEXT, tokens=TIMED_TOKENS), fresh=True, salt=new_salt())
+        return set(more) == {request} != {other.request}
+
     def score(self, prompt: Prompt) -> Answer:
         """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises like `ask`."""
         base = {**self._base("completions", prompt.text, 1), **self.dialect.forced}

@@ -12,7 +12,7 @@ from pathlib import Path
 from canaryd.facts import ENDPOINT_SERVER, reading_key
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
-from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
+from canaryd.worker.endpoint.canary import Endpoint, wanted
 from canaryd.worker.endpoint.client import Refused
 from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.drills import injected
@@ -138,8 +138,7 @@ class Recorder:
         api, prompt = item
         if api == "forced":
             return [self.endpoint.score(prompt)]
-        salt = new_salt()
-        return [self.endpoint.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False)]
+        return self.endpoint.ask_twice(api, prompt)
 
     def _facts(self, item: Item, answers: list[Answer], condition: str) -> Iterator[Fact]:
         self.answers[item] = answers[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from canaryd.facts import Reading
 from canaryd.model import Outcome
-from canaryd.probe import Absent, Skipped
+from canaryd.probe import Absent, Skip, Skipped
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import recorder as endpoint_recorder
@@ -322,6 +323,37 @@ def test_a_proxy_that_takes_another_model_changes_the_chain(api):
         before = chain()
         assert chain(model=None) == before
         assert chain(model="spare") == {**before, "checkpoint": "spare"}
+
+
+def numbered(name: str, number) -> dict:
+    """Return a server's routes whose completions and chats have the id that `number` gives for a request."""
+
+    def with_id(answer):
+        return lambda body: answer(body) if body["stream"] else {**answer(body), "id": number(body)}
+
+    routes = routes_of(name)
+    paths = ("POST /v1/completions", "POST /v1/chat/completions")
+    return routes | {path: with_id(routes[path]) for path in paths}
+
+
+@pytest.mark.parametrize("name", ["generic", "vllm"])
+def test_a_cache_of_whole_answers_is_no_server(name):
+    """A gateway that repeats an earlier answer, with its id: every answer is as it was, and nothing is computed."""
+    kept: dict[str, str] = {}
+
+    def replay(body):
+        return kept.setdefault(json.dumps(body, sort_keys=True), f"cmpl-{len(kept)}")
+
+    with served(numbered(name, replay)) as server, pytest.raises(Skip, match="a cache before the server gives an earl"):
+        run(server.url, seed=0, settings={"apis": ["chat"]})
+
+
+@pytest.mark.parametrize("ids", [itertools.repeat(123), itertools.chain([7, 7], itertools.count(8))])
+def test_ids_that_repeat_by_themselves_are_no_cache(ids):
+    """Some servers give every answer one id; small random ids meet now and then."""
+    with served(numbered("generic", lambda _: f"cmpl-{next(ids)}")) as server:
+        found = run(server.url, seed=0, settings={"apis": ["chat"]})
+    assert set(recordings(found)) == {"chat/reef/fresh", "chat/reef/warm"}
 
 
 def test_an_api_that_the_server_lacks_is_left_out_aloud():
