@@ -319,6 +319,7 @@ def condition(answer: Path, which: str = "faulty") -> tuple[int, str]:
         (0, 0, "fail: cuda:3 faulty/hardware", 0, 0),  # silenced by the switch
         (2, 400, "fail: cuda:3 faulty/hardware", 1, 1),
         (0, 400, "pass:", 0, 1),
+        (0, -4000, "pass:", 0, 1),  # of a clock that was ahead
     ],
 )
 def test_a_failed_gate_stays_until_a_newer_answer(tmp_path, code, age, line, faulty, silent):
@@ -404,6 +405,29 @@ def test_the_line_changes_with_device_state_and_cause_alone():
 def gate_loop() -> str:
     spec = yaml.safe_load((NPD / "gate.yaml").read_text())["spec"]["template"]["spec"]
     return str(spec["containers"][0]["args"][0])
+
+
+@pytest.mark.parametrize("before", ["2 fail: cuda:3 faulty/hardware", "0 pass:", ""])
+def test_a_node_of_which_nothing_is_known_is_silent_where_the_gate_only_logs(tmp_path, before):
+    """The gate exits with 0 whatever it says, and "unknown" is no answer; that the switch is on shows at once."""
+    program, answer = tmp_path / "bin/canaryd", tmp_path / "run/gate"
+    program.parent.mkdir()
+    answer.parent.mkdir()
+    program.write_text("""#!/bin/sh\necho '{"decision": "unknown", "devices": []}'\n""")
+    program.chmod(0o755)
+    if before:
+        code, line = before.split(" ", 1)
+        answer.write_text(f"{code} {int(time.time()) - 400} {line}\n")
+    environ = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "SHORT": shortens()}
+    loop = gate_loop().replace("/run/canaryd", str(answer.parent)).replace("sleep 60", "sleep 0.1")
+    process = subprocess.Popen(["/bin/sh", "-c", loop], env=environ)
+    try:
+        eventually(lambda: answer.exists() and "unknown" in answer.read_text())
+        assert condition(answer) == (0, "")
+        assert condition(answer, "silent")[0] == 1
+    finally:
+        process.terminate()
+        process.wait(10)
 
 
 def test_the_loop_asks_the_gate_and_the_condition_follows(tmp_path):
