@@ -182,7 +182,7 @@ def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinte
     if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
         complain(repeat.elsewhere(again, engine.store))
         return USAGE
-    devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
+    devices, missing = choose(engine.devices, options.device)  # one that has vanished is unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
         complain(*engine.problems, *mistakes)
         unsure = engine.failing or engine.unloaded & {*options.probe}

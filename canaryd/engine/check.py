@@ -158,7 +158,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     result = Result(level=options.level, started=engine.clock(), drill=options.drill, devices=list(devices))
     entries = [e for name, e in engine.entries.items() if _is_asked(options, e)]
     groups = [e for e in entries if e.spec.group]
-    engine.together = _in_groups(engine, options, groups, list(filter(engine.reached, devices)))
+    engine.together = _in_groups(engine, options, groups, _here(engine, devices))
     turn = 0
     if not any(device.backend == "cpu" for device in devices):
         engine.workers.end_spare()
@@ -167,7 +167,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.read_log(until_end=True)
         engine.sweep(hold=True, record=True)
     while True:
-        for group in _side_by_side(list(filter(engine.reached, devices))):
+        for group in _side_by_side(_here(engine, devices)):
             plans = [_plans(engine, options, entries, device, turn) for device in group]
             with ThreadPoolExecutor(len(group)) as pool:
                 for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
@@ -208,6 +208,11 @@ def alarmed(result: Result) -> bool:
 def ended(result: Result) -> bool:
     """Whether any run came to its end, so that a fault could show."""
     return any(run.outcome is Outcome.COMPLETED for runs in result.runs.values() for run in runs)
+
+
+def _here(engine: Engine, devices: Iterable[Device]) -> list[Device]:
+    """Return the devices that a probe can reach. In the place of one that is gone another may be."""
+    return [d for d in devices if d.uuid in engine.in_place and engine.reached(d)]
 
 
 def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
@@ -266,7 +271,7 @@ def _plans_of_groups(
         drill=options.drill,
         intensity=options.intensity,
     )
-    return schedule.plan_group(list(filter(engine.reached, devices)), entry, step)
+    return schedule.plan_group(_here(engine, devices), entry, step)
 
 
 def _carry_out(

@@ -112,6 +112,20 @@ def test_standard_output_holds_the_report_and_nothing_else(real):
         assert line.startswith(lead[:60])
 
 
+def test_what_is_gone_is_not_tested_by_what_is_in_its_place(tmp_path):
+    """A record that came with a disk from another machine: this processor's results are not those of that one."""
+    config, state = configure(tmp_path, "passes"), tmp_path / "state"
+    with Store.open(state) as store:
+        store.see_device(Device(uuid="CPU-elsewhere", backend="cpu", index=0, model="a processor"), time.time())
+    answer = canaryd("check", "--json", "--config", config, "--state-dir", state)
+    assert answer.code == 3
+    told = {d["device"]: d for d in answer.document["devices"]}
+    gone = told.pop("CPU-elsewhere")
+    (here,) = told.values()
+    assert [f["rule"] for f in gone["findings"] if f["severity"] == "unknown"] == ["device-vanished", "no-evidence"]
+    assert (len(gone["runs"]), len(here["runs"]), here["state"]) == (0, 1, "healthy")
+
+
 @pytest.mark.torch
 def test_progress_is_plain_lines_where_nobody_watches(real):
     """One per finished run on standard error, without control characters."""
