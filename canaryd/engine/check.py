@@ -341,6 +341,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
 
 def _why(run: Run) -> tuple[str, str]:
     """Return what became of a poll, unless it says so itself, and why."""
+    if run.outcome is Outcome.COMPLETED:
+        return "it gave no reading", next(iter(run.absent.values()), "")
     return "" if run.outcome is Outcome.SKIPPED else run.outcome.value, run.detail.partition("\n")[0]
 
 
@@ -349,7 +351,7 @@ def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
     return [
         (probe, Skipped(case="*", reason=": ".join(filter(None, _why(poll.newest)))))
         for probe, poll in polls.items()
-        if poll.newest is not None and poll.newest.outcome is not Outcome.COMPLETED
+        if poll.newest is not None and not (poll.newest.outcome is Outcome.COMPLETED and poll.newest.readings)
     ]
 
 

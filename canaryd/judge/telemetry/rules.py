@@ -90,13 +90,19 @@ OUTCOMES: Mapping[Outcome, Failure] = {
     Outcome.ERRORED: Failure(Cause.HARNESS, "the probe raised an error", "Report the error as a bug of the probe."),
     Outcome.GARBLED: Failure(Cause.HARNESS, "the worker's answer was garbled", "Report the error as a bug of canaryd."),
 }
+MUTE = Failure(
+    *(Cause.ENVIRONMENT, "its polls give no reading any more"),
+    "Check driver, library and permissions (see the reason).",
+)
 NO_POLL = Failure(Cause.HARNESS, "canaryd did not read it", "Check whether the daemon is overloaded or stopped.")
 
 
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
-    """No poll has completed for too long; one failed poll alone shows nothing."""
+    """No poll has given readings for too long; one failed poll alone shows nothing, nor polls that never gave any."""
     for probe, poll in sorted(signs.polls.items()):
-        times = (poll.since, poll.completed.started if poll.completed else poll.since)
+        mute = poll.completed is not None and not poll.completed.readings and bool(poll.known)
+        read = [at for _, at in poll.known.values()] if mute else [poll.completed.started] if poll.completed else []
+        times = (poll.since, *read)
         seen = max((t for t in times if t <= signs.now + POLL_AHEAD), default=None)
         limit = stale_after(poll.period)
         if lost_because(poll.newest) or (seen is not None and signs.now - seen <= limit):
@@ -104,13 +110,15 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
         failure, reason = NO_POLL, ""
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
             failure, reason = OUTCOMES[poll.newest.outcome], reason_of(poll.newest)
+        elif mute and poll.newest is not None:
+            failure, reason = MUTE, next(iter(poll.newest.absent.values()), "")
         since = "since the clock was set back" if seen is None else f"for {format_duration(signs.now - seen)}"
         yield finding(
             *("telemetry-stale", State.UNKNOWN, failure.cause),
             f"No readings from {probe} {since} (limit {format_duration(limit)}): {failure.why}.",
             failure.action,
             f"Reason: {reason.rstrip('.')}." if reason else "",
-            f"{count(poll.failures, 'attempt')} in a row failed.",
+            f"{count(poll.failures, 'attempt')} in a row failed." if poll.failures else "",
             "Clears with the next complete reading.",
             probe=probe,
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from canaryd.facts import LogRecord
+from canaryd.facts import LogRecord, Reading
 from canaryd.judge.telemetry import line_rules
 from canaryd.judge.telemetry import rules as telemetry_rules
 from canaryd.judge.telemetry.events import log_event
@@ -59,6 +59,13 @@ def sxid(code, severity, ago=HOUR, detail="Link 30 LTSSM Fault Up"):
     return log_event(record, "GPU-a")
 
 
+def mute(known):
+    """Return the polls of a probe that complete without a reading; the last one came `known` seconds ago."""
+    empty = poll(readings=(), absent={"power_watts": "not supported"})
+    readings = {} if known is None else {"power_watts": (Reading(name="power_watts", value=90.0), NOW - known)}
+    return Poll(period=15.0, newest=empty, completed=empty, known=readings, since=NOW - 30 * DAY)
+
+
 SRAM_CE = "ecc_errors_total{kind=corrected,location=sram}"
 SLOW = "throttle_seconds_total{reason=hw_slowdown}"
 HARMLESS_LINK = {**FATAL_LINK, "error_status": "0x00000002"}
@@ -91,6 +98,11 @@ SCENARIOS = {
     "nobody polls": lambda: (
         sign(completed=OLD), [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
     ),
+    "polls that complete and give nothing any more": lambda: (
+        sign(polls={"p": mute(known=121)}), [("telemetry-stale", UNKNOWN, E)],
+    ),
+    "polls that give nothing, but not for long": lambda: (sign(polls={"p": mute(known=119)}), []),
+    "polls that never gave anything": lambda: (sign(polls={"p": mute(known=None)}), []),
     # gpu-lost
     "the driver says lost": lambda: (
         sign(newest=failed(Outcome.SKIPPED, "GPU is lost", reason=Reason.DEVICE_LOST)), [("gpu-lost", SUSPECT, H)],
