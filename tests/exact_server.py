@@ -84,6 +84,8 @@ class Traits:
     """Answers after which it gives 503 for ever."""
     hangs_after: int = 10**9
     """Answers after which it keeps every client waiting."""
+    cached: bool = False
+    """Whether a cache of whole answers stands before it: equal requests get the first one's answer, with its id."""
     reports: Mapping[str, Any] = field(default_factory=dict)
     """What /server_info says, as SGLang's does."""
 
@@ -179,6 +181,7 @@ class Api:
         self.model, self.traits = model, model.traits
         self.busy = self.answered = 0
         self.lock = threading.Lock()
+        self.kept: dict[str, Any] = {}
 
     def get(self, path: str) -> Any:
         """Return the answer to a GET, None for 404."""
@@ -197,7 +200,10 @@ class Api:
         try:
             if self.answered > self.traits.hangs_after:
                 time.sleep(60.0)
-            return 503 if refused else self.answer(path, body)
+            if not self.traits.cached:
+                return 503 if refused else self.answer(path, body)
+            request = f"{path} {json.dumps(body, sort_keys=True)}"
+            return self.kept.setdefault(request, {**self.answer(path, body), "id": f"cmpl-{len(self.kept)}"})
         finally:
             with self.lock:
                 self.busy -= 1

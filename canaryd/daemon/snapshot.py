@@ -102,7 +102,7 @@ def health(engine: Engine, now: float) -> Health:
 
 def stale(engine: Engine, device: Device, runs: Iterable[Run], now: float) -> list[str]:
     """Return one sentence for each probe of a device without fresh evidence; the limits are the judge's."""
-    runs = [r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and (r.recordings or has_looked(r))]
+    runs = [r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and has_looked(r)]
     periods = engine.periods(device)
     if not periods and not engine.is_divided(device):
         return [f"{device.name}: none of the chosen probes tests it"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from canaryd.facts import Recording, printable
 from canaryd.probe import Context, Skip
 from canaryd.worker.endpoint.answers import Answer, parse
-from canaryd.worker.endpoint.client import GATEWAY, QUOTED, Client, Refused, first_choice
+from canaryd.worker.endpoint.client import GATEWAY, QUOTED, Client, Refused, Replayed, first_choice
 from canaryd.worker.endpoint.dialects import DIALECTS, Dialect, digest, listed, recognise
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import APIS, Settings
@@ -89,17 +89,14 @@ class Endpoint:
         known = self.settings.exact is not None
         return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE, known=known), sent=sent)
 
-    def ask_twice(self, api: str, prompt: Prompt) -> list[Answer]:
-        """Return the answers to a fresh request and to the same one again; raises like `ask`.
+    def refuse_replays(self, api: str, prompt: Prompt, salt: str, answers: Sequence[Answer]) -> None:
+        """Raise `Replayed` where a cache of whole answers gives the first of two equal requests' answers again.
 
-        `Refused` too where a cache of whole answers replays the first: then no device computes what is compared.
+        Then no device computes what is compared. Raises like `ask` too.
         """
-        salt = new_salt()
-        first, again = (self.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False))
-        if first.request and first.request == again.request and self._replays(api, prompt, salt, first.request):
-            where = f"POST {self.settings.url}{PATHS[api]}"
-            raise Refused(where, 200, "a cache before the server gives an earlier answer again; set url to the server")
-        return [first, again]
+        first, again = (answer.request for answer in answers)
+        if first and first == again and self._replays(api, prompt, salt, first):
+            raise Replayed(f"POST {self.settings.url}{PATHS[api]}")
 
     def _replays(self, api: str, prompt: Prompt, salt: str, request: str) -> bool:
         """Return whether the id of an answer comes with every answer to its prompt, and not with that to another.

@@ -46,6 +46,15 @@ class Refused(Skip):
         self.words = words
 
 
+class Replayed(Refused):
+    """An earlier answer came again: a cache of whole answers gave it, and no device."""
+
+    def __init__(self, where: str) -> None:
+        text = "a cache before the server gives an earlier answer again; set url to the server"
+        Skip.__init__(self, f"{where}: {text}")
+        self.status, self.words = 200, text
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reply:
     """An answer with any status."""

@@ -10,7 +10,7 @@ from canaryd.facts import ENDPOINT_SERVER, TRIALS, Comparison, Evidence, Exactne
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint import excuses
 from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
-from canaryd.worker.endpoint.client import Refused
+from canaryd.worker.endpoint.client import Refused, Replayed
 from canaryd.worker.endpoint.drills import another_word
 from canaryd.worker.endpoint.marking import Marked, Sort, hexadecimal, mark
 from canaryd.worker.endpoint.prompts import Prompt
@@ -43,12 +43,17 @@ class Examiner:
         """Ask one question while no other of ours is asked, and the same again, so that the prefix cache is hit."""
         if api in self.refused:
             return
-        salt = new_salt()
+        salt, answers = new_salt(), []
         try:
             for case, fresh in ((f"{api}/alone", True), (f"{api}/again", False)):
-                self._keep(case, self._asked(api, question, fresh=fresh, salt=salt))
+                marked = self._asked(api, question, fresh=fresh, salt=salt)
+                answers.append(marked.answer)
+                self._keep(case, marked)
+            self.endpoint.refuse_replays(api, _prompt(question), salt, answers)
         except Refused as refused:
             self.refused[api] = str(refused)
+            if isinstance(refused, Replayed):
+                self._forget(api)
 
     def together(self, api: str, questions: Sequence[Question]) -> None:
         """Ask several different questions at the same time; what is not answered is kept as the reason of the case."""
@@ -114,8 +119,7 @@ class Examiner:
         return any(m.fine or m.right for seen in self._seen.values() for m in seen)
 
     def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
-        prompt = Prompt(name=f"exact-{question.number}", text=question.text, tokens=len(question.tokens))
-        answer = self.endpoint.ask(api, prompt, fresh=fresh, salt=salt)
+        answer = self.endpoint.ask(api, _prompt(question), fresh=fresh, salt=salt)
         if not self._drilled:
             self._drilled = True
             answer = another_word(answer, self.expected.program)
@@ -125,6 +129,11 @@ class Examiner:
         if wanted(self.ctx, case):
             self._marked.setdefault(case, []).append(marked)
             self._seen.setdefault(case.partition("/")[0], []).append(marked)
+
+    def _forget(self, api: str) -> None:
+        for case in self._of(api):
+            del self._marked[case]
+        self._seen.pop(api, None)
 
     def _excuse(self, api: str) -> str:
         """Return what else than a wrong computation explains the answers of an API; ask again to find out."""
@@ -217,3 +226,7 @@ class Examiner:
             mine = self._seen.get(api, [])
             if mine and not any(m.scored for m in mine):
                 yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
+
+
+def _prompt(question: Question) -> Prompt:
+    return Prompt(name=f"exact-{question.number}", text=question.text, tokens=len(question.tokens))

@@ -12,7 +12,7 @@ from pathlib import Path
 from canaryd.facts import ENDPOINT_SERVER, reading_key
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
-from canaryd.worker.endpoint.canary import Endpoint, wanted
+from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused
 from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.drills import injected
@@ -138,7 +138,10 @@ class Recorder:
         api, prompt = item
         if api == "forced":
             return [self.endpoint.score(prompt)]
-        return self.endpoint.ask_twice(api, prompt)
+        salt = new_salt()
+        answers = [self.endpoint.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False)]
+        self.endpoint.refuse_replays(api, prompt, salt, answers)
+        return answers
 
     def _facts(self, item: Item, answers: list[Answer], condition: str) -> Iterator[Fact]:
         self.answers[item] = answers[0]

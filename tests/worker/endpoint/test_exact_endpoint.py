@@ -95,6 +95,14 @@ def test_right_answers_are_right_from_the_first_one_on(directory, seed, traits):
     assert len(blind) == (2 if traits == {"scored": False} else 0)
 
 
+def test_a_cache_of_whole_answers_proves_nothing(directory):
+    """Its answers are right for ever, whatever computes behind it: none counts, and the reason is said."""
+    with serving(directory, cached=True) as url:
+        compared, _, reason = ask(url, directory)
+    assert not compared
+    assert reason.endswith("a cache before the server gives an earlier answer again; set url to the server")
+
+
 def test_what_is_printed_after_the_choice_says_nothing(directory):
     """Where the chosen word is certain the words alone are compared, and the run says so."""
     with serving(directory, certain=True) as url:
