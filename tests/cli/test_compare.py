@@ -37,7 +37,7 @@ def place(tmp_path_factory):
     return directory, common
 
 
-@pytest.mark.parametrize("command", ["capture --exact", "characterise --device cpu:0 --part stack"])
+@pytest.mark.parametrize("command", ["capture --exact", "characterise --device cpu:0 --part exactness --resume DIR"])
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_release_keeps_it_off_the_device(tmp_path, command, when):
     """Somebody changes the driver: nothing begins, and what runs ends within seconds. A daemon is there to be asked."""
@@ -46,7 +46,7 @@ def test_a_release_keeps_it_off_the_device(tmp_path, command, when):
         until = str(time.time() + 600.0)
         if when == "before":
             store.set_note(RELEASE_NOTE, until)
-        with contextlib.closing(Process(*command.split(), "--config", config)) as typed:
+        with contextlib.closing(Process(*command.replace("DIR", str(tmp_path / "made")).split(), "--config", config)) as typed:
             if when == "meanwhile":
                 eventually(typed.others)
                 store.set_note(RELEASE_NOTE, until)
