@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import Claim, Observation, Seen, Sentence
+from canaryd.files import write_whole
 from canaryd.model import Outcome
 
 
@@ -150,13 +150,8 @@ def file_name(text: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file so that a reader, and a machine that loses power, sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Replace a file in one step."""
+    write_whole(path, text.encode())
 
 
 def sliced(parts: Iterable[Part], number: int, of: int) -> list[Part]:

@@ -146,9 +146,10 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
 
 def check_command(options: argparse.Namespace, settings: Config) -> int:
     """Test devices now and print one verdict each; return the exit code."""
-    for option, path in (("--report", options.report), ("--textfile", options.textfile)):
-        if path and not may_write(option, path):
-            return USAGE
+    if options.report and not may_write("--report", options.report, pipes=True):
+        return USAGE
+    if options.textfile and not may_write("--textfile", options.textfile):
+        return USAGE
     if options.fault and (unable := _unable(options.fault, options.probe)):
         complain(*unable)
         return USAGE
@@ -201,7 +202,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
         printer.clear()
         complain(_no_case(options.case, result.without_case))
         return USAGE
-    _write_files(result, options.report, options.textfile)
+    written = _write_files(result, options.report, options.textfile)
     if options.json:
         print(json.dumps(as_json(result), indent=2))
     else:
@@ -213,7 +214,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
                 " try --probe exact_matmul, or another --fault"
             )
         return exit_code(State.UNKNOWN)
-    return exit_code(result.state)
+    return exit_code(result.state) if written else exit_code(result.state) or exit_code(State.UNKNOWN)
 
 
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
@@ -274,9 +275,9 @@ def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(probes.get(d.tested_as, "exact_matmul") for d in devices)) or ("exact_matmul",)
 
 
-def _write_files(result: Result, report: Path | None, textfile: Path | None) -> None:
-    if report:
-        write_report(report, json.dumps(as_json(result), indent=2) + "\n")
+def _write_files(result: Result, report: Path | None, textfile: Path | None) -> bool:
+    """Write the files that were asked for; return whether each is written."""
+    written = not report or write_report(report, json.dumps(as_json(result), indent=2) + "\n")
     if textfile:
         from canaryd.report import textfile as metrics  # noqa: PLC0415  a check need not pay for the exposition
 
@@ -284,3 +285,5 @@ def _write_files(result: Result, report: Path | None, textfile: Path | None) -> 
             metrics.write(textfile, metrics.render(result, exit_code(result.state)))
         except OSError as error:
             complain(f"--textfile {textfile}: not written: {error.strerror}")
+            return False
+    return written

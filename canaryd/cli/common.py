@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from canaryd.config.settings import Config
 from canaryd.engine.check import gave
 from canaryd.engine.engine import Engine, Progress, choose
+from canaryd.files import write_whole
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.model import Device, Outcome, Run
@@ -62,10 +63,16 @@ def use_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def may_write(option: str, path: Path) -> bool:
-    """Whether a file can be written, as far as this can be checked beforehand; complain where not."""
+def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
+    """Whether a file can be written, as far as this can be checked beforehand; complain where not.
+
+    It is replaced as a whole, which takes a right to its directory, and must never make a file of a device such as
+    /dev/null. `pipes`: a pipe or device may be named, and is written to.
+    """
     try:
-        writable = not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+        plain = path.is_file() or not path.exists()
+        target = os.path.dirname(os.path.realpath(path)) if plain else path  # noqa: PTH120  Path.resolve raises on loops
+        writable = (plain or (pipes and not path.is_dir())) and os.access(target, os.W_OK)
     except OSError:  # behind a directory that this user may not search
         writable = False
     if not writable:
@@ -73,12 +80,17 @@ def may_write(option: str, path: Path) -> bool:
     return writable
 
 
-def write_report(path: Path, text: str) -> None:
-    """Write the text of --report; complain where the disk refuses."""
+def write_report(path: Path, text: str) -> bool:
+    """Write the text of --report; return whether it is written, and complain where the disk refuses."""
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.is_file() or not path.exists():
+            write_whole(Path(os.path.realpath(path)), text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         complain(f"--report {path}: not written: {error.strerror}")
+        return False
+    return True
 
 
 def open_store(settings: Config, *, for_reading: bool = False) -> Store:

@@ -31,6 +31,7 @@ from canaryd.engine.schedule import new_seed
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, State
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 CAPTURE_EXIT_STATUS = "exit status: 0 done, and nothing is wrong, 2 --exact found a fault, 3 not done, 64 usage error"
 COMPARE_EXIT_STATUS = "exit status: 0 no fault found, 2 a fault, 3 not comparable or not done, 64 usage error"
 
@@ -59,13 +60,14 @@ def _add_capture(commands: Commands) -> None:
         "--exact", action="store_true", help="run a model whose every value is known, and name the first wrong one"
     )
     command.add_argument(
-        "--device", default="", metavar="DEV", help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)"
+        "--device", metavar="DEV", help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)"
     )
     command.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary model)"
     )
     command.add_argument(
         "--dtype",
+        choices=DTYPES,
         metavar="TYPE",
         help="float64, float32, bfloat16 or float16 (default: float32; with --exact one after the other)",
     )
@@ -112,14 +114,13 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
 
 def _capture(options: argparse.Namespace, engine: Engine) -> int:
     there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
-    found, missing = choose(there, [options.device] if options.device else [])
-    if len(found) > 1 and not options.device:
+    found, missing = choose(there, [] if options.device is None else [options.device])
+    if len(found) > 1 and options.device is None:
         found = [d for d in found if d.backend != "cpu"] if len(found) == 2 else []
     if missing or len(found) != 1:
-        what = (
-            f'no single device "{options.device}"' if options.device else "more than one device; choose with --device"
-        )
-        near = nearest_device(options.device, there)
+        what = "more than one device; choose with --device" if options.device is None else ""
+        what = what or f'no single device "{options.device}"'
+        near = nearest_device(options.device or "", there)
         complain(f"capture: {what}; name one of {device_names(there)}{near}", *engine.problems)
         return USAGE
     refuse_beside_daemon(engine.store, found)
@@ -174,7 +175,7 @@ def _capture_exactly(options: argparse.Namespace, engine: Engine, device: Device
 
 def compare_command(options: argparse.Namespace, settings: Config) -> int:
     """Compare two captures in a worker, which has torch, or two score files here; return the exit code."""
-    if options.report and not may_write("--report", options.report):
+    if options.report and not may_write("--report", options.report, pipes=True):
         return USAGE
     if problems := [problem for path in (options.a, options.b) if (problem := _unreadable(path))]:
         complain(*problems)
@@ -191,12 +192,12 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     answer = ask_processor("compare", engine, "does the arithmetic", "compare", arguments, wait=600.0)
     if answer is None:
         return exit_code(State.UNKNOWN)
-    if options.report:
-        write_report(options.report, page(answer))
+    written = not options.report or write_report(options.report, page(answer))
     print(json.dumps(answer, indent=2) if options.json else table(answer))
-    return {"equal": 0, "rounding": 0, "fault": exit_code(State.SUSPECT)}.get(
-        answer["verdict"]["kind"], exit_code(State.UNKNOWN)
-    )
+    kind = answer["verdict"]["kind"]
+    if kind == "fault":
+        return exit_code(State.SUSPECT)
+    return 0 if written and kind in ("equal", "rounding") else exit_code(State.UNKNOWN)
 
 
 def _unreadable(path: Path) -> str:

@@ -6,14 +6,12 @@ both twice.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from canaryd import __version__
 from canaryd.engine.check import Result
+from canaryd.files import write_whole
 from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Family, Page
 from canaryd.model import Cause, State
 
@@ -73,19 +71,5 @@ def render(result: Result, exit_code: int) -> bytes:
 
 
 def write(path: Path, page: bytes) -> None:
-    """Put `page` at `path` in one step: a collector sees the old file or the new one, never a part.
-
-    Raises `OSError` when the directory cannot be written; nothing is left behind then.
-    """
-    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # no *.prom: no collector reads it
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(page)
-            os.fchmod(number, MODE)
-            file.flush()
-            os.fsync(number)
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    """Put `page` at `path` in one step: a collector sees the old file or the new one. Raises `OSError`."""
+    write_whole(path, page, MODE)

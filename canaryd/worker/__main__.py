@@ -1,7 +1,7 @@
 """The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
 
-It makes only `canaryd.codec`, `.facts`, `.hidden`, `.model`, `.probe` and `.worker.*` importable, from its own
-directory: a probe runs in the serving stack's own environment. Then it starts `canaryd.worker.runner`.
+It makes only `OPEN` importable, from its own directory: a probe runs in the serving stack's own environment. Then it
+starts `canaryd.worker.runner`.
 `--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines; `--member`
 starts a process of a group (`canaryd.worker.links`). Arguments are parsed by hand: telemetry starts a worker every
 15 s, and argparse would be an eighth of its cost.
@@ -20,6 +20,7 @@ from types import ModuleType
 OPEN = (
     "canaryd.codec",
     "canaryd.facts",
+    "canaryd.files",
     "canaryd.free_memory",
     "canaryd.hidden",
     "canaryd.model",

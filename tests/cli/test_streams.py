@@ -65,6 +65,17 @@ def test_a_check_goes_on_when_nobody_reads_its_progress(tmp_path, redirection):
     assert '"healthy"' in out
 
 
+def test_a_report_that_is_lost_is_never_0(tmp_path):
+    """The next program of a script would take the file of the last check for that of this one."""
+    config, state = configure(tmp_path, "passes"), tmp_path / "state"
+    line = f"$canaryd check --config {config} --state-dir $state"
+    code, out, err = shell(f"{line} --report /dev/full", state)
+    assert "verdict: HEALTHY" in out
+    assert (code, "canaryd: --report /dev/full: not written: No space left on device\n" in err) == (LOST, True), err
+    code, out, _ = shell(f"{line} --report >(cat >&2)", state)  # a pipe is written to, not replaced
+    assert (code, "verdict: HEALTHY" in out) == (0, True)
+
+
 def test_a_pipe_that_another_process_made_non_blocking():
     """The reader is waited for, and gets everything."""
     reading, writing = os.pipe()

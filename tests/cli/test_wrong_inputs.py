@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -127,6 +128,8 @@ TABLE = (
     Wrong(("canary", "export", "@new", "--like", "@binary", *RECORD), ("--like @binary: not a JSON object", "name a")),
     Wrong(("characterise", "--device", "cpu:0", "--part", "widht", *OWN), ("--part widht", "choose from")),
     Wrong(("fleet", "--prometheus", "node17"), ("'node17' is not an address", "write e.g. http://HOST:9090")),
+    Wrong(("capture", "-o", "@new", "--dtype", "int8"), ("--dtype", "'int8'", "choose from float64, float32")),
+    Wrong(("capture", "-o", "@new", "--device", "", *OWN), ('capture: no single device ""; name one of cpu:0',)),
     config("absent.yaml", "@absent.yaml: no such file", "name an existing file"),
     config("directory", "@directory: is a directory", "name a YAML file"),
     config("binary", "@binary:1: byte 0x80 is not UTF-8", "save the file as UTF-8"),
@@ -151,7 +154,7 @@ TABLE = (
     config("web.yaml", "@absent: no such file", "name an existing file"),
     config("binary-web.yaml", "@binary:1: byte 0x80 is not UTF-8", "save the file as UTF-8"),
 )
-MAY_WRITE = {"check", "drill", "run", "characterise"}
+MAY_WRITE = {"capture", "check", "drill", "run", "characterise"}
 """Commands that may make their record before they know of a mistake, unless the words alone show it."""
 
 
@@ -252,6 +255,25 @@ def test_a_file_behind_a_closed_directory_cannot_be_written(place, written):  # 
     (answer,) = in_turn((*written, place / "closed/x", "--state-dir", place / "state"), user=NOBODY)
     told = f"canaryd: {written[-1]} {place}/closed/x: cannot be written; name a file in a directory that exists and is"
     assert (answer.code, answer.out, answer.err) == (64, "", f"{told} yours\n")
+
+
+@pytest.mark.parametrize("written", [("check", "--textfile"), ("capture", "--out"), ("capture", "--exact", "--out")])
+def test_no_file_takes_the_place_of_a_device_or_a_pipe(tmp_path, written):
+    """`--textfile /dev/null`, typed as root, must not make /dev/null a file for every program of this machine."""
+    os.mkfifo(tmp_path / "pipe")
+    answer = canaryd(*written, tmp_path / "pipe", "--state-dir", tmp_path / "state")
+    told = f"canaryd: {written[-1]} {tmp_path}/pipe: cannot be written; name a file in a directory that exists and is"
+    assert (answer.code, answer.out, answer.err) == (64, "", f"{told} yours\n")
+    assert [p.name for p in tmp_path.iterdir() if p.is_fifo()] == ["pipe"]
+
+
+@AS_ANOTHER
+def test_a_file_in_a_directory_of_others_cannot_be_replaced(place):  # noqa: F811  the fixture
+    """It is said before the test, not after it, that no new file can take the place of the old one."""
+    (place / "mine").write_text("old")
+    (place / "mine").chmod(0o666)
+    (answer,) = in_turn(("check", "--report", place / "mine", "--state-dir", place / "state"), user=NOBODY)
+    assert (answer.code, (place / "mine").read_text()) == (64, "old"), answer
 
 
 @AS_ANOTHER

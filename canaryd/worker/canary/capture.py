@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 from canaryd import __version__
 from canaryd.codec import from_json, to_json
 from canaryd.facts import beginning, printable
+from canaryd.files import write_whole
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import hugging_face
@@ -392,19 +392,10 @@ def write(path: Path, recorder: Recorder, texts: Mapping[str, str]) -> int:
 def write_file(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; raise `ValueError` where that fails, and leave nothing behind."""
     parent = path.absolute().parent
-    part = None
     try:
         _check_room(parent, len(data))
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(part).chmod(0o666 & ~_umask())
-        Path(part).replace(path)
+        write_whole(path, data)
     except OSError as error:
-        if part:
-            Path(part).unlink(missing_ok=True)
         full = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
         raise ValueError(f"{path}: {full}: {error.strerror}; the capture has {len(data):,} bytes") from error
     folder = os.open(parent, os.O_RDONLY)
@@ -419,12 +410,6 @@ def _check_room(directory: Path, size: int) -> None:
     free = found.f_bavail * found.f_frsize
     if free < size:
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:

@@ -1,0 +1,44 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+
+import pytest
+
+from canaryd.files import write_whole
+
+
+@pytest.fixture
+def small():
+    """Let this process write 1,000 bytes to a file, as on a disk that fills meanwhile."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_part(tmp_path):
+    """A report of yesterday is better than half of today's."""
+    path = tmp_path / "report.json"
+    write_whole(path, b"the old one")
+    with pytest.raises(OSError, match="File too large"):
+        write_whole(path, b"x" * 2000)
+    assert path.read_bytes() == b"the old one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("mode", "given"), [(None, 0o640), (0o644, 0o644)])
+def test_a_file_has_the_rights_that_the_user_or_its_reader_wants(tmp_path, mode, given):
+    """Those of the umask, unless another program has to read it."""
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "a", b"x", mode)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == given
