@@ -48,6 +48,8 @@ class Parser(argparse.ArgumentParser):
             there = [word for each in named for word in each._option_string_actions if word.startswith("--")]  # noqa: SLF001
             alike = did_you_mean(unknown[0].lstrip("-"), [word[2:] for word in there])  # dashes make no likeness
             hint = did_you_mean(unknown[0], there) if alike else ""
+            if unknown[0] in there:
+                hint = f"; write it after the command: {named[-1].prog} {unknown[0]}"
             if getattr(options, "of_one_device", "") and not unknown[0].startswith("-"):
                 hint = f"; for one device: {options.of_one_device} {unknown[0]}"
             named[-1].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

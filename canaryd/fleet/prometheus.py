@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from canaryd.config.values import is_web_address, names_user
 from canaryd.facts import printable
 from canaryd.hidden import hide, keep
 
@@ -59,19 +60,19 @@ class Prometheus:
         self, url: str, *, token_file: Path | None = None, ca_file: Path | None = None, patience: float = PATIENCE
     ) -> None:
         """Raise ValueError where the address, the token file or the CA file is invalid. `patience`: seconds."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.username or parts.password:
+        if names_user(url):
             raise ValueError("a password in the address is visible to every user of this machine; use --token-file")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not is_web_address(url):
             raise ValueError(f"{printable(url)!r} is not an address of a Prometheus; write e.g. http://HOST:9090")
+        scheme = urllib.parse.urlsplit(url).scheme
         self.url = url.rstrip("/")
         self._authorization = _authorization(token_file) if token_file else ""
-        if self._authorization and ca_file and parts.scheme == "http":
+        if self._authorization and ca_file and scheme == "http":
             raise ValueError("--ca-file needs an https address; with http the token would be sent unencrypted")
         self._deadline = time.monotonic() + patience
         self.patience = patience
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-        if parts.scheme == "https":
+        if scheme == "https":
             try:
                 context = ssl.create_default_context(cafile=str(ca_file) if ca_file else None)
             except OSError as error:
