@@ -44,6 +44,8 @@ def main() -> int:
         status = command()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:  # of a command that does not handle signals, or not yet
+        status = 128 + signal.SIGINT
     except Exception:  # noqa: BLE001  the last resort of the process
         traceback.print_exc()
         print(

@@ -152,6 +152,8 @@ def _write_evidence(
         (folder / "wrong.csv").write_text(_table(failure), encoding="utf-8")
         contents.append((f"{part}/wrong.csv", f"the recorded wrong elements of {failure['case']}"))
         files, why = _exhibit(folder, failure, document, engine, device, wait)
+        if why and engine and engine.stopping:
+            raise DossierError(f"{device.name}: no report is written: {engine.stopping}")
         failure["exhibit"] = part
         failure["exhibit_absent"] = why
         purpose = {"golden.npy": "the right result", "reproduce.py": "repeats the computation; needs torch only"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command import ROOT, configure, environment
+from tests.command import ROOT, Process, configure, environment
 
 LOST = 3
 """What a command that did well ends with where its answer could not be written."""
@@ -92,3 +94,14 @@ def test_a_pipe_that_another_process_made_non_blocking():
         written = pipe.read().lstrip(b"x")
         assert process.wait(60) == 0
     assert written.count(b"\n") > 100
+
+
+def test_an_interrupted_command_ends_without_a_traceback():
+    """At any moment, also before or after it handles signals itself: as the shell expects, 128 + SIGINT."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with contextlib.closing(Process("fleet", "--prometheus", url)) as asking:
+            connection, _ = silent.accept()
+            code, _ = asking.end(signal.SIGINT)
+            connection.close()
+            assert (code, asking.lines) == (130, [])

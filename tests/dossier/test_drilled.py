@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 
 from canaryd.config import load
-from canaryd.dossier import advice
+from canaryd.dossier import advice, write
+from canaryd.dossier.document import DossierError
 from canaryd.dossier.places import failing_core
 from canaryd.engine.engine import Engine
 from canaryd.store.store import Store
@@ -142,6 +143,22 @@ def test_the_dossier_of_a_drill_names_the_injected_element_bit_and_rate(drilled)
             e["index"][0] * 16 + e["index"][1] if len(e["index"]) == 2 else e["index"][0] for e in failure["elements"]
         ]
         assert set(flat) == {middle}
+
+
+@pytest.mark.torch
+def test_an_interrupted_report_is_none(drilled, tmp_path):
+    """A vendor would get half of the evidence, and nobody would know."""
+    directory = drilled[0].parent.parent
+    settings = replace(load.load(directory / "canaryd.yaml"), state_dir=directory / "state")
+    with Store.open(directory / "state") as store:
+        engine = Engine(settings, store)
+        engine.recall()
+        device = next(d for d in engine.devices.values() if d.backend == "cpu")
+        engine.stop("you interrupted the command")
+        now = store.runs(device.uuid, drill=True)[-1].started + 120
+        with pytest.raises(DossierError, match="^cpu:0: no report is written: you interrupted the command$"):
+            write.write(store, settings, engine, device, tmp_path, now=now, redact=False, drill=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.torch
