@@ -59,7 +59,7 @@ def faulty() -> Verdict:
             probes=tallies,
             why="Cause unknown: no identical device here to compare with.",
             confirmed=(Confirmation(ground=Ground.RETESTS, why="all retests failed"),),
-            elsewhere=Elsewhere(device="cpu", probe="exact_matmul", case="float32/wide", seed=7, level="quick"),
+            elsewhere=Elsewhere(device="cpu", probe="exact_matmul", case="float32/dense", seed=7, level="quick"),
         ),
     )
     now = SINCE + 103.1
