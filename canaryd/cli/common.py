@@ -20,6 +20,7 @@ from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.files import write_whole
 from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
+from canaryd.judge.phrases import reason_of
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import UNBROKEN, typed
 from canaryd.store.locks import Busy, Unreadable, user_name
@@ -59,8 +60,8 @@ def complain(*lines: str) -> None:
 
 
 def use_color() -> bool:
-    """Whether standard output is a terminal, and NO_COLOR does not forbid colours (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    """Whether standard output is a terminal that knows colours, and NO_COLOR does not forbid them (no-color.org)."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
@@ -218,7 +219,7 @@ class ProgressPrinter:
 def _summary(run: Run) -> str:
     """Return the outcome of a run in one line."""
     wrong = f", {sum(c.wrong_trials for c in run.comparisons):,} WRONG" if run.wrong else ""
-    why = f": {run.detail.splitlines()[-1]}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
+    why = f": {reason_of(run)}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
     ended = "completed" if run.outcome is Outcome.COMPLETED else OUTCOMES[run.outcome][1]
     return f"{ended}, {gave(run)}{wrong} in {run.seconds:.1f} s{why}"
 

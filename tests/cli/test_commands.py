@@ -479,10 +479,23 @@ def test_details_are_shown_on_request(tmp_path):
     assert len(re.findall("^not tested: ", full, re.MULTILINE)) > 3
 
 
+def test_progress_says_why_a_run_was_lost(tmp_path):
+    """Not the last line of the stack that the dying worker printed."""
+    config = configure(tmp_path, "crashes", "raises")
+    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "state", "--level", "quick")
+    told = {line.split()[1].rstrip(":"): line.partition(" s: ")[2] for line in answer.err.splitlines()}
+    assert told["crashes"] == "the worker was killed by SIGSEGV"
+    assert told["raises"] == "ZeroDivisionError: the moon is in the wrong phase"
+
+
 def test_colour_is_for_terminals(monkeypatch):
     """NO_COLOR forbids it (no-color.org)."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     assert use_color()
+    monkeypatch.setenv("TERM", "dumb")  # as of an editor's shell, which shows the codes
+    assert not use_color()
+    monkeypatch.delenv("TERM")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not use_color()
