@@ -46,7 +46,8 @@ def test_a_release_keeps_it_off_the_device(tmp_path, command, when):
         until = str(time.time() + 600.0)
         if when == "before":
             store.set_note(RELEASE_NOTE, until)
-        with contextlib.closing(Process(*command.replace("DIR", str(tmp_path / "made")).split(), "--config", config)) as typed:
+        words = command.replace("DIR", str(tmp_path / "made")).split()
+        with contextlib.closing(Process(*words, "--config", config)) as typed:
             if when == "meanwhile":
                 eventually(typed.others)
                 store.set_note(RELEASE_NOTE, until)

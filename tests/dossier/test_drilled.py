@@ -156,7 +156,7 @@ def test_an_interrupted_report_is_none(drilled, tmp_path):
         device = next(d for d in engine.devices.values() if d.backend == "cpu")
         engine.stop("you interrupted the command")
         now = store.runs(device.uuid, drill=True)[-1].started + 120
-        with pytest.raises(DossierError, match="^cpu:0: no report is written: you interrupted the command$"):
+        with pytest.raises(DossierError, match=r"^cpu:0: no report is written: you interrupted the command$"):
             write.write(store, settings, engine, device, tmp_path, now=now, redact=False, drill=True)
     assert not list(tmp_path.iterdir())
 
