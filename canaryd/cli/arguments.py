@@ -88,7 +88,7 @@ class Commands:
         )
         command.add_argument(
             *("--state-dir",),
-            type=Path,
+            type=directory,
             metavar="DIR",
             help="directory of the stored runs and verdicts (default: /var/lib/canaryd, or ~/.local/state/canaryd)",
         )
@@ -130,6 +130,13 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 duration, listen = _argument(values.parse_duration), _argument(values.parse_listen)
 """The seconds of "30m"; host and port of "HOST:PORT"."""
+
+
+def directory(text: str) -> Path:
+    """Return a directory; that of "", as from an unset variable of a script, would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("names no directory; leave the option out for the default")
+    return Path(text)
 
 
 def seed(text: str) -> int:

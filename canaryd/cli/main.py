@@ -85,8 +85,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "config":
         return int(options.function(options))
     loaded = load.load(options.config)
-    type_with(_own(options, loaded))
-    settings = replace(loaded, **overrides(options))
+    try:
+        type_with(_own(options, loaded))
+        settings = replace(loaded, **overrides(options))
+    except FileNotFoundError:  # of Path.absolute
+        complain("the working directory does not exist: change to another one, or name paths from /")
+        return USAGE
     if os.path.exists(settings.state_dir) and not settings.state_dir.is_dir():  # noqa: PTH110  never raises
         complain(f"{settings.state_dir}: not a directory; give a directory with --state-dir or state_dir")
         return USAGE

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import pytest
 
 from canaryd.formatting import did_you_mean_device
 from tests.cli.test_reading import AS_ANOTHER, NOBODY, held, place, recorded  # noqa: F401  a fixture
-from tests.command import bare_python, canaryd, catalogue, configure, in_turn
+from tests.command import ROOT, bare_python, canaryd, catalogue, configure, environment, in_turn
 
 
 class Wrong(NamedTuple):
@@ -108,6 +110,7 @@ TABLE = (
     ),
     Wrong(("check", "--report", "@absent/x", *RECORD), ("--report", "cannot be written", "name a file in a directory")),
     Wrong(("check", "--textfile", "@directory", *RECORD), ("--textfile", "cannot be written", "name a file")),
+    Wrong(("status", "--state-dir", ""), ("--state-dir", "names no directory", "canaryd status --help")),
     Wrong(("status", "--state-dir", "@file"), ("@file: not a directory", "give a directory with --state-dir")),
     Wrong(("history", "cuda:3", *RECORD), ('history: no device "cuda:3"', "this host has")),
     Wrong(("ack", "cuda:3", "--reason", "known", *RECORD), ('ack: no device "cuda:3"', "this host has")),
@@ -269,6 +272,18 @@ def test_no_file_takes_the_place_of_a_device_or_a_pipe(tmp_path, written):
     told = f"canaryd: {written[-1]} {tmp_path}/pipe: cannot be written; name a file in a directory that exists and is"
     assert (answer.code, answer.out, answer.err) == (64, "", f"{told} yours\n")
     assert [p.name for p in tmp_path.iterdir() if p.is_fifo()] == ["pipe"]
+
+
+def test_a_working_directory_that_is_gone_is_said(tmp_path):
+    """As after an upgrade that replaced it: a path from / still works, another one has no meaning."""
+    line = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && {sys.executable} -m canaryd status"
+    for state, code, told in (
+        (tmp_path / "state", 3, ""),
+        ("state", 64, "canaryd: the working directory does not exist: change to another one, or name paths from /\n"),
+    ):
+        argv = ["bash", "-c", f"{line} --state-dir {state}"]
+        done = subprocess.run(argv, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (code, told)
 
 
 @AS_ANOTHER
