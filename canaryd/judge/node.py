@@ -269,9 +269,12 @@ def node(
     """Return the runs that count at `now`; with `drill`, those of the last hour's drills, without, none of them."""
 
     def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
-        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
+        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared. Any other run
+        # stays as old as it says: of now, it would be fresh for ever.
         unique = {
-            r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
+            r.id: replace(r, started=now) if r.started < EPOCH and (r.wrong or r.unknown) else r
+            for r in candidates
+            if bool(r.drill) == drill
         }
         recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
         return tuple(sorted(recent, key=by_time))

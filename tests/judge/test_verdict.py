@@ -225,6 +225,14 @@ def test_a_clock_that_was_not_set_does_not_clear_a_mismatch():
     assert ask(fresh(), unset).state is State.SUSPECT
 
 
+def test_a_run_of_a_clock_that_was_not_set_is_not_the_newest():
+    """Of now, it would be fresh for ever: it would hide that no later run completed, or that one did."""
+    passed = dataclasses.replace(fresh(), id="passed", started=12.0)
+    skipped = dataclasses.replace(fresh(), id="skipped", outcome=Outcome.SKIPPED, comparisons=())
+    assert ask(passed).state is ask(passed, skipped).state is State.UNKNOWN
+    assert ask(dataclasses.replace(skipped, started=12.0), fresh()).state is State.HEALTHY
+
+
 def test_a_wrong_reference_is_never_confirmed():
     """A damaged digest file contradicts one core in the same words every time: no core is faulty for it."""
     cpu = dataclasses.replace(GPU, uuid="CPU-1", backend="cpu", index=0)
