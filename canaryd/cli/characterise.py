@@ -226,6 +226,8 @@ def _concluded(document: Document, work: Characterisation, options: argparse.Nam
     if work.left:
         names = ", ".join(p.name for p in work.left[:6]) + (", …" if len(work.left) > 6 else "")
         again = f" --slice {options.slice[0]}/{options.slice[1]}" if options.slice[1] > 1 else ""
+        if stopped := work.conversation.engine.stopping:
+            complain(f"characterise: stopped: {stopped}")
         complain(f"not done yet: {count(len(work.left), 'part')} ({names}); to continue:")
         # A command stands on one line, whatever its length, so that it can be copied.
         resume = (
