@@ -183,8 +183,9 @@ def _reproduce(document: Document) -> str:
         parts += [f"<pre>{escape(line)}</pre>" for line in laid]
         parts.append(
             "<p>The script prints the wrong elements and bits. Exit status: 0 if no run was wrong, as on a healthy "
-            "part; 1 if any was; 2 if it could not run. So many runs miss a fault as rare as the recorded one with a "
-            "probability of 5 %; with fewer, no wrong run proves nothing.</p>"
+            "part; 1 if any was; 2 if it could not run. If the fault comes as often as it was recorded, so many runs "
+            "miss it with a probability of 5 %; with fewer, no wrong run proves nothing. If they take too long, Ctrl-C "
+            "ends the script, and it tells how many it did.</p>"
         )
         if any(map(core_option, document["failures"])):
             parts.append("<p>--core selects the core. The default is the core that failed.</p>")

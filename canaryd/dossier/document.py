@@ -144,7 +144,7 @@ def _judged(
     """Return the verdict that holds now, and a note on it. An engine judges the device again."""
     stored = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
-        engine.watch.recall(device.uuid, engine.telemetry_periods())  # this process has polled nothing
+        engine.recall_telemetry(device.uuid)  # this process has polled nothing
         current = engine.verdict(device.uuid)
         if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
             return current, ""

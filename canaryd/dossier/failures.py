@@ -183,17 +183,17 @@ def _repeats(evidence: Sequence[Evidence]) -> Evidence:
 
 
 def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
-    """Return what the wrong indices of all runs share along each axis."""
+    """Return what the wrong indices of all runs share along each axis; nothing of one where that is not known."""
     found = {}
-    for axis in evidence[0].lines if evidence else ():
+    for axis in dict.fromkeys(axis for e in evidence for axis in e.lines):
         spans = [e.lines[axis] for e in evidence if axis in e.lines]
         period = min((s.period for s in spans if s.period), default=0)
         left = {s.first % period if period and s.shared else None for s in spans}
-        if len({str(s) for s in spans}) == 1:
+        if len(spans) == 1 or (spans[0].shared and len({str(s) for s in spans}) == 1):
             found[axis] = str(spans[0])
         elif len(left) == 1 and None not in left:
             found[axis] = f"= {left.pop()} mod {period}"
-        else:
+        elif all(s.distinct for s in spans):  # a record of release 0.1.0 may know no first and last
             found[axis] = f"{min(s.first for s in spans)}…{max(s.last for s in spans)}"
     return found
 

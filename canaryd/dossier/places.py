@@ -12,7 +12,10 @@ from canaryd.judge.statistics import RULE_OF_THREE
 NAMED = 4
 """Places that are named one by one."""
 LEAST_RUNS = 1000
-"""Of a script at least: they take seconds (ours)."""
+"""Of a script at least (ours)."""
+COPIED = 10
+"""Runs of a script between two fresh copies of the operands (ours): some faults spoil all results of a copy, others
+need a device that is busy."""
 
 
 def is_unit(place: Mapping[str, Any]) -> bool:
@@ -28,15 +31,21 @@ def failing_core(failure: Mapping[str, Any]) -> int | None:
 
 
 def enough_runs(failure: Mapping[str, Any], document: Mapping[str, Any]) -> int:
-    """Return how many runs of a failing case show its fault with 95 % probability.
+    """Return how many runs of a failing case show its fault with 95 % probability, as often as it was recorded.
 
     A case is named because it failed, so its own rate is too high: what its test computed, or its core, counts too.
+    Results of one upload may be wrong together, so there are enough fresh copies as well.
     """
     core = failing_core(failure)
     at = [p for p in document["places"] if is_unit(p) and p["unit"] == "core" and p["numbers"] == [core]]
     all_of_it = at or [p for p in document["probes"] if p["probe"] == failure["probe"]]
-    tallies = [failure["results"], *(each["results"] for each in all_of_it)]
-    runs: int = max(math.ceil(RULE_OF_THREE * t["total"] / t["wrong"]) for t in tallies if t["wrong"])
+    each = [
+        repeats * math.ceil(RULE_OF_THREE * tally[kind]["total"] / tally[kind]["wrong"])
+        for tally in (failure, *all_of_it)
+        for kind, repeats in (("results", 1), ("uploads", COPIED))
+        if tally[kind]["wrong"]
+    ]
+    runs: int = max(each)
     digits: int = 10 ** max(0, len(str(runs)) - 2)
     return max(LEAST_RUNS, math.ceil(runs / digits) * digits)
 

@@ -30,7 +30,10 @@ PATTERNS = (
             rf"(?i)\b(?:{_HEX}{{4,8}}:)?{_HEX}{{2}}:{_HEX}{{2}}\.[0-7]\b|\b{_HEX}{{4}}(?:{_HEX}{{4}})?:{_HEX}{{2}}:{_HEX}{{2}}\b"
         ),
     ),
-    ("mail", re.compile(r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63})+")),
+    (  # no torch@2.13.0, and no systemd-coredump@3-1234-0.service
+        "mail",
+        re.compile(r"[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,8}(?!(?:service|socket|timer|mount|slice)\b)[A-Za-z]{2,24}\b"),
+    ),
     ("ip", re.compile(r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\d.])")),
     ("ip", re.compile(rf"(?i)(?<![\w:])(?:{_HEX}{{1,4}}:){{3,7}}{_HEX}{{1,4}}(?![\w:])")),
     (

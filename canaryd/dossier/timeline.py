@@ -19,6 +19,8 @@ from canaryd.report.terminal import verdict_note
 
 TIMELINE = 200
 """Newest entries that the timeline keeps."""
+DECISIVE = (EventKind.FLAG, EventKind.OFF_BUS, EventKind.RESET)
+"""Kinds of older events that it keeps too: a flag such as a failed row remap decides a return."""
 POLLS, POINTS, SERIES = 20_000, 400, 8
 """Polls read, points kept per series, series kept."""
 NEARBY = 150.0
@@ -42,7 +44,9 @@ def timeline(facts: Facts) -> tuple[list[dict[str, Any]], int]:
             until = f", until {format_utc(ack.until)}" if ack.until else ""
             entries.append({"at": ack.at, "kind": "ack", "text": f"{ack.kind}{until}: {ack.reason}", "conditions": {}})
     entries.sort(key=lambda e: (e["at"], e["kind"], e["text"]))
-    return entries[-TIMELINE:], max(0, len(entries) - TIMELINE)
+    cut, kept = entries[:-TIMELINE], entries[-TIMELINE:]
+    decisive = [e for e in cut if e["kind"] in DECISIVE][-TIMELINE:]
+    return decisive + kept, len(cut) - len(decisive)
 
 
 def _event(event: Event) -> str:

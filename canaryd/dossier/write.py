@@ -25,7 +25,7 @@ from canaryd.config.settings import Config
 from canaryd.dossier import ocp, page
 from canaryd.dossier.advice import EXHIBITS
 from canaryd.dossier.document import SCHEMA, DossierError, OutputError, gather, torch_name
-from canaryd.dossier.places import enough_runs, failing_core
+from canaryd.dossier.places import COPIED, enough_runs, failing_core
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
@@ -199,6 +199,7 @@ def _exhibit(
         },
         "unset": SCRUBBED,
         "runs": enough_runs(failure, document),
+        "copied": COPIED,
         "core": failing_core(failure),
     }
     try:

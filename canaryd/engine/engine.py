@@ -171,6 +171,10 @@ class Engine(Host):
         self.watch.sweep(poll_tasks(self), stopped=lambda: bool(self.halted), hold=hold, due=due, record=record)
         self.decide()
 
+    def recall_telemetry(self, uuid: str) -> None:
+        """Judge a device by what its telemetry said last since its repair, without polling it."""
+        self.watch.recall(uuid, self.telemetry_periods(), self._acks.evidence_since(uuid))
+
     def read_log(self, *, until_end: bool) -> None:
         """Read the kernel log from the last stored position: to its end, or until stopped."""
         series = self.workers.start(numeric=False, uses_device=False)

@@ -224,21 +224,28 @@ class Watch:
             self._end(self._series)
             self._series = None
 
-    def recall(self, device: str, periods: Mapping[str, float]) -> None:
+    def recall(self, device: str, periods: Mapping[str, float], since: float) -> None:
         """Take from the store what telemetry said last of a device, by probe and its period, without polling it.
 
-        What says nothing new is stored once in `telemetry.keep`, so a stored poll stays fresh for that long.
+        What it said before `since`, ahead of a repair, does not count. What says nothing new is stored once in
+        `telemetry.keep`, so a stored poll stays fresh for that long. That nobody polls now is no gap; that polls failed
+        is one since the last that completed.
         """
         for probe, period in periods.items():
-            if self._store.polls(device, probe, completed=True, limit=1):
-                self._lane(device, probe, max(period, self._config().telemetry.keep))
+            polls = self._store.polls(device, probe, since, limit=RECALLED)
+            if not polls:
+                continue
+            lane = self._lane(device, probe, max(period, self._config().telemetry.keep), since)
+            lane.newest = polls[-1]
+            if lane.newest.outcome is not Outcome.COMPLETED:
+                lane.since = (lane.completed or polls[0]).started
 
-    def _lane(self, device: str, probe: str, period: float) -> _Lane:
-        """Return the lane of a probe on a device; a new one begins with what the store knows."""
+    def _lane(self, device: str, probe: str, period: float, known_since: float = 0.0) -> _Lane:
+        """Return the lane of a probe on a device; a new one begins with what the store knows from a time on."""
         with self._mutex:
             if (device, probe) not in self._lanes:
                 lane = _Lane(period=period, since=time.time())
-                lane.recall(self._store.polls(device, probe, completed=True, limit=RECALLED))
+                lane.recall(self._store.polls(device, probe, known_since, completed=True, limit=RECALLED))
                 lane.completed = lane.recorded
                 self._lanes[device, probe] = lane
             lane = self._lanes[device, probe]

@@ -92,6 +92,7 @@ def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
         "std::x",
         "#1 SMP PREEMPT @0",
         "recorded_kernels@96x80x256",
+        "torch@2.13.0 of systemd-coredump@3-1234-0.service",
     ],
 )
 def test_what_names_nothing_is_left_alone(store, text):

@@ -22,7 +22,7 @@ from canaryd.engine.kernel_log import addressee
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.events import log_event
-from canaryd.model import Cause, Device, Event, Outcome, State
+from canaryd.model import Ack, AckKind, Cause, Device, Event, Outcome, State
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
 from canaryd.supervisor import killed
@@ -168,13 +168,33 @@ def test_who_judges_without_polling_has_what_was_stored_last(host):
     host.poll(("temperature_celsius", 34.0))
     host.again()
     assert host.watch.polls(host.cpu) == {}
-    host.watch.recall(host.cpu, host.engine.telemetry_periods())
+    host.engine.recall_telemetry(host.cpu)
     poll = host.watch.polls(host.cpu)["says"]
     assert [r.value for r in poll.completed.readings] == [34.0]
     assert signals.stale_after(poll.period) >= Config().telemetry.keep
     assert len(host.pids()) == 1
-    host.watch.recall("GPU-that-is-not-here", host.engine.telemetry_periods())
-    assert host.watch.polls("GPU-that-is-not-here") == {}
+
+
+def test_what_telemetry_said_before_a_repair_is_not_recalled(host):
+    """A part that was replaced is not judged by the flags of the one before."""
+    host.poll(("row_remap_failed", 1.0))
+    host.again()
+    host.store.add_ack(Ack(device=host.cpu, kind=AckKind.REPLACED, at=time.time(), reason="a new board"))
+    host.again()
+    host.engine.recall_telemetry(host.cpu)
+    assert host.watch.polls(host.cpu) == {}
+
+
+def test_polls_that_failed_since_are_recalled_as_a_gap(host):
+    """Who judges without polling must not take a reading for the present that failed polls came after."""
+    host.poll(("temperature_celsius", 34.0))
+    host.poll(hangs=True)
+    host.again()
+    host.engine.clock = lambda: time.time() + 6000
+    host.engine.recall_telemetry(host.cpu)
+    (poll,) = host.watch.polls(host.cpu).values()
+    assert (poll.newest.outcome, poll.since) == (Outcome.TIMED_OUT, poll.completed.started)
+    assert "telemetry-stale" in {f.rule for f in host.engine.verdict(host.cpu).findings}
 
 
 def test_a_hung_driver_costs_a_worker_and_is_asked_less_and_less(host):

@@ -147,7 +147,7 @@ $switches
     done = wrong = 0
     try:
         for run in range(options.runs):
-            if run % 100 == 0:  # fresh copies on the device
+            if run % $copied == 0:  # fresh copies on the device
                 operands = [t.clone(memory_format=torch.preserve_format).to(options.device) for t in host]
             result = bits(compute(*operands).cpu())
             bad = (result != golden).nonzero()
@@ -294,6 +294,7 @@ def script(
     environment: Mapping[str, str],
     unset: Sequence[str],
     runs: int,
+    copied: int,
     core: int | None,
 ) -> str:
     """Return `reproduce.py` for a case; `environment` is what the libraries read when they start, `unset` must go.
@@ -317,6 +318,7 @@ def script(
         before="".join(f"    {line}\n" for line in made.before),
         compute=made.compute,
         runs=runs,
+        copied=copied,
         switches="".join(f"    {line}\n" for line in made.switches).rstrip("\n"),
         golden_dtype=str(made.problem.golden.dtype).removeprefix("torch."),
         loads=", ".join(loads),
@@ -341,8 +343,9 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
     Arguments: device (a `Device` as JSON, the one that failed), probe, case, shape, seed, expected (pairs of index and
     bits as hex, from the evidence), out (an existing directory), on (how torch calls the device), environment and
-    unset (for the script), runs (the script's default number), core (the host core that was
-    wrong: the script runs on it, and no tensor is made there; None: not known).
+    unset (for the script), runs (the script's default number), copied (after how many runs it copies
+    the operands afresh), core (the host core that was wrong: the script runs on it, and no tensor is made there; None:
+    not known).
     Raises `Skip` for a case that cannot be made again as it was.
     """
     need_torch()
@@ -369,6 +372,7 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         names.append(f"{name}.npy")
     what = f"{arguments['probe']} {case}, {problem.shape}, seed {arguments['seed']}"
     environment, unset = arguments["environment"], arguments["unset"]
-    text = script(made, what, arguments["on"], environment, unset, int(arguments["runs"]), suspect)
+    runs, copied = int(arguments["runs"]), int(arguments["copied"])
+    text = script(made, what, arguments["on"], environment, unset, runs, copied, suspect)
     (out / "reproduce.py").write_text(text, encoding="utf-8")
     return {"files": [*names, "reproduce.py"], "bytes": size, "exactness": problem.exactness.value}

@@ -45,7 +45,8 @@ def laid_out(out: Path, probe: str, case: str, **changed):
     out.mkdir(exist_ok=True)
     made = reproducer.exhibit(probe, case, 7, CPU)
     arguments = {"device": to_json(CPU), "probe": probe, "case": case, "shape": made.problem.shape, "seed": 7}
-    arguments |= {"expected": [], "out": str(out), "on": "cpu", "environment": {}, "unset": [], "runs": 2, "core": None}
+    arguments |= {"expected": [], "out": str(out), "on": "cpu", "environment": {}, "unset": []}
+    arguments |= {"runs": 2, "copied": 1, "core": None}
     return reproducer.answer(arguments | changed, lambda _fraction, _text: None), made
 
 
@@ -212,7 +213,7 @@ def test_an_interrupted_script_says_what_it_saw(tmp_path):
     """A rare fault takes many runs: those that were made count, and no clean ones among them acquit."""
     laid_out(tmp_path, "exact_matmul", PRODUCT)
     text = (tmp_path / "reproduce.py").read_text()
-    every = "            if run % 100 == 0:"
+    every = "            if run % 1 == 0:"
     stopped = f"            if run == 10:\n                raise KeyboardInterrupt\n{every}"
     (tmp_path / "reproduce.py").write_text(text.replace(every, stopped))
     done = reproduce(tmp_path, "1000")
