@@ -220,7 +220,6 @@ def described(series: Series) -> None:
     assert all(isinstance(v, str) for v in found.stack.values()), found.stack
     assert found.torch is None or isinstance(found.torch, str)
     assert isinstance(found.torch_reason, str)
-    assert isinstance(found.python, str)
 
 
 def listed(series: Series) -> None:
