@@ -446,6 +446,9 @@ class Elsewhere:
     level: str
     instruction_set: str = ""
     intensity: str = ""
+    seconds: float = 0.0
+    """For how long, so that a fault as frequent as here is missed with a probability of 5 %; 0.0 where one run is
+    enough."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,6 +231,12 @@ def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
     return before, since
 
 
+def since_onset(case: Case, mismatches: Sequence[Mismatch]) -> Count:
+    """Return the trials from the first mismatch of a probe on until now, under the same conditions."""
+    runs = (r for r in _under_same_conditions(case, mismatches) if r.started >= mismatches[0].run.started)
+    return _tally(runs, mismatches[-1].comparison.subject)[0]
+
+
 def results_during(case: Case, mismatches: Sequence[Mismatch], began: float) -> int:
     """Return how many results were compared from `began` up to the newest mismatch of a probe, as in `record`."""
     newest, runs = mismatches[-1].run.started, _under_same_conditions(case, mismatches)

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from canaryd.facts import Doubt, Subject
-from canaryd.formatting import format_duration
-from canaryd.judge.case import Case, cured, record, scene
+from canaryd.formatting import HOUR, MINUTE, format_duration
+from canaryd.judge.case import Case, cured, record, scene, since_onset
 from canaryd.judge.cause import Mismatch, decide, names
 from canaryd.judge.cells import name_cells
 from canaryd.judge.characterised import By, learns
@@ -341,7 +341,24 @@ def _elsewhere(case: Case, mismatches: Sequence[Mismatch]) -> Elsewhere | None:
         level=run.level,
         instruction_set=run.instruction_set,
         intensity=run.intensity,
+        seconds=_long_enough(case, mismatches),
     )
+
+
+def _long_enough(case: Case, mismatches: Sequence[Mismatch]) -> float:
+    """Return for how many seconds the test of the newest mismatch must be repeated to fail once, with 95 % probability.
+
+    If it fails there as often as here, and is as fast: the rule of three, for results and for uploads. 0.0 where one
+    run is enough.
+    """
+    run, subject = mismatches[-1].run, mismatches[-1].comparison.subject
+    alike = [m for m in mismatches if m.run.probe == run.probe and m.comparison.subject is subject]
+    here = since_onset(case, alike)
+    each = ((here.results, here.wrong, run.trials), (here.uploads, here.failed, run.uploads))
+    runs = max((RULE_OF_THREE * of / wrong / done for of, wrong, done in each if wrong and done), default=0.0)
+    seconds = runs * run.seconds
+    step = next((s for s in (HOUR, MINUTE) if seconds > s), 1.0)
+    return 0.0 if runs <= 1.0 else math.ceil(seconds / step) * step
 
 
 def _root(mismatch: Mismatch) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from canaryd.codec import to_json
 from canaryd.engine.check import NOT_EXAMINED
 from canaryd.facts import Place
-from canaryd.formatting import columns, format_time
+from canaryd.formatting import HOUR, MINUTE, columns, format_time
 from canaryd.judge.cells import name_cells
 from canaryd.judge.findings import ACKNOWLEDGED, NO_EVIDENCE, REPLACED_IS_HERE, TEXT_ONLY
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
@@ -158,7 +158,14 @@ def _repeat(text: str, device: Device, there: Elsewhere) -> Step:
     words += ["--seed", str(there.seed), "--level", there.level]
     words += ["--instruction-set", there.instruction_set] if there.instruction_set else []
     words += ["--intensity", there.intensity] if there.intensity else []
+    words += ["--for", _as_typed(there.seconds)] if there.seconds else []
     return Step(text, shlex.join(words), here=there.device != device.backend)
+
+
+def _as_typed(seconds: float) -> str:
+    """Return a duration as an option takes it: "90s", "15m", "2h"."""
+    size, unit = next(((s, u) for s, u in ((HOUR, "h"), (MINUTE, "m")) if not seconds % s), (1, "s"))
+    return f"{seconds / size:.0f}{unit}"
 
 
 def precaution(cause: Cause, devices: Sequence[Device]) -> str:

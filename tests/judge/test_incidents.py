@@ -128,6 +128,17 @@ def test_what_finds_the_cause_can_be_typed_elsewhere(theirs, device):
     assert (found.seed, found.level) == (newest.seed, newest.level)
 
 
+@pytest.mark.parametrize(("clean", "seconds"), [(0, 0.0), (4, 60.0), (49, 600.0), (898, 10_800.0)])
+def test_a_rare_fault_is_looked_for_long_enough_elsewhere(clean, seconds):
+    """Right there by chance would accuse a sound part: the test lasts until a fault as frequent shows with 95 %."""
+    several = wrong(trials=30, wrong_trials=3, uploads=30), wrong(seed=2), wrong(seed=3)
+    runs = [run(9 * DAY - n, right()) for n in range(50)]  # of before it began
+    runs.append(run(2 * HOUR, *([wrong()] if clean else several)))
+    runs += [run(HOUR - n / 10, right()) for n in range(clean)]
+    (incident,) = incidents(ask(*runs))
+    assert incident.wrong.elsewhere.seconds == seconds
+
+
 def test_two_faults_of_one_device_are_two_incidents():
     """Wrong results do not explain heat, nor a memory error of the device's own counters."""
     hot = [

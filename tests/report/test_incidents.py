@@ -74,6 +74,16 @@ def test_a_command_at_the_end_of_an_action_stands_on_its_own_line():
     assert incidents_json(found, GPU)[0]["command"] == "canaryd check --x y"
 
 
+@pytest.mark.parametrize(("seconds", "typed"), [(0.0, ""), (90.0, "90s"), (420.0, "7m"), (39_600.0, "11h")])
+def test_a_rare_fault_is_repeated_elsewhere_for_long_enough(seconds, typed):
+    """A sound part is not accused because the other was right by chance."""
+    found = fault(cause=U, rivals=())
+    there = replace(found.wrong.elsewhere, seconds=seconds)
+    told = replace(found, wrong=replace(found.wrong, elsewhere=there))
+    (command,) = (line for line in lines(verdict(told)) if "check --device" in line)
+    assert command.endswith(f" --level quick{typed and f' --for {typed}'}")
+
+
 @pytest.mark.parametrize("width", [79, 110])
 @pytest.mark.parametrize(
     "finding",
