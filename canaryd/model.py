@@ -47,6 +47,8 @@ class Reason(str, enum.Enum):
     """The driver says that the device no longer answers."""
     NO_CASE = "no_case"
     """The probe has none of the cases that were asked for. Where a person typed them: no evidence, and not stored."""
+    BUDGET = "budget"
+    """The budget, or another user of the device, prevented the run: neither a fault nor evidence."""
 
 
 class State(str, enum.Enum):

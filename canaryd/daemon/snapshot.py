@@ -86,7 +86,7 @@ def health(engine: Engine, now: float) -> Health:
         if uuid in engine.present
         for reason in stale(engine, device, [r for r in engine.evidence(uuid) if not r.drill], now)
     ]
-    known = {uuid for uuid in engine.devices if any(r.trials for r in engine.evidence(uuid))}
+    known = {u for u, d in engine.devices.items() if not d.is_endpoint and any(r.trials for r in engine.evidence(u))}
     waiting = {uuid for uuid in engine.devices if engine.account.withheld(uuid)}
     done = engine.tried | (engine.ran - known) | waiting
     wanted = {uuid for uuid, device in engine.devices.items() if uuid in engine.present and engine.reached(device)}

@@ -175,7 +175,8 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         for entry in groups:
             _carry_out(engine, _plans_of_groups(engine, options, entry, devices), result, options.wait, on_wait)
         turn += 1
-        if engine.stopping or result.without_case or time.monotonic() - begun >= options.seconds:
+        over = time.monotonic() - begun >= options.seconds or not _here(engine, devices)
+        if engine.stopping or result.without_case or over:
             break
     engine.workers.end_spare()
     if not options.drill:

@@ -292,7 +292,7 @@ class Engine(Host):
                 added = [self.add(part) for part in parts]
                 runs += added
                 self.ran.add(plan.device.uuid)
-                if run.trials or run.recordings or run.outcome not in IDLE:
+                if run.trials or run.recordings or run.outcome not in IDLE or run.reason is Reason.BUDGET:
                     self.tried.add(plan.device.uuid)
                 report(1.0, run.outcome.value, added[0])
         finally:

@@ -265,13 +265,13 @@ def _states(samples: Sequence[Sample], asker: _Gatherer) -> dict[str, int]:
 def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
     """Return targets that do not answer or say nothing new, and nodes that answered in the last day and are gone."""
     ever = "(canaryd_build_info or canaryd_build_info offset 1h or canaryd_build_info offset 1d)"
-    of_canaryd = f"on (job) (group by (job) {ever})"
-    down = asker.ask("silent nodes", f"(up == 0) and {of_canaryd}")
+    down = asker.ask("silent nodes", f"(up == 0) and on (job) (group by (job) {ever})")
     gone = asker.ask(
         "gone nodes", f"group by (job, instance) {ever} unless on (job, instance) (up or canaryd_build_info)"
     )
     empty = asker.ask(
-        "nodes without a device", f"(up == 1) and {of_canaryd} unless on (job, instance) canaryd_device_state"
+        "nodes without a device",
+        "group by (job, instance) (canaryd_build_info) unless on (job, instance) canaryd_device_state",
     )
     age = "abs(time() - canaryd_device_verdict_timestamp_seconds)"
     stuck = asker.ask("old verdicts", f"group by (job, instance) ({age} > {OLD:.0f})")

@@ -17,7 +17,7 @@ from typing import Any
 
 from canaryd.facts import beginning
 from canaryd.free_memory import of_host
-from canaryd.model import Device
+from canaryd.model import Device, Reason
 from canaryd.probe import Context, Skip
 
 NICE = "CANARYD_NICE"
@@ -125,13 +125,19 @@ def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/
     runtime.limit_memory(device, int(budget["memory"]))
 
 
+class Withheld(Skip):
+    """The budget does not admit a run."""
+
+    reason = Reason.BUDGET
+
+
 def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> None:
-    """Raise `Skip` where `free` bytes are too few; None means unknown and passes."""
+    """Raise `Withheld` where `free` bytes are too few; None means unknown and passes."""
     wanted = budget["memory"] + budget["free"]
     if free is not None and free < wanted:
         of = f" of {total >> 20}" if total else ""
         need = f"budget.memory and budget.free need {wanted >> 20} MiB"
-        raise Skip(f"{SKIPPED}{free >> 20}{of} MiB of memory are free; {need}")
+        raise Withheld(f"{SKIPPED}{free >> 20}{of} MiB of memory are free; {need}")
 
 
 def excuse(error: BaseException, *, capped: bool) -> str:

@@ -278,8 +278,9 @@ class Runner:
             if isinstance(error, MemoryError) and device.is_endpoint:
                 detail = f"the server's answers need more than {limits.ENDPOINT_MEMORY >> 20} MiB of memory"
             excusable = numeric and outcome is not Outcome.DEVICE_ERROR
-            if excuse := _excuse(error, device, capped=capped) if excusable else "":
-                outcome, detail = Outcome.SKIPPED, excuse
+            excuse, why = _excuse(error, device, capped=capped) if excusable else ("", reason)
+            if excuse:
+                outcome, detail, reason = Outcome.SKIPPED, excuse, why
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
         paused = bursts.paused if bursts is not None else 0.0
@@ -439,11 +440,11 @@ def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
         return {"absent": {"stack": _last_line(error)}}
 
 
-def _excuse(error: BaseException, device: Device, *, capped: bool) -> str:
+def _excuse(error: BaseException, device: Device, *, capped: bool) -> tuple[str, Reason]:
     """Return why an error is no evidence about the device: the budget, another user, a torch for other devices."""
     if importlib.import_module("canaryd.worker.numeric.errors").is_unbuilt(error):
-        return str(importlib.import_module("canaryd.worker.numeric.stack").built_for_others(device, error))
-    return limits.excuse(error, capped=capped)
+        return str(importlib.import_module("canaryd.worker.numeric.stack").built_for_others(device, error)), Reason.NONE
+    return limits.excuse(error, capped=capped), Reason.BUDGET
 
 
 def _outcome_of(error: BaseException, device: Device | None) -> Outcome:

@@ -135,6 +135,20 @@ def test_a_release_that_tests_nothing_is_not_ready(tmp_path, state, probe, outco
         assert daemon.get("/readyz") == (503, "waiting for a first run on every device\n")
 
 
+def test_a_release_that_has_to_wait_for_the_server_is_ready(tmp_path, state):
+    """A server holds the device in exclusive mode: nothing can be tested, and a roll-out goes on."""
+    config = configure(tmp_path, "passes")
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        assert daemon.end()[0] == 0
+    released = (PROBES / "skips.py").read_text().replace('name="skips"', 'name="passes"')
+    withheld = "from canaryd.model import Reason\n\nSkip.reason = Reason.BUDGET\n"
+    (tmp_path / "probes.d/passes.py").write_text(released.replace("\nSPEC", f"{withheld}\nSPEC", 1))
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        assert daemon.value("canaryd_probe_runs_total", probe="passes", outcome="skipped") >= 1
+
+
 def test_a_run_that_looked_at_nothing_is_no_health(tmp_path, state):
     """It came to its end, and is no evidence."""
     with running(Daemon(configure(tmp_path, "skips_all"), state)) as daemon:

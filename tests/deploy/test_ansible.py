@@ -118,7 +118,8 @@ def verified(directory: Path, before: str, after: str, *, upgraded: bool, daemon
     program = directory / "canaryd"
     tested = {"exact_matmul": BEGAN + 1, "nvidia_telemetry": BEGAN + 2}
     known = {"name": "cuda:0", "present": True, "state": "healthy", "decided": BEGAN + 1, "evidence": tested}
-    status = {"daemon_running": daemon, "devices": [{**known, "findings": [], **device}]}
+    others = [{**known, "name": name, "findings": []} for name in device.pop("more", ())]
+    status = {"daemon_running": daemon, "devices": [{**known, "findings": [], **device}, *others]}
     said = {"status": (status, 0), "gate": ({"decision": after, "devices": []}, GATE[after])}
     cases = "".join(f"{name}) echo '{json.dumps(what)}'; exit {code} ;; " for name, (what, code) in said.items())
     program.write_text(f"#!/bin/sh\ncase $1 in {cases} esac\n")
@@ -178,6 +179,9 @@ OLD = {"exact_matmul": BEGAN - 60, "recorded_kernels": None, "nvidia_telemetry":
         ({"evidence": OLD, "state": "faulty"}, False),
         ({"evidence": {"nvidia_telemetry": BEGAN + 2}, "state": "unknown"}, False),
         ({"evidence": {"nvidia_telemetry": BEGAN + 2}}, False),
+        # a GPU that was tested whole before it was divided
+        ({"evidence": OLD, "more": ["cuda:0.0"]}, False),
+        ({"evidence": OLD, "more": ["cuda:00"]}, True),
     ],
 )
 def test_a_release_that_judges_nothing_stops_the_roll_out(tmp_path, said, stops):

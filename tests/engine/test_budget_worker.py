@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.engine import budget
-from canaryd.model import Device, Outcome
+from canaryd.model import Device, Outcome, Reason
 from canaryd.probe import Context, ProbeSpec, Skip
 from canaryd.supervisor import cgroup
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
@@ -108,7 +108,7 @@ def test_memory_that_is_not_there_is_not_taken(tmp_path, probe):
     make_room(CPU, {"memory": 1 << 60, "free": 0}, tmp_path / "none")
     run, _ = ask(probe, beside_=LEAST | {"memory": 1 << 60})
     assert run.outcome is Outcome.SKIPPED
-    assert run.detail.startswith(SKIPPED)
+    assert (run.detail.startswith(SKIPPED), run.reason) == (True, Reason.BUDGET)
     assert run.readings == ()
 
 
@@ -130,7 +130,7 @@ def test_what_is_nobodys_fault_is_skipped(probe, device, given, said, outcome):
     """The cap of its own making, and a device that its owner shares with nobody; all else stays what it was."""
     run, _ = ask(probe, device=device, beside_=given, raises=said)
     assert run.outcome is outcome
-    assert (run.detail.startswith(SKIPPED)) == (outcome is Outcome.SKIPPED)
+    assert (run.detail.startswith(SKIPPED)) == (outcome is Outcome.SKIPPED) == (run.reason is Reason.BUDGET)
     assert said in run.detail
 
 

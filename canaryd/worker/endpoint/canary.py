@@ -103,9 +103,10 @@ class Endpoint:
 
         Ids may be small random numbers (Ollama's have three digits), or the same for all.
         """
-        more = [self.ask(api, prompt, fresh=False, salt=salt).request for _ in range(2)]
+        once = self.ask(api, prompt, fresh=False, salt=salt).request
         other = self.ask(api, replace(prompt, text=TIMED_TEXT, tokens=TIMED_TOKENS), fresh=True, salt=new_salt())
-        return set(more) == {request} != {other.request}
+        more = self.ask(api, prompt, fresh=False, salt=salt).request  # after the other: an id may be a clock's seconds
+        return once == more == request != other.request
 
     def score(self, prompt: Prompt) -> Answer:
         """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises like `ask`."""

@@ -131,9 +131,10 @@ class Examiner:
             self._seen.setdefault(case.partition("/")[0], []).append(marked)
 
     def _forget(self, api: str) -> None:
-        for case in self._of(api):
-            del self._marked[case]
-        self._seen.pop(api, None)
+        """Keep of repeated answers only a first one that is wrong: some device computed it, at some time."""
+        self._marked.pop(f"{api}/again", None)
+        left = [m for marked in self._of(api).values() for m in marked if not m.right]
+        self._marked[f"{api}/alone"] = self._seen[api] = left
 
     def _excuse(self, api: str) -> str:
         """Return what else than a wrong computation explains the answers of an API; ask again to find out."""

@@ -348,7 +348,14 @@ def test_a_cache_of_whole_answers_is_no_server(name):
         run(server.url, seed=0, settings={"apis": ["chat"]})
 
 
-@pytest.mark.parametrize("ids", [itertools.repeat(123), itertools.chain([7, 7], itertools.count(8))])
+IDS = [
+    itertools.repeat(123),
+    itertools.chain([7, 7], itertools.count(8)),
+    itertools.chain([7, 7, 7, 7], itertools.count(8)),  # the time in seconds
+]
+
+
+@pytest.mark.parametrize("ids", IDS)
 def test_ids_that_repeat_by_themselves_are_no_cache(ids):
     """Some servers give every answer one id; small random ids meet now and then."""
     with served(numbered("generic", lambda _: f"cmpl-{next(ids)}")) as server:

@@ -100,6 +100,10 @@ def test_a_cache_of_whole_answers_proves_nothing(directory):
     with serving(directory, cached=True) as url:
         compared, _, reason = ask(url, directory)
     assert not compared
+    with serving(directory, cached=True, flipped=(*NORM[:2], COARSE)) as url:
+        wrong, _, _ = ask(url, directory)
+    assert {c.case for c in wrong} == {"completions/alone", "chat/alone"}
+    assert {(c.trials, c.wrong_trials) for c in wrong} == {(1, 1)}
     assert reason.endswith("a cache before the server gives an earlier answer again; set url to the server")
 
 
