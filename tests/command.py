@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -82,6 +83,14 @@ def configure(directory: Path, *names: str, each: Mapping[str, Any] | None = Non
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment for a canaryd, which conftest has cleaned of what this machine's user set for his own."""
     return os.environ | extra
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two paths change places at once: a thread of the engine would create a directory that is missing."""
+    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap):
+        raise OSError(ctypes.get_errno(), f"{one} and {other} did not change places")
 
 
 class Answer(NamedTuple):

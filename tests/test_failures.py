@@ -34,7 +34,7 @@ from canaryd.model import Outcome
 from canaryd.store.locks import Busy
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
-from tests.command import MARK, ROOT, Daemon, canaryd, catalogue, configure, environment, eventually, running
+from tests.command import MARK, ROOT, Daemon, canaryd, catalogue, configure, environment, eventually, exchange, running
 from tests.daemon.test_telemetry import Site
 
 pytestmark = pytest.mark.skipif(
@@ -369,8 +369,7 @@ def test_a_record_that_is_mounted_late_is_read(tmp_path, state):
     state.symlink_to(tmp_path / "nowhere")
     with running(Daemon(config, state)) as daemon:
         eventually(lambda: is_in(daemon, "healthy"))
-        state.unlink()
-        aside.rename(state)
+        exchange(aside, state)
         eventually(lambda: is_in(daemon, "faulty"))
         daemon.line("is another database: taking its locks and looking for devices again")
         with Store.open(state) as store, pytest.raises(Busy), store.lock(DAEMON_LOCK):

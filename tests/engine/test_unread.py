@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
-import os
 import shutil
 import threading
 import time
@@ -19,7 +17,7 @@ from canaryd.engine.engine import Engine
 from canaryd.model import AckKind, Cause, State
 from canaryd.store.notes import BOOT_NOTE, RELEASE_NOTE, RELEASED_NOTE, RUNNING_NOTE
 from canaryd.store.store import Store
-from tests.command import eventually
+from tests.command import eventually, exchange
 from tests.engine.test_engine import carry_out, settings, start, the_cpu, verdict
 from tests.engine.test_polling import Host as Polled
 from tests.store.hosts import DAY, GPU, HOUR, NOW, Host
@@ -36,14 +34,6 @@ def out_of_reach(state):
     yield
     exchange(state, aside)
     aside.unlink()
-
-
-def exchange(one, other):
-    """Let two paths change places at once: a thread of the engine would create a directory that is missing."""
-    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap):
-        raise OSError(ctypes.get_errno(), f"{one} and {other} did not change places")
 
 
 @pytest.fixture
