@@ -6,9 +6,11 @@ import os
 import resource
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 
+from canaryd.cli.common import write_report
 from canaryd.files import write_whole
 
 
@@ -42,3 +44,20 @@ def test_a_file_has_the_rights_that_the_user_or_its_reader_wants(tmp_path, mode,
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == given
+
+
+def test_a_report_keeps_the_rights_of_the_one_before(tmp_path):
+    """One that nobody else may read stays so."""
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    assert write_report(path, "new")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o600)
+
+
+def test_a_report_goes_to_the_file_that_the_caller_has_open(tmp_path):
+    """Replaced, it would be in no file that the caller sees."""
+    with (tmp_path / "open").open("w+") as file:
+        (tmp_path / "open").unlink()
+        assert write_report(Path(f"/dev/fd/{file.fileno()}"), "delivered")
+        assert file.read() == "delivered"

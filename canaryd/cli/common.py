@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -84,8 +85,12 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
 def write_report(path: Path, text: str) -> bool:
     """Write the text of --report; return whether it is written, and complain where the disk refuses."""
     try:
-        if path.is_file() or not path.exists():
-            write_whole(Path(os.path.realpath(path)), text.encode())
+        # What the caller has open, such as /dev/stdout and /dev/fd/3, is written to and never replaced.
+        if (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc"):
+            old = path.stat() if path.exists() else None
+            write_whole(Path(os.path.realpath(path)), text.encode(), old and stat.S_IMODE(old.st_mode))
+            if old and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                os.chown(path, old.st_uid, old.st_gid)
         else:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
