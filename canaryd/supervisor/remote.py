@@ -44,7 +44,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 def own_files() -> dict[str, str]:
     """Return the files that a remote worker needs: path in the archive → base64."""
-    modules = ("__init__", "codec", "facts", "free_memory", "hidden", "model", "probe")
+    modules = ("__init__", "codec", "facts", "files", "free_memory", "hidden", "model", "probe")
     paths = [PACKAGE / f"{name}.py" for name in modules]
     paths += [path for kind in ("*.py", "*.json") for path in (PACKAGE / "worker").rglob(kind)]
     return {str(path.relative_to(PACKAGE.parent)): base64.b64encode(path.read_bytes()).decode() for path in paths}

@@ -19,6 +19,7 @@ import pytest
 from canaryd.codec import to_json
 from canaryd.model import Device
 from canaryd.supervisor.remote import own_files
+from canaryd.worker.__main__ import OPEN
 
 ENTRY = Path(__file__).parents[2] / "canaryd" / "worker" / "__main__.py"
 PROBES = Path(__file__).parents[1] / "probes"
@@ -194,6 +195,12 @@ def test_an_error_without_a_message_says_where_it_was_raised(worker, tmp_path):
     worker.send(op="describe", probes=[str(tmp_path / "broken.py"), str(tmp_path / "telling.py")], torch=False)
     errors = [message["error"] for message in worker.answers("described") if message["kind"] == "probe"]
     assert errors == [f"AttributeError ({tmp_path}/broken.py:2, in look)", "AttributeError: no such core"]
+
+
+def test_what_a_worker_may_import_goes_along_behind_a_command():
+    """`capture --exact` in a container would end with ModuleNotFoundError."""
+    wanted = {f"{name.replace('.', '/')}.py" for name in OPEN if name != "canaryd.worker"}
+    assert wanted <= set(own_files())
 
 
 def test_unpacked_files_are_found_by_relative_names(tmp_path):
