@@ -233,6 +233,13 @@ def test_a_run_of_a_clock_that_was_not_set_is_not_the_newest():
     assert ask(dataclasses.replace(skipped, started=12.0), fresh()).state is State.HEALTHY
 
 
+@pytest.mark.parametrize("outcome", [o for o in Outcome if o not in (Outcome.COMPLETED, Outcome.SKIPPED)])
+def test_a_failure_under_a_clock_that_was_not_set_is_not_outranked(outcome):
+    """A device that fails at boot, before the time is set, is not healthy by what passed before that boot."""
+    failed = dataclasses.replace(fresh(), id="failed", outcome=outcome, comparisons=(), readings=())
+    assert ask(fresh(), dataclasses.replace(failed, started=12.0)).state is not State.HEALTHY
+
+
 def test_a_wrong_reference_is_never_confirmed():
     """A damaged digest file contradicts one core in the same words every time: no core is faulty for it."""
     cpu = dataclasses.replace(GPU, uuid="CPU-1", backend="cpu", index=0)
