@@ -214,7 +214,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
                 " try --probe exact_matmul, or another --fault"
             )
         return exit_code(State.UNKNOWN)
-    return exit_code(result.state) if written else exit_code(result.state) or exit_code(State.UNKNOWN)
+    return exit_code(result.state) or (0 if written else exit_code(State.UNKNOWN))
 
 
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:

@@ -72,7 +72,7 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
     /dev/null. `pipes`: a pipe or device may be named, and is written to.
     """
     try:
-        plain = path.is_file() or not path.exists()
+        plain = _is_replaced(path)
         target = os.path.dirname(os.path.realpath(path)) if plain else path  # noqa: PTH120  Path.resolve raises on loops
         writable = (plain or (pipes and not path.is_dir())) and os.access(target, os.W_OK)
     except OSError:  # behind a directory that this user may not search
@@ -82,11 +82,15 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
     return writable
 
 
+def _is_replaced(path: Path) -> bool:
+    """Return whether a file is replaced as a whole. What the caller has open, such as /dev/stdout, is written to."""
+    return (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc")
+
+
 def write_report(path: Path, text: str) -> bool:
     """Write the text of --report; return whether it is written, and complain where the disk refuses."""
     try:
-        # What the caller has open, such as /dev/stdout and /dev/fd/3, is written to and never replaced.
-        if (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc"):
+        if _is_replaced(path):
             old = path.stat() if path.exists() else None
             write_whole(Path(os.path.realpath(path)), text.encode(), old and stat.S_IMODE(old.st_mode))
             if old and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
