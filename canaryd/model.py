@@ -311,6 +311,11 @@ class Run(_Known):
             return self._wrong
 
     @property
+    def failed(self) -> bool:
+        """Whether it found something wrong or unknown, or did not come to its end; skipping is no failure."""
+        return bool(self.wrong or self.unknown) or self.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
+
+    @property
     def trials(self) -> int:
         """Results of the device that were compared in this run."""
         return sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE)

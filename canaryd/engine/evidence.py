@@ -245,8 +245,7 @@ def _kind(run: Run) -> object:
 
 def _failed(run: Run) -> bool:
     """Return whether a run is a failure, as in `RunTables.failures`."""
-    lost = run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
-    return not run.drill and (lost or bool(run.wrong or run.unknown))
+    return not run.drill and run.failed
 
 
 def last_pass(runs: Iterable[Run]) -> float | None:

@@ -17,7 +17,7 @@ from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
 from canaryd.judge.clock import EPOCH
 from canaryd.judge.links import Ends, errs_with_a_third, wrong_ends
 from canaryd.judge.watch import days_of_tests
-from canaryd.model import Device, Outcome, Run
+from canaryd.model import Device, Run
 
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
@@ -272,7 +272,7 @@ def node(
         # A clock that was not set yet must not make a failure look decades old, and so long cleared. Any other run
         # stays as old as it says: of now, it would be fresh for ever.
         unique = {
-            r.id: replace(r, started=now) if r.started < EPOCH and _failed(r) else r
+            r.id: replace(r, started=now) if r.started < EPOCH and r.failed else r
             for r in candidates
             if bool(r.drill) == drill
         }
@@ -281,10 +281,6 @@ def node(
 
     counted = {uuid: selected(runs.get(uuid, ())) for uuid in devices}
     return Node(devices=devices, runs=counted, summed=summed or {}, claims=claims or Claims())
-
-
-def _failed(run: Run) -> bool:
-    return bool(run.wrong or run.unknown) or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
 
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:

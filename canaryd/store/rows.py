@@ -20,7 +20,7 @@ from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Day
-from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict
+from canaryd.model import Ack, Device, Event, Run, Verdict
 from canaryd.store import release_0_1
 
 T = TypeVar("T")
@@ -108,9 +108,7 @@ def unpack(kind: type[T], body: bytes) -> T:
 
 def run_row(run: Run, stored: float) -> tuple[Any, ...]:
     """Return the row of a run."""
-    wrong = len(run.wrong)
-    failed = wrong > 0 or bool(run.unknown) or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
-    facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, failed, wrong)
+    facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, run.failed, len(run.wrong))
     return (*facts, run.drill, run.confirms, run.stack_id, pack(run), *lane(run), pack(brief(run)))
 
 
