@@ -68,6 +68,10 @@ SPEEDS = "speed_"
 """How readings of a speed begin, whatever they measure."""
 
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Formats that the canary model runs in, widest first."""
+
+
 class _Keyed:
     """The key of a reading, computed once; in a slot, because a dictionary would double its memory."""
 

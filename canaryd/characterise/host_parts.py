@@ -11,7 +11,7 @@ from canaryd.characterise.conversation import MODULE, Conversation, observed, re
 from canaryd.characterise.results import Part, Result
 from canaryd.codec import to_json
 from canaryd.engine import budget, schedule
-from canaryd.facts import Claim, Observation, Seen
+from canaryd.facts import DTYPES, Claim, Observation, Seen
 from canaryd.model import TORCH, Outcome, Run
 
 CarryOut = Callable[[Part, Conversation], Result]
@@ -22,7 +22,6 @@ SECONDS: Mapping[str, float] = {
 }  # fmt: skip
 """The most that every case of a probe may take once; of any other probe `OTHERS`."""
 OTHERS = 15.0
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 CANARY: Mapping[str, tuple[str, ...]] = {"graph": ("graph",), "compiled": ("compiled/b1",)}
 """Part → the canary's cases in each format; what is not here runs as at level standard, while time lasts."""
 GRAPHS = ("cuda", "rocm")

@@ -28,10 +28,10 @@ from canaryd.compare.captures import page, table
 from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine, choose
 from canaryd.engine.schedule import new_seed
+from canaryd.facts import DTYPES
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, State
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 CAPTURE_EXIT_STATUS = "exit status: 0 done, and nothing is wrong, 2 --exact found a fault, 3 not done, 64 usage error"
 COMPARE_EXIT_STATUS = "exit status: 0 no fault found, 2 a fault, 3 not comparable or not done, 64 usage error"
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from canaryd.facts import DTYPES as DTYPES  # noqa: PLC0414 - part of the model
 from canaryd.facts import printable
 from canaryd.worker.numeric.tensors import bytes_of, torch
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Formats that the model runs in, widest first."""
 POSITIONS = 128
 """Longest sequence."""
 Watch = Callable[[str, Any], Any]
