@@ -288,7 +288,7 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path):
 
 @AS_ANOTHER
 def test_a_file_in_a_directory_of_others_cannot_be_replaced(place):  # noqa: F811  the fixture
-    """It is said before the test, not after it, that no new file can take the place of the old one."""
+    """The command refuses before the test where a new file cannot take the place of the old one."""
     (place / "mine").write_text("old")
     (place / "mine").chmod(0o666)
     (answer,) = in_turn(("check", "--report", place / "mine", "--state-dir", place / "state"), user=NOBODY)

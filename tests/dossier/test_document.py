@@ -124,7 +124,7 @@ def test_every_time_is_in_utc(store, tmp_path, monkeypatch):
 
 
 def test_wrong_elements_of_other_runs_are_not_left_out(store, tmp_path):
-    """What is said of a case holds for all its wrong runs, not for the one with the most wrong elements alone."""
+    """The dossier describes all wrong runs of a case, not only the worst one."""
     (other,) = run(30, wrong=1).comparisons
     elsewhere = replace(evidence(5, 40, 13), repeats_wrong=2, repeats_alike=1)
     store.add_run(run(30, comparisons=(replace(other, evidence=elsewhere),)))

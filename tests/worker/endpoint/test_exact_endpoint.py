@@ -96,7 +96,7 @@ def test_right_answers_are_right_from_the_first_one_on(directory, seed, traits):
 
 
 def test_a_cache_of_whole_answers_proves_nothing(directory):
-    """Its answers are right for ever, whatever computes behind it: none counts, and the reason is said."""
+    """It repeats right answers, whatever computes behind it. The run counts none of them, and says why."""
     with serving(directory, cached=True) as url:
         compared, _, reason = ask(url, directory)
     assert not compared
