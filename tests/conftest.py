@@ -14,7 +14,10 @@ OURS = ("CANARYD_TEST_", "CANARYD_BOOT")
 """Variables that are for the tests."""
 LONGEST = (
     "test_failures.py",
-    "judge/test_sentences.py",
+    *(
+        f"contract/test_stories_{letters}.py"
+        for letters in ("a_to_d", "e_to_g", "h_to_n", "o_to_q", "r_to_s", "t_to_z")
+    ),
     "worker/runtime/test_runtimes.py",
     "daemon/test_telemetry.py",
     "daemon/test_daemon.py",

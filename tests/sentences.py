@@ -6,9 +6,17 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from canaryd.facts import Sentence
+from canaryd.store import rows
+from canaryd.store.store import Store
+from tests.story.format import load
+from tests.story.host import Host, Simulated
+from tests.story.playing import Played, play
 
 
 def changed(text: str) -> str:
@@ -55,3 +63,36 @@ def _field(value: Any, hint: Any) -> Any:
             return {key: changed(text) for key, text in value.items()}
         return tuple(map(changed, value))
     return rewritten(value)
+
+
+def in_other_words(path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Play a story with every sentence changed."""
+    told = load(path)
+    wordless = tuple(dataclasses.replace(expected, says="") for expected in told.expect)
+    with monkeypatch.context() as patch:
+        _rewrite(patch)
+        return play(dataclasses.replace(told, expect=wordless))
+
+
+def _rewrite(patch: pytest.MonkeyPatch) -> None:
+    """Change every sentence that a worker says or that the store gives back."""
+    compute, inventory, follow = Host.compute, Simulated.inventory, Simulated.follow
+    decode, events = rows.from_json, Store.events
+    patch.setattr(Host, "compute", lambda self, *a: rewritten(compute(self, *a)))
+    patch.setattr(rows, "from_json", lambda kind, data: rewritten(decode(kind, data)))
+    patch.setattr(Store, "events", lambda self, *a, **k: [rewritten(e) for e in events(self, *a, **k)])
+
+    def asked(self, *arguments, **named):
+        listing = inventory(self, *arguments, **named)
+        fields = {name: getattr(listing, name).items() for name in ("unavailable", "failing")}
+        reasons = {name: {k: changed(v) for k, v in items} for name, items in fields.items()}
+        return dataclasses.replace(listing, problems=tuple(map(changed, listing.problems)), **reasons)
+
+    def followed(self, path, position, on_batch, **named):
+        def batch(records, at):
+            on_batch([dataclasses.replace(r, text=changed(r.text)) for r in records], at)
+
+        return follow(self, path, position, batch, **named)
+
+    patch.setattr(Simulated, "inventory", asked)
+    patch.setattr(Simulated, "follow", followed)

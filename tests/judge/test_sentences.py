@@ -1,38 +1,25 @@
-"""Each story of tests/stories ends as its file says, and the same way when every sentence is changed."""
+"""Each story of tests/stories ends as its file says, and the same way when every sentence is changed.
+
+`.ci/full` plays them as they are told; the gate plays them with every sentence changed (tests/contract).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 
 from canaryd.facts import Evidence, Sentence, Skipped
 from canaryd.model import Finding, Run, Verdict
-from canaryd.store import rows
-from canaryd.store.store import Store
 from tests.alert_texts import untrue_of
-from tests.judge.test_stories import TOLD_BY
-from tests.sentences import _hints, changed, rewritten
+from tests.sentences import _hints, in_other_words
 from tests.story.format import STORIES, load
-from tests.story.host import Host, Simulated
 from tests.story.playing import play
 
 FILES = sorted(STORIES.glob("*.yaml"))
-NEEDED = frozenset(TOLD_BY.values())
-"""Stories that together need every rule: the gate plays them with every sentence changed, the others as they are told,
-unless they are long. `.ci/full` plays every story both ways."""
-LONG = 20
-"""Rounds above which a story that no rule needs is told in `.ci/full` alone: it takes one to nine seconds."""
-
 
 READ = {path: load(path) for path in FILES}
 """What each file says; none of them is read twice to choose what is played."""
-
-
-def late(path):
-    """Whether `.ci/full` alone plays a story as it is told."""
-    return path.stem in NEEDED or READ[path].rounds > LONG
 
 
 def chance(path):
@@ -46,15 +33,6 @@ def as_told(path, seed=None):
     """Play a story as its file tells it; return what is wrong with its end, all conclusions, and untrue alerts."""
     played = play(load(path), seed=seed)
     return played.failures(), concluded(played), untrue_of(played)
-
-
-def in_other_words(path, monkeypatch):
-    """Play a story with every sentence changed."""
-    told = load(path)
-    wordless = tuple(dataclasses.replace(expected, says="") for expected in told.expect)
-    with monkeypatch.context() as patch:
-        rewrite(patch)
-        return play(dataclasses.replace(told, expect=wordless))
 
 
 def concluded(played):
@@ -73,35 +51,12 @@ def concluded(played):
     ]
 
 
-def rewrite(patch):
-    """Change every sentence that a worker says or that the store gives back."""
-    compute, inventory, follow = Host.compute, Simulated.inventory, Simulated.follow
-    decode, events = rows.from_json, Store.events
-    patch.setattr(Host, "compute", lambda self, *a: rewritten(compute(self, *a)))
-    patch.setattr(rows, "from_json", lambda kind, data: rewritten(decode(kind, data)))
-    patch.setattr(Store, "events", lambda self, *a, **k: [rewritten(e) for e in events(self, *a, **k)])
-
-    def asked(self, *arguments, **named):
-        listing = inventory(self, *arguments, **named)
-        fields = {name: getattr(listing, name).items() for name in ("unavailable", "failing")}
-        reasons = {name: {k: changed(v) for k, v in items} for name, items in fields.items()}
-        return dataclasses.replace(listing, problems=tuple(map(changed, listing.problems)), **reasons)
-
-    def followed(self, path, position, on_batch, **named):
-        def batch(records, at):
-            on_batch([dataclasses.replace(r, text=changed(r.text)) for r in records], at)
-
-        return follow(self, path, position, batch, **named)
-
-    patch.setattr(Simulated, "inventory", asked)
-    patch.setattr(Simulated, "follow", followed)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "seed"),
     [
-        *(pytest.param(p, None, id=p.stem, marks=pytest.mark.slow if late(p) else ()) for p in FILES),
-        *(pytest.param(p, 2, id=f"{p.stem}-seed-2", marks=pytest.mark.slow) for p in FILES if chance(p)),
+        *(pytest.param(p, None, id=p.stem) for p in FILES),
+        *(pytest.param(p, 2, id=f"{p.stem}-seed-2") for p in FILES if chance(p)),
     ],
 )
 def test_a_story_ends_as_its_file_says(path, seed):
@@ -116,13 +71,6 @@ def test_a_story_ends_as_its_file_says(path, seed):
     failures, _, untrue = as_told(path, seed)
     assert not failures, "\n".join(failures)
     assert not untrue, "\n".join(untrue)
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p.stem in NEEDED], ids=lambda path: path.stem)
-def test_a_story_ends_the_same_in_other_words(path, monkeypatch):
-    """The right state, with the right cause, by the round that is written there, whatever the sentences are."""
-    failures = in_other_words(path, monkeypatch).failures()
-    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.slow
