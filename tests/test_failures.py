@@ -333,6 +333,85 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         assert daemon.end()[0] == 0
 
 
+def remove(state, *patterns):
+    """Remove files of a state directory that nothing uses."""
+    for path in [path for pattern in patterns for path in state.glob(pattern)]:
+        path.unlink()
+
+
+def rules(answer):
+    """Return the rules of a report's findings that are unknown."""
+    return {f["rule"] for d in answer.document["devices"] for f in d["findings"] if f["severity"] == "unknown"}
+
+
+def test_a_record_that_is_removed_while_nothing_runs_is_history_lost(tmp_path, state):
+    """A faulty device does not become healthy, neither to those who read nor to those who begin a new record."""
+    config = configure(tmp_path, "mismatches", each={"mismatches": {"period": "1h"}}, enforcement="act")
+    common = ("--config", config, "--state-dir", state)
+    assert canaryd("check", *common).code == 2
+    remove(state, "canaryd.db*")
+    shutil.copy(catalogue(tmp_path / "other", "passes:mismatches") / "mismatches.py", tmp_path / "probes.d")
+    told = canaryd("status", *common)
+    assert told.code == 3
+    assert told.err.startswith(f"canaryd: cannot read {state}/canaryd.db: it is missing, although canaryd ran here")
+    gate = canaryd("gate", *common)
+    assert gate.code == 3
+    assert f"{state}/canaryd.db: it is missing, although canaryd ran here before" in gate.out
+    assert not list(state.glob("canaryd.db")), "to read begins nothing"
+    answer = canaryd("check", "--json", *common)
+    assert (answer.code, rules(answer)) == (3, {"history-lost"})
+    assert "is missing, although canaryd ran here before; started a new, empty database" in answer.err
+    assert canaryd("gate", *common).code == canaryd("status", *common).code == 3
+    assert canaryd("ack", "cpu:0", "--reason", "looked at", *common).code == 0
+    assert canaryd("check", *common).code == 0
+
+
+def test_a_daemon_that_starts_without_its_record_says_so(tmp_path, state):
+    """Log, metrics and page: unknown, and why."""
+    config = configure(tmp_path, "passes", each=QUICK)
+    assert canaryd("check", "--config", config, "--state-dir", state).code == 0
+    remove(state, "canaryd.db*")
+    with running(Daemon(config, state)) as daemon:
+        daemon.line("is missing, although canaryd ran here before; started a new, empty database")
+        assert "history-lost" in daemon.line("history-lost")
+        eventually(lambda: daemon.get("/readyz")[0] == 200 and is_in(daemon, "unknown"))
+        assert "The record of this machine was lost" in daemon.get("/")[1]
+        assert daemon.end()[0] == 0
+
+
+def test_a_log_without_its_database_comes_into_no_other(tmp_path, state):
+    """A daemon is killed, and then only the database is removed: its log is kept aside, and read by nobody."""
+    config = configure(tmp_path, "passes", each=QUICK)
+    common = ("--config", config, "--state-dir", state)
+    with running(Daemon(config, state)) as daemon:
+        ready(daemon)
+        daemon.end(signal.SIGKILL)
+    with Store.open(state, for_reading=True) as store:
+        old = {run.id for run in store.runs()}
+    before = (state / "canaryd.db-wal").read_bytes()
+    remove(state, "canaryd.db", "locks/*")
+    answer = canaryd("check", "--json", *common)
+    assert (answer.code, rules(answer)) == (3, {"history-lost"})
+    (aside,) = state.glob("canaryd.db.corrupt-*-wal")
+    assert aside.read_bytes() == before
+    assert str(aside) in answer.err
+    assert old
+    assert not old & {run.id for run in nothing_twice(state)}
+
+
+@pytest.mark.parametrize("made", [(), ("locks/", "memory/"), ("locks/", "canaryd.db.lock", "canaryd.db.new")])
+def test_a_state_directory_without_a_record_is_a_beginning(tmp_path, state, made):
+    """As an installation leaves it, and as a first start that was interrupted before it made the database does."""
+    state.mkdir()
+    for name in made:
+        (state / name).mkdir() if name.endswith("/") else (state / name).touch()
+    common = ("--config", configure(tmp_path, "passes"), "--state-dir", state)
+    assert "missing, although" not in canaryd("status", *common).err
+    answer = canaryd("check", "--json", *common)
+    assert (answer.code, rules(answer)) == (0, set())
+    assert "missing, although" not in answer.out + answer.err
+
+
 def test_a_record_that_another_command_makes_again_is_found_out(tmp_path, state):
     """Who comes first makes the fresh one, and cannot know what was lost: the daemon does, and says it."""
     config = configure(tmp_path, "passes", each={"passes": {"period": "1h"}})

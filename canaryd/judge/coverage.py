@@ -161,7 +161,7 @@ def checked_nothing(case: Case) -> Iterator[Finding]:
 
 
 def history_lost(case: Case) -> Iterator[Finding]:
-    """The database was damaged and a new one was started: earlier suspicions are unknown until it is acknowledged."""
+    """The database was damaged or removed, and a new one begun: earlier faults are unknown until it is acknowledged."""
     if case.history_lost is None:
         return
     at, aside = case.history_lost

@@ -281,9 +281,12 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
         path.stat()
     except PermissionError:
         pass  # the store says it, and what to type
+    except FileNotFoundError as error:
+        with contextlib.closing(Store.open(settings.state_dir, for_reading=True)) as store:
+            reason = store.unreadable or f"cannot read {path}: {error.strerror}; {UNTESTED}"
+        return Answer(decision=UNKNOWN, reason=reason)
     except OSError as error:
-        hint = f"; {UNTESTED}" if isinstance(error, FileNotFoundError) else ""
-        return Answer(decision=UNKNOWN, reason=f"cannot read {path}: {error.strerror}{hint}")
+        return Answer(decision=UNKNOWN, reason=f"cannot read {path}: {error.strerror}")
     try:
         with contextlib.closing(Store.open(settings.state_dir, for_reading=True)) as store:
             # Whether a daemon runs is not tested by its lock: that could block one that starts at this moment. A

@@ -245,7 +245,7 @@ def _problems(store: Store, config: Config, acks: Iterable[Ack], now: float, *, 
         if not ended and not any(aside in text for text in store.problems):
             yield (
                 f"the stored records were damaged or removed on {format_time(at, seconds=False)}, so earlier results"
-                f" are lost; the old file is {aside}. Shown until canaryd ack, or for"
+                f" are lost; what is left: {aside}. Shown until canaryd ack, or for"
                 f" {format_duration(config.judge.watch)}"
             )
     unread = store.note(LOG_PROBLEM_NOTE)

@@ -30,6 +30,9 @@ OPEN_TIMEOUT = 10.0
 """Seconds to wait while another process creates, checks or migrates the database."""
 LOST_NOTE = "history lost"
 """Note: when a database was lost last and what is left of it, as "seconds path"."""
+MISSING = "is missing, although canaryd ran here before"
+LOGS = ("-wal", "-shm", "-journal")
+"""What SQLite keeps beside a database: it would take those of a database that is gone for the next one's."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
 WAL = b"\2\2"
 """Bytes 18 and 19 of a database with a write-ahead log (sqlite.org/fileformat.html)."""
@@ -81,6 +84,9 @@ class Database:
         self._identity: tuple[int, int] | None = None
         self._replaced = False  # since it was opened last, by any process
         self._lost = ""  # what the new file's `LOST_NOTE` will say
+        # Locks are taken only beside a record, and outlive it. Looked for once: later ones may be this process's own,
+        # which works from memory where it can make no record.
+        self._ran_before = _has_locks(state_dir)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -103,7 +109,7 @@ class Database:
                     raise
                 with flock(self._open_lock, OPEN_TIMEOUT):
                     if not self._moved():
-                        self._set_aside(error)
+                        self._set_aside(f"damaged ({error})")
             with _rotten_text():
                 return work(self.connect())
 
@@ -162,6 +168,8 @@ class Database:
                 if error.errno != errno.EROFS:
                     raise
         self.read_only = True
+        if why := self._why_missing():
+            raise OSError(f"it {why}; restore a backup, or begin a new record: canaryd check")
         # SQLite would make a log beside a database that nobody has open, only to read it.
         self._resting = _is_resting(self.path)
         return self._open_to_read("mode=ro&immutable=1" if self._resting else "mode=ro")
@@ -174,19 +182,21 @@ class Database:
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     raise
-                self._set_aside(error)
+                self._set_aside(f"damaged ({error})")
             return self._open_and_migrate()
 
     def _open_and_migrate(self) -> sqlite3.Connection:
         if not self.path.exists():
-            if self._identity is not None:
-                self._note_loss("was removed while it was in use", "started a new, empty database")
+            if why := self._why_missing():
+                self._set_aside(why)
             _create(self.path)
         elif self.path.stat().st_size == 0:
             self._open("mode=rw", read_only=False)
             raise sqlite3.DatabaseError("it is empty")
         db = self._open("mode=rwc", read_only=False)
         version = self._schema_version(db)
+        if version == 0 and self._ran_before:  # a process that began this file did not get as far as noting the loss
+            self._note_loss(MISSING, "started a new, empty database")
         self._opened += 1
         self._identify()
         outdated = 0 < version < max(self.migrations)
@@ -203,7 +213,7 @@ class Database:
             copies.keep(db, self.path, version)
         if version < max(self.migrations):
             try:
-                self._transact(db, functools.partial(migrate, migrations=self.migrations, version=version))
+                self._transact(db, functools.partial(self._convert, version=version))
             except BaseException:
                 if outdated:
                     copies.drop_unconverted(db, self.path, version)
@@ -216,6 +226,11 @@ class Database:
             self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
         self._lost, self._replaced = "", False
         return db
+
+    def _convert(self, db: sqlite3.Connection, version: int) -> None:
+        migrate(db, migrations=self.migrations, version=version)
+        if self._lost:
+            db.execute(NOTE, (LOST_NOTE, self._lost))
 
     def _note_loss(self, what: str, then: str) -> None:
         if not self._lost:
@@ -254,19 +269,23 @@ class Database:
             )
         return version
 
-    def _set_aside(self, error: Exception) -> None:
-        """Rename the damaged file, its -wal and its -shm; the caller holds the open lock."""
+    def _set_aside(self, why: str) -> None:
+        """Rename what there is of a database that is damaged or missing; the caller holds the open lock."""
         stamp = datetime.fromtimestamp(self.now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         names = (f"{DATABASE}.corrupt-{stamp}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
-        aside = next(path for path in map(self.state_dir.joinpath, names) if not path.exists())
-        # Renamed before it is closed: SQLite then sees that it has moved, and neither writes to it nor drops its log.
-        self.path.rename(aside)
-        self.close()
-        for suffix in ("-wal", "-shm"):
+        aside = next(self.state_dir / name for name in names if not any(self.state_dir.glob(f"{name}*")))
+        kept = []
+        for suffix in ("", *LOGS):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self.path}{suffix}").rename(f"{aside}{suffix}")
-        self._lost = f"{self.now()!r} {aside}"
-        self.problems[aside.name] = f"{self.path}: damaged ({error}); kept as {aside}; started a new, empty database"
+                kept.append(f"{aside}{suffix}")
+            # Closed when it is renamed: SQLite then sees that it has moved, and neither writes to it nor drops its log.
+            self.close()
+        if not kept:
+            self._note_loss(why, "started a new, empty database")
+            return
+        self._lost = f"{self.now()!r} {kept[0]}"
+        self.problems[aside.name] = f"{self.path}: {why}; kept as {kept[0]}; started a new, empty database"
 
     # The file at its path
 
@@ -287,6 +306,14 @@ class Database:
         except OSError:
             return False
         return self._moved()
+
+    def _why_missing(self) -> str:
+        """Return how it is known that a database was at its path; "" where one is there, or none ever was."""
+        if self.path.exists():
+            return ""
+        if self._identity is not None:
+            return "was removed while it was in use"
+        return MISSING if self._ran_before or any(Path(f"{self.path}{log}").exists() for log in LOGS) else ""
 
     def _is_outdated(self) -> bool:
         """Return whether a connection that only reads should be opened anew: to write, or to see what is written."""
@@ -330,6 +357,12 @@ def _create(path: Path) -> None:
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA user_version = 0")
     new.replace(path)
+
+
+def _has_locks(state_dir: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any((state_dir / "locks").iterdir())
+    return False
 
 
 def _log(path: Path) -> Path:

@@ -59,7 +59,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         `monotonic`: the clock that nobody sets.
 
         `for_reading`: open read-only; never create, repair, migrate or rename a file. What is written stays in memory,
-        and a missing record is an empty one: neither is a problem.
+        and where there never was a record, it is an empty one: neither is a problem.
 
         Raises `StoreTooNew` and nothing else: a damaged database is set aside (see `problems`), and where nothing can
         be stored, the store works from memory and `problem` says why.
