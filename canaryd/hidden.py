@@ -61,6 +61,15 @@ def hide(value: Any) -> Any:
     return _hidden(value) if _patterns else value
 
 
+def bare(address: str) -> str:
+    """Return an address without what stands before its last "@": a user name or password, also where it is malformed.
+
+    Only one that is well-formed says where a password begins and ends.
+    """
+    _, at, rest = address.rpartition("@")
+    return f"{HIDDEN}{at}{rest}" if at else address
+
+
 def _hidden(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)

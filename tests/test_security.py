@@ -26,7 +26,7 @@ import pytest
 from canaryd.config import load, permissions, settings
 from canaryd.config.load import ConfigError
 from canaryd.engine import catalogue
-from tests.command import Daemon, canaryd, configure, environment, eventually, marked, running
+from tests.command import Daemon, canaryd, configure, environment, eventually, in_turn, marked, running
 from tests.pki import Authority
 from tests.prometheus import prometheus
 
@@ -574,6 +574,58 @@ def test_a_mistake_in_the_configuration_repeats_no_secret(tmp_path, text):
         load.load(path)
     assert "pl4nted" not in str(caught.value)
     assert "471147114711" not in str(caught.value)
+
+
+ADDRESSES = (
+    "http://me:pl4nted@127.0.0.1:9/v1",
+    "http://pl4nted@127.0.0.1:9/v1",
+    "me:pl4nted@127.0.0.1:9",
+    "http:/me:pl4nted@127.0.0.1:9/v1",
+    "http:me:pl4nted@127.0.0.1:9",
+    "//me:pl4nted@127.0.0.1:9",
+    "http://me:x/pl4nted@127.0.0.1:9/v1",
+    "http://me:x?y#pl4nted@127.0.0.1:9/v1",
+    "http://me:x@pl4nted@127.0.0.1:9/v1",
+    "http://[me:pl4nted@127.0.0.1:9/v1",
+    "ftp://me:pl4nted@127.0.0.1:9",
+    "127.0.0.1:pl4nted@9",
+    f"http:/me:pl4nted{'x' * 60}@127.0.0.1:9/v1",
+)
+"""Addresses with a password, well-formed and not."""
+
+
+def test_no_address_is_repeated_with_its_password(tmp_path):
+    """Wherever an address can be written, in a configuration or on the command line: it is refused, and hidden."""
+    commands = []
+    for address in ADDRESSES:
+        for content in (
+            {"endpoints": {"main": {"url": address}}},
+            {"endpoints": {address: {"url": "http://127.0.0.1:9/v1"}}},
+            {"listen": address},
+        ):
+            path = tmp_path / f"{len(commands)}.yaml"
+            path.write_text(json.dumps(content))
+            commands.append(("config", "check", "--config", path))
+        commands += [("fleet", "--prometheus", address), ("run", "--listen", address)]
+    for command, answer in zip(commands, in_turn(*commands), strict=True):
+        assert answer.code == 64, command
+        assert "pl4nted" not in answer.out + answer.err, answer
+
+
+def test_a_daemon_that_rereads_its_configuration_repeats_no_password(tmp_path, state):
+    """Neither its log, nor its pages, nor `status`."""
+    path = configure(tmp_path, "passes")
+    content = json.loads(path.read_text())
+    with running(Daemon(path, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        path.write_text(json.dumps(content | {"endpoints": {"main": {"url": "http:/me:pl4nted@127.0.0.1:9/v1"}}}))
+        daemon.send(signal.SIGHUP)
+        daemon.line("endpoints.main.url")
+        pages = [daemon.get(page)[1] for page in ("/", "/metrics", "/readyz", "/healthz")]
+        path.write_text(json.dumps(content))
+        answers = in_turn(*((*words, "--config", path, "--state-dir", state) for words in (["status"], ["history"])))
+        told = [*daemon.lines, *pages, *(text for answer in answers for text in (answer.out, answer.err))]
+    assert [text for text in told if "pl4nted" in text] == []
 
 
 def test_the_address_of_a_fleets_prometheus_is_not_repeated_with_its_password(tmp_path):

@@ -20,6 +20,7 @@ import yaml
 
 from canaryd.facts import printable
 from canaryd.formatting import did_you_mean
+from canaryd.hidden import bare
 
 MAX_DEPTH = 32
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
@@ -397,7 +398,8 @@ def read_number(text: str) -> float:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, escaped and shortened, for a message of one line."""
+    """Return a text in quotes, escaped and shortened, for a message of one line; without a password before an "@"."""
+    text = bare(text)
     return printable(json.dumps(text if len(text) <= 60 else text[:59] + "…", ensure_ascii=False))
 
 

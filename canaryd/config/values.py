@@ -132,13 +132,13 @@ def is_web_address(text: str) -> bool:
 
 
 def names_user(text: str) -> bool:
-    """Whether an address contains a user name, and perhaps a password: it must not be repeated then."""
-    return "@" in text.partition("//")[2].partition("/")[0]
+    """Whether an address may contain a user name, and perhaps a password: it must not be repeated then."""
+    return "@" in text
 
 
 def _url(text: str) -> str:
     if names_user(text):
-        raise ValueError("the address contains a user name or password; put the key into a file and set key_file")
+        raise ValueError('the address contains "@", as one with a password; put the key into a file and set key_file')
     if not is_web_address(text):
         raise ValueError(f'{quoted(text)} is not the address of an API; write e.g. "http://127.0.0.1:8000/v1"')
     return text.rstrip("/")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from canaryd.config.values import is_web_address, names_user
 from canaryd.facts import printable
-from canaryd.hidden import hide, keep
+from canaryd.hidden import bare, hide, keep
 
 PATIENCE = 60.0
 """Seconds for all queries together unless another time is given (measured: benchmarks/results/fleet_vote.md)."""
@@ -50,7 +50,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     ) -> NoReturn:
         del req, msg, headers
         fp.close()
-        raise FleetError(f"answers {code}, a redirect to {printable(newurl)[:200]}; give the final address instead")
+        target = printable(bare(newurl))[:200]
+        raise FleetError(f"answers {code}, a redirect to {target}; give the final address instead")
 
 
 class Prometheus:

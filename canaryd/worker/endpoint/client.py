@@ -7,6 +7,7 @@ contains the API key, and a server's texts are shortened before they are quoted.
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from canaryd.facts import printable
-from canaryd.hidden import hide, keep
+from canaryd.hidden import bare, hide, keep
 from canaryd.probe import Skip
 from canaryd.worker.endpoint import documents
 from canaryd.worker.endpoint.wire import Exchange, NotListening, Site
@@ -106,7 +107,7 @@ class Client:
             host, port = parts.hostname or "", parts.port
         except ValueError:
             raise Skip('url: not an address, wanted e.g. "http://127.0.0.1:8000/v1"') from None
-        if parts.username is not None or parts.query or parts.fragment:  # not repeated: it may be a password
+        if "@" in self.url or parts.query or parts.fragment:  # not repeated: it may be a password
             raise Skip("url: remove the user, query or fragment; put a key into key_file")
         if parts.scheme not in ("http", "https") or not host or not self.url.isascii() or " " in self.url:
             raise Skip(f'url: got {self.url!r}, wanted e.g. "http://127.0.0.1:8000/v1"')
@@ -210,7 +211,7 @@ class Client:
             key = "the key of key_file" if self.key else "a request without a key; set key_file"
             raise Skip(f"{where}: refused with {status}: the server does not accept {key}")
         if 300 <= status < 400:
-            target = hide(printable(_bare(location)))[:QUOTED]
+            target = hide(printable(re.split("[?#]", bare(location))[0]))[:QUOTED]
             raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
         return Reply(where=where, status=status, server=server, data=data, fault=fault, text=text, words=words)
 
@@ -226,15 +227,6 @@ def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
         words = text
     words = hide(printable(" ".join(words[:MOST_WORDS].split())))[:1000]
     return _without(words, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
-
-
-def _bare(location: str) -> str:
-    """Return an address without parts that may contain a password; "" for anything else."""
-    try:
-        parts = urlsplit(location)
-    except ValueError:
-        return ""
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def first_choice(data: Any) -> dict[str, Any]:
