@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.cli.common import write_report
-from canaryd.files import write_whole
+from canaryd.files import keep, recall, write_whole
 
 
 @pytest.fixture
@@ -61,3 +61,14 @@ def test_a_report_goes_to_the_file_that_the_caller_has_open(tmp_path):
         (tmp_path / "open").unlink()
         assert write_report(Path(f"/dev/fd/{file.fileno()}"), "delivered")
         assert file.read() == "delivered"
+
+
+def test_no_name_leads_out_of_the_directory(tmp_path):
+    """A driver names the devices, and may name one "../other"."""
+    names = ("../../other", "/etc/other", "..", "a\0b", "GPU-1")
+    for name in names:
+        keep(str(tmp_path / "state/memory"), name, name)
+    assert [recall(str(tmp_path / "state/memory"), name) for name in names] == [*names]
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "memory"] == []
+    keep(str(tmp_path / "state/memory"), "GPU-1", None)
+    assert recall(str(tmp_path / "state/memory"), "GPU-1") is recall("", "GPU-1") is None

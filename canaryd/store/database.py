@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from canaryd.files import NOT_PLAIN, allowed, owners_rights
 from canaryd.store import copies
 from canaryd.store.locks import flock, make
 from canaryd.store.migrations import Migration, migrate
@@ -21,6 +23,8 @@ from canaryd.store.rows import NOTE
 
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
+OPEN_LOCK = f"{DATABASE}.lock"
+"""Name of the file that is locked while the database is opened, copied, migrated or set aside."""
 BUSY_TIMEOUT = 5.0
 """Seconds that a statement waits for another process's transaction."""
 CACHE = 512
@@ -90,15 +94,18 @@ class Database:
 
     def close(self) -> None:
         """Let go of the file."""
-        if self.connection is not None:
-            self.connection.close()
-        self.connection = None
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OSError):
+                    stack.enter_context(owners_rights(self.state_dir))
+                connection.close()
 
     # Using it
 
     def attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Do `work` on the file; where the file turns out to be damaged or replaced, once more on the next one."""
-        with self.lock:
+        with self.lock, owners_rights(self.state_dir):
             try:
                 with _rotten_text():
                     return work(self.connect())
@@ -107,7 +114,7 @@ class Database:
             except sqlite3.DatabaseError as error:
                 if self.read_only or not _is_damage(error):
                     raise
-                with flock(self._open_lock, OPEN_TIMEOUT):
+                with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
                     if not self._moved():
                         self._set_aside(f"damaged ({error})")
             with _rotten_text():
@@ -151,7 +158,7 @@ class Database:
         try:
             if not self.for_reading:
                 self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-            with _rotten_text():
+            with owners_rights(self.state_dir), _rotten_text():
                 db = self._open_as_allowed()
                 self._on_open(db)
         except REFUSED:
@@ -160,6 +167,8 @@ class Database:
         return db
 
     def _open_as_allowed(self) -> sqlite3.Connection:
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            _expect_file(Path(f"{self.path}{suffix}"))
         if self._may_write():
             try:
                 return self._open_to_write()
@@ -175,7 +184,7 @@ class Database:
         return self._open_to_read("mode=ro&immutable=1" if self._resting else "mode=ro")
 
     def _open_to_write(self) -> sqlite3.Connection:
-        with flock(self._open_lock, OPEN_TIMEOUT):
+        with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
             try:
                 with _rotten_text():
                     return self._open_and_migrate()
@@ -257,6 +266,8 @@ class Database:
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
         self.read_only = read_only
         self.connection = connect(f"file:{quote(str(self.path.absolute()))}?{mode}")
+        if not allowed(Path(os.environ.get("TMPDIR", "/")), os.X_OK):  # root's own may be closed to the owner
+            self.connection.execute("PRAGMA temp_store = MEMORY")
         return self.connection
 
     def _schema_version(self, db: sqlite3.Connection) -> int:
@@ -321,13 +332,9 @@ class Database:
 
     def _may_write(self) -> bool:
         # The directory too: SQLite keeps its log beside the database.
-        if self.for_reading or not os.access(self.state_dir, os.W_OK):
+        if self.for_reading or not allowed(self.state_dir, os.W_OK):
             return False
-        return not self.path.exists() or os.access(self.path, os.W_OK)
-
-    @property
-    def _open_lock(self) -> Path:
-        return Path(f"{self.path}.lock")
+        return not self.path.exists() or allowed(self.path, os.W_OK)
 
 
 def connect(uri: str) -> sqlite3.Connection:
@@ -363,6 +370,13 @@ def _has_locks(state_dir: Path) -> bool:
     with contextlib.suppress(OSError):
         return any((state_dir / "locks").iterdir())
     return False
+
+
+def _expect_file(path: Path) -> None:
+    """Raise `OSError` where something else is: SQLite would wait at a pipe for as long as nobody writes to it."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.ENXIO, NOT_PLAIN, str(path))
 
 
 def _log(path: Path) -> Path:

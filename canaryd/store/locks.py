@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from canaryd.files import open_plain, owners_rights
+
 RETRY = 0.05
 """Seconds between two tries for a lock: flock has no timeout of its own."""
 FULL = 1024 * 1024
@@ -36,8 +38,13 @@ def user_name() -> str:
 
 
 def reason(path: Path, error: Exception) -> str:
-    """Return why a file could not be used; where its disk is full, which SQLite may call an I/O error, also that."""
+    """Return why a file could not be used, with the other file that stood in the way.
+
+    Where its disk is full, which SQLite may call an I/O error, also that.
+    """
     why = f"{getattr(error, 'strerror', None) or error}"
+    if (other := getattr(error, "filename", None)) and str(other) not in (str(path), str(path.parent)):
+        why = f"{other}: {why}"
     try:
         there = os.statvfs(path.parent)
     except OSError:
@@ -52,15 +59,19 @@ def refusal(path: Path, error: Exception) -> str:
         # Exactly this class is what SQLite raises for a damaged file (`database.py`).
         aside = "; canaryd check keeps it under another name and begins a new record"
         return f"cannot read {path}: {reason(path, error)}{aside if type(error) is sqlite3.DatabaseError else ''}"
-    return f"cannot read {path.parent} as user {user_name()}: {'use sudo' if os.geteuid() else error.strerror}"
+    return f"cannot read {path.parent} as user {user_name()}: {'use sudo' if os.geteuid() else reason(path, error)}"
 
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds the lock of `path`. Creates nothing. Raises `OSError` where it cannot tell."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    return _is_held(fd)
+
+
+def _is_held(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look at once must not see each other
     except BlockingIOError:
@@ -97,20 +108,14 @@ class Flag:
     def flies(directory: Path) -> bool:
         """Return whether another process has raised the flag of a directory; False where that is unknown."""
         try:
-            return is_held(directory)
+            return _is_held(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError:
             return False
 
 
 def make(path: Path) -> int:
-    """Create a new file and open it; one that root makes gets the owner of its directory.
-
-    Otherwise a command that root runs before the service would leave a database that the service's user cannot write.
-    SQLite itself gives the log beside a database the owner of the database.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)  # O_EXCL follows no symbolic link
-    _hand_over(fd, path.parent)
-    return fd
+    """Create a new file and open it."""
+    return open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
 def may_make(path: Path) -> bool:
@@ -119,42 +124,22 @@ def may_make(path: Path) -> bool:
     return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory where there is none; one that root makes gets the owner of the directory above it."""
-    if path.exists():
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    _hand_over(fd, path.parent)
-    os.close(fd)
-
-
-def _hand_over(fd: int, directory: Path) -> None:
-    if os.geteuid() == 0:
-        with contextlib.suppress(OSError):  # A root that may not give files away keeps them.
-            there = directory.stat()
-            os.fchown(fd, there.st_uid, there.st_gid)
-
-
 @contextlib.contextmanager
 def flock(
-    path: Path,
+    home: Path,
+    name: str,
     timeout: float,
     on_wait: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
     doing: str = "",
 ) -> Iterator[None]:
-    """Lock the file `path`, which names its holder and what it is `doing`; wait `timeout` seconds, or until `stopped`.
+    """Lock a file of the state directory `home`, which names its holder and what it is `doing`.
 
-    Raises `Busy`, or `OSError` where lock files cannot exist.
+    Waits `timeout` seconds, or until `stopped`. Raises `Busy`, or `OSError` where lock files cannot exist.
     """
-    try:
-        fd = make(path)
-    except FileExistsError:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # Another user's file, or one on a read-only disk, can be locked, but not signed.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    path = home / name
+    with owners_rights(home):
+        fd = _open_lock(path)
     try:
         start = time.monotonic()
         while True:
@@ -178,6 +163,16 @@ def flock(
             _sign(fd, "")
     finally:
         os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        return make(path)
+    try:
+        return open_plain(path, os.O_RDWR)
+    except OSError:  # Another user's file, or one on a read-only disk, can be locked, but not signed.
+        return open_plain(path, os.O_RDONLY)
 
 
 def _name() -> str:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from canaryd.files import allowed, owners_rights
 from canaryd.store.clock import STEP, parse_time
 from canaryd.store.database import LOST_NOTE, REFUSED, StoreTooNew
 from canaryd.store.devices import DeviceTables
-from canaryd.store.locks import Busy, Unreadable, flock, is_held, make_directory, refusal
+from canaryd.store.locks import Busy, Unreadable, flock, is_held, refusal
 from canaryd.store.migrations import MIGRATIONS, Migration
 from canaryd.store.retention import DEFAULT, Retention, prune
 from canaryd.store.runs import RunTables
@@ -138,32 +139,36 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         is doing. Raises `Busy`, which names the holder. The kernel releases the lock of a process that dies. Where lock
         files cannot exist, the device is used unlocked and `problems` says so.
         """
-        path = self._lock_file(device_uuid)
+        name = _lock_file(device_uuid)
         with contextlib.ExitStack() as held:
             try:
-                if not self._database.for_reading or path.exists():
-                    make_directory(path.parent)
-                    held.enter_context(flock(path, timeout, on_wait, stopped, doing))
+                if not self._database.for_reading or (self.state_dir / name).exists():
+                    held.enter_context(flock(self.state_dir, name, timeout, on_wait, stopped, doing))
             except Busy:
                 raise
             except OSError as error:
-                self._problems["lock"] = f"{path}: no lock ({error}); another canaryd may use the device meanwhile"
+                self._problems["lock"] = (
+                    f"{self.state_dir / name}: no lock ({error}); another canaryd may use the device meanwhile"
+                )
             yield
 
     def is_locked(self, device_uuid: str) -> bool:
         """Return whether a process holds a device's lock; raises `Unreadable` where this user may not know it."""
         try:
-            return is_held(self._lock_file(device_uuid))
+            with owners_rights(self.state_dir):
+                return is_held(self.state_dir / _lock_file(device_uuid))
         except OSError as error:
             raise Unreadable(refusal(self.path, error)) from error
 
     def may_lock(self, device_uuid: str) -> bool:
         """Return whether this user may take a device's lock."""
-        path = self._lock_file(device_uuid)
-        return os.access(path, os.R_OK) if path.exists() else os.access(path.parent, os.W_OK)
+        path = self.state_dir / _lock_file(device_uuid)
+        with owners_rights(self.state_dir):
+            return allowed(path, os.R_OK) if path.exists() else allowed(path.parent, os.W_OK)
 
-    def _lock_file(self, device_uuid: str) -> Path:
-        return self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"
+
+def _lock_file(device_uuid: str) -> str:
+    return f"locks/{quote(device_uuid, safe='')}.lock"
 
 
 def _parse_loss(text: str) -> tuple[float, str] | None:

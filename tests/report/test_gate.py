@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -298,11 +300,20 @@ def test_a_locked_store_is_unknown_in_time(state, acting):
     db.close()
 
 
-def test_a_disk_that_hangs_does_not_hang_the_answer(state, acting):
-    """A file that never opens stands in for it: the reader is abandoned, and so is its hold on our output."""
+@pytest.fixture
+def hanging(state):
+    """Return a state directory with a database that nobody can open for 45 seconds, because it is leased (fcntl(2))."""
     state.mkdir()
-    os.mkfifo(state / DATABASE)
-    answer = canaryd("gate", "--config", acting, "--state-dir", state, timeout=gate.PATIENCE + 50)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel asks for it back
+    with (state / DATABASE).open("w") as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield state
+    signal.signal(signal.SIGIO, before)
+
+
+def test_a_disk_that_hangs_does_not_hang_the_answer(hanging, acting):
+    """A file that does not open stands in for it: the reader is abandoned, and so is its hold on our output."""
+    answer = canaryd("gate", "--config", acting, "--state-dir", hanging, timeout=gate.PATIENCE + 50)
     assert answer.code == 3
     assert answer.out == "unknown: the database did not answer within 5 s [unknown: exit 3, not fail]\n"
 
@@ -314,13 +325,11 @@ JAX = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning"
 
 @THREADS
 @JAX
-def test_silence_is_a_failure_where_unknown_was_named(state):
+def test_silence_is_a_failure_where_unknown_was_named(hanging):
     """Whatever it was that could not be known."""
-    state.mkdir()
-    os.mkfifo(state / DATABASE)
     before = children()
     strict = gate.Question(on=(State.UNKNOWN,))
-    answer = gate.ask(Config(state_dir=state), strict, patience=0.2)
+    answer = gate.ask(Config(state_dir=hanging), strict, patience=0.2)
     assert (answer.decision, answer.reason) == ("fail", "the database did not answer within 0.2 s")
     assert children() == before
 

@@ -7,7 +7,6 @@ sample would miss the single flipped bit that this should find.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from canaryd.facts import printable
+from canaryd.files import keep, recall
 
 Progress = Callable[[float, str], None]
 """Called with the progress of the reading (0…1) and the file's name."""
@@ -89,10 +89,8 @@ def links(
     was read before, by this process or by one that left it in the directory `memory`, is read again only if its inode,
     size or times changed, or if `thorough`: a decaying disk changes none of them. Raises `BadCheckpoint`.
     """
-    known = Path(memory) / "checkpoints.json" if memory else None
     try:
-        if known is not None:
-            _recall(known)
+        _recall(memory)
         before = len(_READ)
         found = tensors(path)
         chain = {
@@ -101,8 +99,8 @@ def links(
         }
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or path}: cannot be read: {error.strerror}") from error
-    if known is not None and (thorough or len(_READ) > before):
-        _remember(known)
+    if thorough or len(_READ) > before:
+        keep(memory, KEPT, dict(list(_READ.items())[-REMEMBERED:]))
     return chain
 
 
@@ -146,25 +144,17 @@ def _hash(value: Any) -> str:
 
 _READ: dict[str, dict[str, str]] = {}
 """`_stamp` of a file → digests of its tensors."""
+KEPT = "checkpoints"
+"""Name under which it is kept between processes."""
 REMEMBERED = 1000
 """Files that are remembered; the oldest are forgotten first."""
 
 
-def _recall(file: Path) -> None:
+def _recall(memory: str) -> None:
     """Load the digests of an earlier process; ignore a file that is something else, it will be overwritten."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text())
-        if isinstance(found, dict) and all(isinstance(v, dict) for v in found.values()):
-            _READ.update((stamp, digests) for stamp, digests in found.items() if stamp not in _READ)
-
-
-def _remember(file: Path) -> None:
-    """Store the digests for later processes; if that fails, they only take longer."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = file.with_name(f"{file.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(dict(list(_READ.items())[-REMEMBERED:])))
-        fresh.replace(file)
+    found = recall(memory, KEPT)
+    if isinstance(found, dict) and all(isinstance(v, dict) for v in found.values()):
+        _READ.update((stamp, digests) for stamp, digests in found.items() if stamp not in _READ)
 
 
 def _contents(found: Iterable[Tensor], *, thorough: bool, progress: Progress) -> Iterator[tuple[str, Any, str]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from canaryd.facts import ENDPOINT_SERVER, reading_key
+from canaryd.files import keep, recall
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
 from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
@@ -163,29 +160,17 @@ class Progress:
 
     def __init__(self, memory: str, endpoint: Endpoint) -> None:
         settings = endpoint.settings
-        name = f"baselining-{digest([settings.url, endpoint.model])}.json"
-        self._file = Path(memory) / name if memory else None
+        self._kept = memory, f"baselining-{digest([settings.url, endpoint.model])}"
         self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
 
     def rounds(self) -> int:
         """Return how many rounds an interrupted run has done, 0 where none was interrupted."""
-        if self._file is None:
-            return 0
         try:
-            about, rounds = json.loads(self._file.read_text())
-        except (OSError, ValueError, TypeError):
+            about, rounds = recall(*self._kept)
+        except (ValueError, TypeError):
             return 0
         return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
 
     def keep(self, rounds: int) -> None:
-        """Store the rounds of a run that ends early; 0 deletes the file."""
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):
-            if rounds:
-                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                fresh = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-                fresh.write_text(json.dumps([self._about, rounds]))
-                fresh.replace(self._file)
-            else:
-                self._file.unlink()
+        """Store the rounds of a run that ends early; 0 forgets them."""
+        keep(*self._kept, [self._about, rounds] if rounds else None)

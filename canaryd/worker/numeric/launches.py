@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from canaryd.facts import stack_id
+from canaryd.files import keep, recall
 from canaryd.model import Device
 from canaryd.worker.numeric.cases import QUOTED
 from canaryd.worker.numeric.serving_kernels import MAKER
@@ -34,13 +33,12 @@ class Launches:
         """Why the kernels of a case are not known; "" where all are."""
         self._device = session.ctx.device
         self._asks = self._device.backend in ("cuda", "rocm")
-        self._stack, self._file, self._new = "", None, False
+        self._stack, self._new = "", False
+        self._kept = session.ctx.memory, f"kernels-{self._device.uuid}"
         if self._asks:
             self._stack = f"{MAKER}, {stack_id(session.runtime.stack(self._device, ''))}"
             self.known = _IN_PROCESS.setdefault((self._device.uuid, self._stack), {})
-            if directory := session.ctx.memory:
-                self._file = Path(directory) / f"kernels-{self._device.uuid}.json"
-                self._recall(self._file)
+            self._recall()
 
     def ask(self, case: str, call: Callable[[], Any]) -> None:
         """Learn which kernels a case runs, by two more calls of it, unless they are known."""
@@ -52,18 +50,13 @@ class Launches:
 
     def keep(self) -> None:
         """Write what was learnt; without the right to write it is asked again. A case without a name is not kept."""
-        if self._file is None or not self._new:
-            return
-        content = {"stack": self._stack, "kernels": {case: names for case, names in self.known.items() if names}}
-        with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self._file.with_suffix(".new")
-            fresh.write_text(json.dumps(content))
-            fresh.replace(self._file)
+        if self._new:
+            kernels = {case: names for case, names in self.known.items() if names}
+            keep(*self._kept, {"stack": self._stack, "kernels": kernels})
 
-    def _recall(self, file: Path) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            kept = json.loads(file.read_text())
+    def _recall(self) -> None:
+        kept = recall(*self._kept)
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
             if kept["stack"] == self._stack:
                 found = {str(case): str(names) for case, names in kept["kernels"].items()}
                 self.known.update({case: names for case, names in found.items() if case not in self.known})

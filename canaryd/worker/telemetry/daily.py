@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+from canaryd.files import keep, recall
 from canaryd.worker.telemetry.nvml import NOT_SUPPORTED, ask_text
 from canaryd.worker.telemetry.sysfs import optional_text
 
@@ -32,7 +32,7 @@ class Daily:
         """Remember in `directory`; "" remembers nothing."""
         self._nvml = nvml
         self.remembers = bool(directory)
-        self._file = Path(directory) / f"nvml-{uuid}.json" if directory else None
+        self._kept = directory, f"nvml-{uuid}"
         self._driver = self._boot = ""
         self._known: dict[str, Any] = {}
         self._new = False
@@ -41,23 +41,18 @@ class Daily:
         """Read what was kept less than a day ago, under this driver and in this boot: the slot may be another."""
         self._driver = ask_text(self._nvml, "nvmlSystemGetDriverVersion")
         self._boot = optional_text(BOOT_ID)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            if self._file is not None:
-                kept = json.loads(self._file.read_text())
-                here = (kept["driver"], kept["boot"]) == (self._driver, self._boot)
-                if here and 0 <= time.time() - kept["at"] < DAY:
-                    self._known = dict(kept["known"])
+        kept = recall(*self._kept)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            here = (kept["driver"], kept["boot"]) == (self._driver, self._boot)
+            if here and 0 <= time.time() - kept["at"] < DAY:
+                self._known = dict(kept["known"])
 
     def keep(self) -> None:
         """Keep what was learnt, where anything was; without the right to write it is asked again."""
-        if self._file is None or not self._new:
-            return
-        with contextlib.suppress(OSError, TypeError, ValueError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+        if self._new:
             kept = {"driver": self._driver, "boot": self._boot, "at": time.time(), "known": self._known}
-            fresh = self._file.with_suffix(".new")
-            fresh.write_text(json.dumps(kept))
-            fresh.replace(self._file)
+            with contextlib.suppress(TypeError, ValueError):
+                keep(*self._kept, kept)
 
     def noted(self, name: str) -> Any:
         """Return what was noted under a name; None for nothing."""
@@ -72,7 +67,7 @@ class Daily:
         if name == "nvmlSystemGetDriverVersion" and self._driver:
             return lambda: self._driver
         found = getattr(self._nvml, name)
-        if name not in STEADY or self._file is None:
+        if name not in STEADY or not self.remembers:
             return found
 
         def remembered(handle: Any, *arguments: int) -> Any:
