@@ -356,6 +356,8 @@ class Skipped:
 
     case: str
     reason: Sentence
+    late: bool = False
+    """Whether nothing but time was lacking: the budget was spent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,10 @@ class Context:
         """Seconds of budget left, never negative."""
         return max(0.0, self.deadline - self.clock())
 
+    def late(self, case: str, before: str = "its turn") -> Skipped:
+        """Return that a part was left out, because the budget was spent `before`."""
+        return Skipped(case=case, reason=f"the budget of {self.budget:g} s was spent before {before}", late=True)
+
 
 Run = Callable[[Context], Iterator[Fact]]
 """Type of a probe's `run`."""

@@ -100,7 +100,7 @@ def _verify(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Fact]:
         elif task.path == "sensitive":
             yield from bench.sensitive(task)
         elif number >= len(bench.models) and ctx.left <= 0.0 and not ctx.cases:
-            yield Skipped(case=task.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+            yield ctx.late(task.name)
         elif task.mode not in cannot and (reason := bench.make(task)):
             cannot[task.mode] = reason
             yield Skipped(case=f"{task.dtype}/{task.path}/b{len(task.rows)}", reason=reason)

@@ -74,8 +74,7 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
         if number == 0 or not recorder.spent or ctx.cases:
             yield from recorder.alone(item)
         elif item not in recorder.answers and item not in recorder.refused:
-            reason = f"the budget of {ctx.budget:g} s was spent before its turn"
-            yield from (Skipped(case=name, reason=reason) for name in names(item))
+            yield from map(ctx.late, names(item))
 
 
 def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:

@@ -110,8 +110,7 @@ def _answers(
         if ctx.baselining and turn and ctx.clock() - started > LEARNING:
             return
         if number and ctx.left <= 0.0 and not ctx.baselining and not ctx.cases:
-            reason = f"the budget of {ctx.budget:g} s was spent before its turn"
-            yield Skipped(case=f"{source.dtype}/*/{prompt.name}", reason=reason)
+            yield ctx.late(f"{source.dtype}/*/{prompt.name}")
             continue
         chain = chain_of(found, source, prompt)
         decoded = model.decode(prompt)

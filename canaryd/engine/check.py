@@ -15,10 +15,12 @@ from canaryd.engine.catalogue import Entry
 from canaryd.engine.engine import Engine
 from canaryd.engine.schedule import Plan
 from canaryd.facts import Skipped
+from canaryd.judge.coverage import least_results
 from canaryd.judge.findings import NO_EVIDENCE, conclusion
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound, worst
+from canaryd.judge.watch import has_looked
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Reason, Run, State, Verdict
 from canaryd.store.locks import Busy
 
@@ -64,13 +66,23 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
 }
 NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
 NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of this check"),)
+EXACT = ("exact_attention", "exact_integer", "exact_matmul", "exact_units")
+"""The probes that run again where a check has too few results: they give nearly all of them."""
+LONGEST = 3
+"""Times its first round that a check may take to reach enough results."""
 ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives": "links"}
 """Probe → what no other probe tests."""
 
 
 def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
-    """Return what of `ONLY` was not tested on some devices; `runs`: name of a device → its runs."""
-    return lacking({name: {r.probe for r in done if r.trials} for name, done in runs.items()})
+    """Return what was not tested on some devices, of `ONLY` or for lack of time; `runs`: device's name → its runs."""
+    late: dict[str, list[str]] = {}
+    for name, done in runs.items():
+        looked = {r.probe for r in done if has_looked(r)} | ONLY.keys()
+        for probe in {r.probe for r in done if any(part.late for part in r.skipped)} - looked:
+            late.setdefault(probe, []).append(name)
+    gaps = lacking({name: {r.probe for r in done if r.trials} for name, done in runs.items()})
+    return gaps + [Gap(probe, f"not tested on {', '.join(of)}") for probe, of in sorted(late.items())]
 
 
 def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
@@ -160,6 +172,14 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     groups = [e for e in entries if e.spec.group]
     engine.together = _in_groups(engine, options, groups, _here(engine, devices))
     turn = 0
+
+    def test(entries: Sequence[Entry], devices: Sequence[Device], longer: float = 1.0) -> None:
+        for group in _side_by_side(_here(engine, devices)):
+            plans = [_plans(engine, options, entries, device, turn, longer) for device in group]
+            with ThreadPoolExecutor(len(group)) as pool:
+                for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
+                    ended.result()
+
     if not any(device.backend == "cpu" for device in devices):
         engine.workers.end_spare()
     if not options.drill:
@@ -167,17 +187,15 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.read_log(until_end=True)
         engine.sweep(hold=True, record=True)
     while True:
-        for group in _side_by_side(_here(engine, devices)):
-            plans = [_plans(engine, options, entries, device, turn) for device in group]
-            with ThreadPoolExecutor(len(group)) as pool:
-                for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
-                    ended.result()
+        test(entries, devices)
         for entry in groups:
             _carry_out(engine, _plans_of_groups(engine, options, entry, devices), result, options.wait, on_wait)
         turn += 1
         over = time.monotonic() - begun >= options.seconds or not _here(engine, devices)
         if engine.stopping or result.without_case or over:
             break
+    turn = 0
+    _complete(engine, options, devices, result, time.monotonic() - begun, test)
     engine.workers.end_spare()
     if not options.drill:
         engine.read_log(until_end=True)
@@ -192,6 +210,48 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.settle()
     result.seconds = time.monotonic() - begun
     return result
+
+
+def _complete(
+    engine: Engine,
+    options: Options,
+    devices: Sequence[Device],
+    result: Result,
+    took: float,
+    test: Callable[[Sequence[Entry], Sequence[Device], float], None],
+) -> None:
+    """Let `test` run the exact probes again where devices gave too few results; `took`: seconds of the first round.
+
+    What a device gave then, and the least that it has to, is left in `engine.compared` for the judge.
+    """
+    exact = {name: entry for name, entry in engine.entries.items() if name in EXACT}
+    counted = [d for d in _here(engine, devices) if _is_counted(engine, options, d)]
+    once = {d.uuid: [r for r in result.runs.get(d.uuid, ()) if r.probe in exact] for d in counted}
+    end = time.monotonic() + (LONGEST - 1) * took
+    while True:
+        engine.compared = {}
+        few: dict[str, float] = {}  # device → how many times what the exact probes gave it lacks
+        for uuid in once.keys() - result.missed.keys():
+            of, gave_once = found(result.runs.get(uuid, ())), found(once[uuid])["results"]
+            done, least = engine.compared[uuid] = of["results"], least_results(engine.devices[uuid])
+            if done < least and gave_once and not of["wrong"]:
+                few[uuid] = (least - done) / gave_once
+        runs = [run for uuid in few for run in once[uuid]]
+        left = end - time.monotonic()
+        usual = sum(max(run.seconds, exact[run.probe].spec.budget[options.level]) for run in runs)
+        if engine.stopping or not few or left < usual:
+            return
+        # A longer run gives more results than two runs, which make their operands anew.
+        longer = min(left / usual, max(1.0, *few.values()))
+        test(list(exact.values()), [d for d in counted if d.uuid in few], longer)
+
+
+def _is_counted(engine: Engine, options: Options, device: Device) -> bool:
+    """Return whether a check has to give a number of results: it has not, where a person chose what runs."""
+    chosen = options.probes or options.cases or options.intensity or options.instruction_set
+    if chosen or options.seconds or options.drill or any(engine.settings(n).enabled is False for n in EXACT):
+        return False
+    return "exact_matmul" in engine.periods(device)
 
 
 def _is_asked(options: Options, entry: Entry) -> bool:
@@ -229,7 +289,7 @@ def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
 
 
 def _plans(
-    engine: Engine, options: Options, entries: Sequence[Entry], device: Device, turn: int
+    engine: Engine, options: Options, entries: Sequence[Entry], device: Device, turn: int, longer: float
 ) -> Sequence[schedule.Plan]:
     sets = (options.instruction_set,) if options.instruction_set and device.instruction_sets else ()
     return schedule.plan_round(
@@ -241,6 +301,7 @@ def _plans(
         cases=options.cases,
         drill=options.drill,
         intensity=options.intensity,
+        longer=longer,
     )
 
 

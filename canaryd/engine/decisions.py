@@ -169,6 +169,7 @@ class Decisions:
                 history_lost=None if drill else self._lost,
                 unread="" if drill else self._unread(uuid),
                 trends=() if drill else self._trends.findings(device),
+                compared=host.compared.get(uuid),
                 behind=self._behind(device) if served else (),
                 serving={} if served else self._served_endpoints(device, drill=drill),
             )

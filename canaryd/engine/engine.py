@@ -330,6 +330,7 @@ class Engine(Host):
         learns = not restricted and self._learning.lacks_baseline(device.uuid, spec.name)
         # An endpoint cannot be judged before its baselines are complete, and its runs cost no device of this host.
         level = "deep" if learns and device.is_endpoint else step.effort
+        seconds = step.longer * spec.budget[level]
         request = RunRequest(
             probe_path=step.entry.file.path,
             spec=spec,
@@ -344,11 +345,11 @@ class Engine(Host):
             intensity=step.intensity,
             memory=str(self.config.state_dir / "memory"),
             baselining=learns,
-            budget=spec.budget[level],
+            budget=seconds,
             beside=budget.allowance(self.config.budget) if yields else {},
         )
-        pauses = budget.REST * spec.budget[level] if yields else 0.0
-        return request, self.timeout(spec, level) + pauses
+        pauses = budget.REST * seconds if yields else 0.0
+        return request, self.timeout(spec, level) - spec.budget[level] + seconds + pauses
 
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
         """Return a probe's own settings, for an endpoint also its settings, for `SHAPED` probes the served models."""

@@ -37,6 +37,8 @@ class Host:
     """The intensity that it asked for."""
     together: frozenset[str] = frozenset()
     """The devices that a check tests as groups too; empty for a daemon, which never does."""
+    compared: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Device → results that a check of the whole level compared, and the least that it has to; empty for a daemon."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the probes or the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)

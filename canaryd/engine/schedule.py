@@ -42,6 +42,8 @@ class Step:
     trigger: str = ""
     intensity: str = ""
     """How a retest is harder: one of `INTENSITIES`; "" for a normal run."""
+    longer: float = 1.0
+    """Times its budget that the run gets."""
 
     @property
     def effort(self) -> str:
@@ -99,6 +101,7 @@ def plan_round(
     drill: str = "",
     trigger: str = "",
     intensity: str = "",
+    longer: float = 1.0,
 ) -> list[Plan]:
     """Return the series of one round on one device: every entry that applies, once per instruction set.
 
@@ -122,6 +125,7 @@ def plan_round(
                     drill=drill,
                     trigger=trigger,
                     intensity=intensity,
+                    longer=longer,
                 )
                 for e in mine
                 if e.spec.numeric is numeric and (number == 0 or e.spec.every_instruction_set)

@@ -70,6 +70,8 @@ class Case:
     """Why runs of this device that may be on record could not be read; "" where all were."""
     trends: Sequence[Finding] = ()
     """What the rules for trends found of this device."""
+    compared: tuple[int, int] | None = None
+    """Results that a check compared, and the least that it has to; None where nobody asks for a number."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -135,6 +137,12 @@ class Case:
             lanes = {r.instruction_set: r for r in runs}
             found += [r for r in lanes.values() if r is runs[-1] or age(r, self.now) <= self.limit(probe)]
         return found
+
+    @cached_property
+    def fresh_results(self) -> int:
+        """How many results of the wanted probes are fresh."""
+        runs = ((run, self.limit(probe)) for probe in self.wanted for run in self.scheduled(probe))
+        return sum(run.trials for run, limit in runs if age(run, self.now) <= limit)
 
     def host_in_doubt(self, run: Run) -> bool:
         """Whether the host's CPU was wrong at about the same time as a run on an accelerator."""

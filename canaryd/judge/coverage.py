@@ -20,6 +20,7 @@ from canaryd.model import (
     UNSEEN,
     UNSEEN_CODE,
     Cause,
+    Device,
     Finding,
     Outcome,
     State,
@@ -50,6 +51,15 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
 
 ENDPOINT_SKIPPED = "Correct the server or its settings as the reason says, then run: canaryd check --device {device}"
 """A server that cannot be tested is no reason to stop testing servers."""
+
+
+LEAST_RESULTS = {"cpu": 5000, "cuda": 5000}
+"""Backend → results that a check, whatever its level, has to compare before it calls a device healthy."""
+
+
+def least_results(device: Device) -> int:
+    """Return how many results a check of a device has to compare: one where nobody has measured what is usual."""
+    return LEAST_RESULTS.get(device.backend, 1)
 
 
 def not_completed(case: Case) -> Iterator[Finding]:
@@ -122,7 +132,14 @@ def devices_unlisted(case: Case) -> Iterator[Finding]:
 
 
 def no_fresh_evidence(case: Case) -> Iterator[Finding]:
-    """No probe is enabled, none has run, or the last run is too old: unknown."""
+    """No probe is enabled, none has run, the last run is too old, or a check compared too few results: unknown."""
+    done, least = case.compared or (0, 0)
+    if done < least and not any(not_completed(case)):  # else that is the reason
+        yield finding(
+            *("too-few-results", State.UNKNOWN, Cause.UNDETERMINED),
+            f"{done:,} of at least {least:,} results were compared: too few to call this device healthy",
+            "Check again when the machine is less busy",
+        )
     if not case.wanted and not case.divided and not case.unlisted and not any(unreached(case)):
         text, action = "None of the chosen probes tests this device", "Choose one that does: canaryd probes lists them"
         yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action)
@@ -145,19 +162,23 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
 
 
 def checked_nothing(case: Case) -> Iterator[Finding]:
-    """A run completed without looking at anything: skipped parts are fine, skipping all of them is not evidence."""
+    """A run completed without looking at anything: skipped parts are fine, skipping all of them is not evidence.
+
+    Where only time was lacking and others gave enough results, it is a note: this part is not tested.
+    """
     for run in case.current:
-        if run.outcome is Outcome.COMPLETED and not has_looked(run):
-            reason = f": {run.skipped[0].case} was skipped, {run.skipped[0].reason}" if run.skipped else ""
-            text = f"{run.probe} completed but checked nothing{reason}"
-            yield make_finding(
-                "checked-nothing",
-                State.UNKNOWN,
-                Cause.HARNESS,
-                text,
-                "Enable the parts that were skipped, or disable the probe",
-                run,
-            )
+        if run.outcome is not Outcome.COMPLETED or has_looked(run):
+            continue
+        reason = f": {run.skipped[0].case} was skipped, {run.skipped[0].reason}" if run.skipped else ""
+        text = f"{run.probe} completed but checked nothing{reason}"
+        state, cause, action = State.UNKNOWN, Cause.HARNESS, "Enable the parts that were skipped, or disable the probe"
+        if any(part.late for part in run.skipped):
+            cause = Cause.ENVIRONMENT
+            action = f"Test it when the machine is less busy: canaryd check --probe {run.probe} --device {{device}}"
+            action = action.format(device=case.device.name)
+            if case.fresh_results >= least_results(case.device):
+                state, text = State.HEALTHY, "Not tested: its time was over before it had a result"
+        yield make_finding("checked-nothing", state, cause, text, action, run)
 
 
 def history_lost(case: Case) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         **found(result.runs.get(device.uuid, [])),
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
-            {"probe": probe, "case": skipped.case, "reason": skipped.reason}
+            {"probe": probe, "case": skipped.case, "reason": skipped.reason, "late": skipped.late}
             for probe, skipped in result.skipped.get(device.uuid, [])
         ],
         "rules_out": result.rules_out.get(device.uuid, {}),

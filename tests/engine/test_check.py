@@ -10,7 +10,10 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from canaryd.store.store import Store
 from canaryd.supervisor.protocol import new_run_id
 from tests.command import (
     ROOT,
+    Answer,
     Process,
     bare_python,
     canaryd,
@@ -58,7 +62,9 @@ def real(tmp_path_factory):
     (directory / "empty.yaml").touch()
     report = directory / "report.json"
     common = ("--config", directory / "empty.yaml", "--state-dir", directory / "state")
-    return canaryd("check", "-v", "--level", "quick", "--report", report, *common), json.loads(report.read_text())
+    # One round, however busy this machine is: below the least number of results a check of a level takes its time.
+    once = ("--level", "quick", "--for", "0.1s")
+    return canaryd("check", "-v", *once, "--report", report, *common), json.loads(report.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -652,3 +658,105 @@ def test_telemetry_that_is_switched_off_is_told(light):
     left_out = light[0].document["not_checked"]
     assert "telemetry: no telemetry probe ran for cpu:0" in left_out
     assert any(text.startswith("kernel log: ") and "kernel.log" in text for text in left_out)
+
+
+# --- Enough results --------------------------------------------------------------------------------------------------
+
+
+EXACT = ("exact_attention", "exact_integer", "exact_matmul", "exact_units")
+
+
+@pytest.fixture
+def slow_canaryd(tmp_path):
+    """An installed canaryd, whose exact probes give so many results a budget, and take so many seconds for it."""
+
+    def installed(per_budget, seconds=0.0, **others):
+        package = tmp_path / "canaryd"
+        shutil.copytree(ROOT / "canaryd", package, ignore=shutil.ignore_patterns("__pycache__"))
+        catalogue(package / "probes.d", *(f"counts:{name}" for name in EXACT), *(f"{p}:{n}" for n, p in others.items()))
+        settings = {"per_budget": per_budget, "seconds": seconds}
+        (tmp_path / "kernel.log").touch()
+        content = {
+            "worker": {"python": bare_python()},
+            "probes": {name: {"settings": settings} for name in EXACT},
+            "telemetry": {"kernel_log": str(tmp_path / "kernel.log")},
+        }
+        (tmp_path / "canaryd.yaml").write_text(json.dumps(content))
+
+        def typed(command, *options):
+            argv = [sys.executable, "-m", "canaryd", command, *options]
+            argv += ["--config", tmp_path / "canaryd.yaml", "--state-dir", tmp_path / "state"]
+            done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+            assert not done.stderr.count("Traceback"), done.stderr
+            return Answer(done.returncode, done.stdout, done.stderr)
+
+        return typed
+
+    return installed
+
+
+def test_too_few_results_are_unknown(slow_canaryd):
+    """A machine so busy that three times the usual time is not enough: exit 3, how many there are, in status too."""
+    typed = slow_canaryd(per_budget=1, seconds=0.3)
+    answer = typed("check", "--level", "quick", "--json")
+    (device,) = valid(answer.document)["devices"]
+    told = f"{device['results']} of at least 5,000 results"
+    assert (answer.code, answer.document["state"], device["state"]) == (3, "unknown", "unknown")
+    assert [f["rule"] for f in device["findings"] if told in f["message"]] == ["too-few-results"]
+    assert {run["probe"] for run in device["runs"]} == {*EXACT}
+    assert 4 < device["results"] < 100, "it did not try again, or did not end"
+    answer = typed("status")
+    assert answer.code == 3
+    assert told in " ".join(answer.out.split())
+    answer = typed("check", "--level", "standard")
+    assert answer.code == 3
+    assert "of at least 5,000 results" in " ".join(answer.out.split())
+
+
+def test_a_check_goes_on_until_it_has_enough_results(slow_canaryd):
+    """With the probes that give exact results, for as much longer as it takes; then the device is healthy."""
+    answer = slow_canaryd(per_budget=500)("check", "--level", "quick", "--json")
+    (device,) = valid(answer.document)["devices"]
+    assert (answer.code, device["state"], device["results"]) == (0, "healthy", 5000)
+    assert [run["trials"] for run in device["runs"] if run["probe"] == "exact_matmul"] == [500, 750]
+
+
+@pytest.mark.parametrize(
+    "options", [("--probe", "exact_matmul"), ("--case", "only"), ("--for", "0.1s")], ids=lambda options: options[0]
+)
+def test_who_chooses_what_runs_has_no_least_number(slow_canaryd, options):
+    """Three results are what was asked for."""
+    answer = slow_canaryd(per_budget=3)("check", "--level", "quick", "--json", *options)
+    assert answer.code == 0, answer.out
+    assert all(run["trials"] == 3 for run in valid(answer.document)["devices"][0]["runs"])
+
+
+def test_a_part_without_time_is_not_tested(slow_canaryd):
+    """It is listed so, everywhere, and makes nobody unknown who gave enough results otherwise."""
+    typed = slow_canaryd(per_budget=2000, memory_sweep="runs_late")
+    answer = typed("check", "--level", "quick", "--json")
+    (device,) = valid(answer.document)["devices"]
+    assert (answer.code, device["state"], device["incidents"]) == (0, "healthy", [])
+    assert "memory: not tested on cpu:0" in answer.document["not_checked"]
+    parts = [part for part in device["skipped"] if part["probe"] == "memory_sweep"]
+    assert [(part["case"], part["late"]) for part in parts] == [("only", True)]
+    said = " ".join(typed("check", "--level", "quick").out.split())
+    assert re.search("were not tested: .*, memory, ", said), said
+    assert "memory_sweep: Not tested: its time was over" in said
+    answer = typed("status")
+    assert answer.code == 0
+    assert "memory_sweep: Not tested: its time was over" in " ".join(answer.out.split())
+
+
+@pytest.mark.parametrize(
+    ("per_budget", "probe", "why"),
+    [
+        pytest.param(1, "runs_late", "of at least 5,000 results", id="no time, and too few results"),
+        pytest.param(2000, "skips_all", "memory_sweep completed but checked nothing", id="another reason"),
+    ],
+)
+def test_a_part_that_checked_nothing_is_unknown(slow_canaryd, per_budget, probe, why):
+    """Where time was not what it lacked, or nothing else shows enough."""
+    answer = slow_canaryd(per_budget, memory_sweep=probe)("check", "--level", "quick")
+    assert answer.code == 3
+    assert why in " ".join(answer.out.split())

@@ -60,6 +60,16 @@ def happened(kind, name, *hours, **changes):
     return [Event(device=GPU.uuid, kind=kind, name=name, first=t, last=t, **changes) for t in times]
 
 
+def fresh_results(number, ago=90.0):
+    """Return a clean run with so many results."""
+    return run(ago, right(trials=number))
+
+
+TWO = {"exact_matmul": HOUR / 2, "memory_sweep": HOUR / 2}
+LATE = {"probe": "memory_sweep", "skipped": (Skipped(case="a", reason="no time", late=True),)}
+OTHER_KIND = dataclasses.replace(GPU, uuid="NPU-0", backend="npu")
+
+
 def vanishing(*hours, besides=(), peer=(), alone=False, of=GPU, **changes):
     """Judge a device that vanished so many hours ago; `besides` are its other events, `peer` those of a sibling."""
     events = sorted([*sighted(*hours, of=of, **changes), *besides], key=lambda e: e.last)
@@ -216,6 +226,27 @@ EVIDENCE = {
     ),
     "compared no result": lambda: (
         ask(run(60, right(trials=0), readings=())), UNKNOWN, N, {"checked-nothing"},
+    ),
+    "no time, beside 4,999 fresh results": lambda: (
+        ask(fresh_results(4999), run(60, **LATE), wanted=TWO), UNKNOWN, E, {"checked-nothing"},
+    ),
+    "no time, beside 5,000 fresh results": lambda: (
+        ask(fresh_results(5000), run(60, **LATE), wanted=TWO), HEALTHY, Cause.NONE, {"checked-nothing"},
+    ),
+    "no time, beside 5,000 results of two hours and a second ago": lambda: (
+        ask(fresh_results(5000, 7201), fresh_results(1), run(60, **LATE), wanted=TWO), UNKNOWN, E, {"checked-nothing"},
+    ),
+    "no time on a device whose usual results nobody knows": lambda: (
+        ask(run(60, **LATE), of=OTHER_KIND, wanted={"memory_sweep": HOUR}), UNKNOWN, E, {"checked-nothing"},
+    ),
+    "another reason, beside 5,000 fresh results": lambda: (
+        ask(fresh_results(5000), run(60, **{**LATE, "skipped": (Skipped(case="a", reason="refused"),)}), wanted=TWO),
+        UNKNOWN, N, {"checked-nothing"},
+    ),
+    "4,999 results in a check": lambda: (ask(fresh(), compared=(4999, 5000)), UNKNOWN, U, {"too-few-results"}),
+    "5,000 results in a check": lambda: (ask(fresh(), compared=(5000, 5000)), HEALTHY, Cause.NONE, set()),
+    "few results in a check, and a probe that crashed": lambda: (
+        ask(fresh(), run(30, outcome=Outcome.CRASHED), compared=(1, 5000)), UNKNOWN, U, {"not-completed"},
     ),
     "only readings that nothing judges": lambda: (
         ask(run(60, readings=(Reading(name="switches", value="none"), Reading(name="trials", value=9)))),

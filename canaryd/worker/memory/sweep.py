@@ -15,7 +15,6 @@ from canaryd.facts import (
     Exactness,
     Place,
     Reading,
-    Skipped,
     WrongMemory,
 )
 from canaryd.free_memory import available
@@ -165,12 +164,12 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     for number, (case, name) in enumerate(asked):
         ctx.progress(number / len(asked), case)
         if ctx.left <= 0.0 and number and not ctx.drill:
-            yield Skipped(case=case, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+            yield ctx.late(case)
             continue
         sweep.wrong = {}
         finished = _carry_out(sweep, PATTERNS[name](sweep))
         if not finished and not sweep.wrong:
-            yield Skipped(case=case, reason=f"the budget of {ctx.budget:g} s was spent before it had been all over")
+            yield ctx.late(case, "it had been all over")
             continue
         yield from _comparisons(sweep, case, finished=finished)
     yield Reading(name=TRIALS, value=sweep.trials, unit="1")

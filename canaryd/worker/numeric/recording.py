@@ -96,8 +96,7 @@ class Recorder:
 
     def missed(self, kernel: Kernel) -> None:
         """Note a case that the budget did not reach."""
-        reason = f"the budget of {self.session.ctx.budget:g} s was spent before its turn"
-        self._not_run[kernel.name] = NotRun(kernel, reason, is_late=True)
+        self._not_run[kernel.name] = NotRun(kernel, self.session.ctx.late(kernel.name).reason, is_late=True)
 
     def refused(self, kernel: Kernel) -> bool:
         """Return whether a case was not run, because it is not supported or the budget was spent."""
@@ -269,13 +268,13 @@ class Recorder:
 
     def _skipped(self) -> Iterator[Skipped]:
         """Yield what was not run; a format or an attention kernel that did not run at all, as one."""
-        groups: dict[tuple[str, str], list[str]] = {}
+        groups: dict[tuple[str, str, bool], list[str]] = {}
         for case in self._not_run.values():
-            groups.setdefault((_group(case.kernel.name), case.reason), []).append(case.kernel.name)
+            groups.setdefault((_group(case.kernel.name), case.reason, case.is_late), []).append(case.kernel.name)
         ran = {_group(name) for name in self._made}
-        for (group, reason), names in groups.items():
-            whole = group not in ran and len([1 for other, _ in groups if other == group]) == 1
-            yield from (Skipped(case=name, reason=reason) for name in ([group] if whole else names))
+        for (group, reason, late), names in groups.items():
+            whole = group not in ran and len([1 for other, *_ in groups if other == group]) == 1
+            yield from (Skipped(case=name, reason=reason, late=late) for name in ([group] if whole else names))
 
     def _readings(self, kind: str) -> Iterator[Reading | Absent]:
         """Yield the largest error over its bound, and the mean over the cases of the median time of one call.

@@ -67,7 +67,7 @@ def verify_all(
             needed = case.fixed or case.name == session.injector.target or (ctx.cases and "*" not in ctx.cases)
             if ctx.left <= 0.0 and not needed:
                 late += 1
-                yield Skipped(case=case.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+                yield ctx.late(case.name)
                 continue
             # A fixed case is brief, unless a retest is about it.
             brief = case.fixed and not (ctx.intensity and ctx.cases)

@@ -121,7 +121,7 @@ def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> I
         for number, case in enumerate(asked):
             ctx.progress(number / len(asked), case.name)
             if ctx.left <= 0.0 and number and not ctx.cases:
-                yield Skipped(case=case.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+                yield ctx.late(case.name)
                 continue
             try:
                 yield from _verify(sweep, case, cases[case.name], ctx.left / (len(asked) - number))
