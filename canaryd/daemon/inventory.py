@@ -115,8 +115,8 @@ class Inventories:
         self._changed()
         self.swept = time.monotonic()
         lost = {uuid for uuid in self._engine.in_place if self._engine.watch.lost(uuid)}
-        if lost - self._lost:
-            self.look_around()  # what the driver has lost may be on no list any more
+        if lost != self._lost & self._engine.in_place:
+            self.look_around()  # what the driver has lost may be on no list any more, and what answers again is on one
         self._lost = lost
 
     def _read_kernel_log(self) -> None:

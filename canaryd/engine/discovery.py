@@ -81,7 +81,9 @@ class Discovery:
             ]
             host.failing = {**listing.failing, **({"torch": described.lost} if described.lost else {})}
             here = {uuid for uuid, r in self._read().items() if r.present}
-            self._take_inventory(inventory.merge(described, listing, self._known(), here, runtimes), here)
+            self._take_inventory(
+                inventory.merge(described, listing, self._known(), here | host.devices.keys(), runtimes), here
+            )
 
     def ignored(self, on_wait: Callable[[str], None]) -> list[str]:
         """Return what is wrong with the probes that the configuration names: those files that are not canaryd's own.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from canaryd.engine.inventory import bus_key
 from canaryd.judge.telemetry.events import triggers
-from canaryd.model import Device, Event, EventKind
+from canaryd.model import ON_THE_BUS, Device, Event, EventKind
 from canaryd.store.notes import BOOT_NOTE, RUNNING_NOTE
 from canaryd.store.rows import HOUR
 from canaryd.store.store import Store
@@ -22,6 +22,8 @@ MEMORY = 31 * 86_400.0
 """Seconds for which events stay in memory: more than the longest window of a rule."""
 HOST, BUS = "host", "bus "
 """Placeholder ids for events on unknown devices: the machine, or a place on the bus."""
+LOST = (EventKind.OFF_BUS, "driver")
+"""Kind and name of the event that a poll records when the driver has lost a device."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Bucket = tuple[str, str, int]
 """Kind, name and hour of an event."""
@@ -62,8 +64,9 @@ class EventHistory:
 
         Includes events that were recorded for its place on the bus, or for the host, before the device was known.
         """
-        place = bus_key(device.detail.get("bus_id", ""))
-        names = {device.uuid, device.parent, f"{BUS}{place}" if place else "", HOST if device.backend == "cpu" else ""}
+        bus_id = device.detail.get("bus_id", "")
+        places = {f"{BUS}{bus_key(bus_id)}", f"{ON_THE_BUS}{bus_id}"} if bus_key(bus_id) else set()
+        names = {device.uuid, device.parent, *places, HOST if device.backend == "cpu" else ""}
         with self._mutex:
             mine = self._events.get(device.uuid, {}).values()
             booted = {event.after for event in mine if event.kind == EventKind.BOOT}
@@ -71,7 +74,7 @@ class EventHistory:
                 event if name == device.uuid else replace(event, device=device.uuid)
                 for name in names - {""}
                 for event in self._events.get(name, {}).values()
-                if not (name.startswith(BUS) and event.kind == EventKind.BOOT and event.after in booted)
+                if name == device.uuid or name not in places or _is_of_the_place(event, booted)
             ]
         return tuple(sorted(found, key=lambda event: (event.last, event.kind, event.name)))
 
@@ -159,6 +162,16 @@ class EventHistory:
         """Note that the daemon stopped in good order."""
         self.running = False
         self._store.set_note(RUNNING_NOTE, "")
+
+
+def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:
+    """Return whether what was recorded at a place is about whatever is there: the kernel's lines, and new reboots.
+
+    That the driver could not identify it is over once it can.
+    """
+    if event.kind == EventKind.BOOT:
+        return event.after not in booted
+    return event.kind not in (EventKind.CHANGE, EventKind.RELEASE) and (event.kind, event.name) != LOST
 
 
 def _boot(boot_id: Path) -> str:

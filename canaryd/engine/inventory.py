@@ -22,6 +22,7 @@ from canaryd.model import (
     SHARED,
     TORCH,
     UNDRIVEN,
+    UNIDENTIFIED,
     UNSEEN,
     UNSEEN_CODE,
     Ack,
@@ -39,7 +40,7 @@ BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": 
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
-OF_NOW = (UNSEEN, UNSEEN_CODE, SHARED)
+OF_NOW = (UNSEEN, UNSEEN_CODE, SHARED, UNIDENTIFIED)
 """Keys of `Device.detail` that hold for one inventory alone."""
 UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
 """Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
@@ -128,7 +129,7 @@ def merge(
 ) -> Found:
     """Return one list of what torch and the vendors' libraries see, and behind it what each other runtime reaches.
 
-    Of the `known` devices, `here` were present before.
+    Of the `known` devices, `here` were present before or are missed.
 
     A device that both see gets the vendor's index and identity, torch's number, and the facts of both. Known facts that
     cannot be read now are kept.
@@ -160,11 +161,16 @@ def merge(
         found.append(replace(device, index=free))
     # A device that was present before is missed under its own name, not as an unknown one in its place.
     missed = [d for uuid, d in known.items() if uuid in here]
-    claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if UNDRIVEN not in d.detail}
-    for device in (d for devices in listing.devices.values() for d in devices if UNDRIVEN in d.detail):
-        if bus_key(device.detail["bus_id"]) not in claimed:
+    named = [d for d in (*found, *missed) if UNDRIVEN not in d.detail]
+    claimed = {place for d in named for place in (bus_key(d.detail.get("bus_id", "")), d.name)}
+    unnamed = [d for devices in listing.devices.values() for d in devices if UNDRIVEN in d.detail]
+    for device in sorted(unnamed, key=lambda d: UNIDENTIFIED not in d.detail):  # its driver knows more than the bus
+        place = bus_key(device.detail.get("bus_id", "")) or device.name
+        if place not in claimed:
+            claimed.add(place)
             vendor = next(name for name, backend in BACKEND_OF_MODULE.items() if backend == device.backend)
             why = listing.unavailable.get(vendor, "its driver does not list it")
+            why = device.detail[UNDRIVEN] if UNIDENTIFIED in device.detail else why
             found.append(replace(device, detail={**device.detail, UNDRIVEN: why}))
     stack = {key: described.stack[key] for key in STACK if key in described.stack}
     # Torch shows only one instance of a divided GPU, and no device that a variable hides. Where something of the vendor

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from canaryd.config.settings import Config
 from canaryd.engine import schedule
-from canaryd.engine.events import EventHistory
+from canaryd.engine.events import LOST, EventHistory
 from canaryd.engine.host import Host
 from canaryd.engine.kernel_log import KernelLog
 from canaryd.facts import Reading
@@ -25,7 +25,7 @@ from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.events import changes, judged_values
 from canaryd.judge.telemetry.signals import Poll
-from canaryd.model import Device, Event, EventKind, Outcome, Run
+from canaryd.model import Device, Event, Outcome, Run
 from canaryd.store.locks import Busy
 from canaryd.store.notes import TELEMETRY_LOCK
 from canaryd.store.store import Store
@@ -91,7 +91,7 @@ class _Lane:
         if (reason := signals.lost_because(run)) and not signals.lost_because(self.newest):
             # An event, because the loss no longer shows once the driver answers again.
             at = run.started
-            return [Event(device=run.device, kind=EventKind.OFF_BUS, name="driver", first=at, last=at, detail=reason)]
+            return [Event(device=run.device, kind=LOST[0], name=LOST[1], first=at, last=at, detail=reason)]
         if run.outcome is Outcome.COMPLETED and self.recorded is not None:
             failed = self.newest.started if self.failures and self.newest is not None else 0.0
             return changes(replace(self.recorded, readings=tuple(r for r, _ in self.known.values())), run, failed)

@@ -17,6 +17,7 @@ from canaryd.model import (
     KERNEL_DRIVER,
     TORCH,
     UNDRIVEN,
+    UNIDENTIFIED,
     UNSEEN,
     UNSEEN_CODE,
     Cause,
@@ -93,11 +94,16 @@ def unreached(case: Case) -> Iterator[Finding]:
         or any(r.trials for r in case.runs)
     ):
         return
+    cause = Cause.ENVIRONMENT
     if why := device.detail.get(UNDRIVEN, ""):
         driven = device.detail.get(KERNEL_DRIVER, "none") != "none"
         lack = "cannot be queried" if driven else "has no driver"
         text = f"The device at PCI address {device.detail.get('bus_id', '?')} {lack}: {why}"
         action = "Load its driver; if a virtual machine uses it, leave it out: devices.include"
+        if UNIDENTIFIED in device.detail:
+            bus_id = device.detail.get("bus_id", "")
+            text = f"The driver cannot identify the device{f' at PCI address {bus_id}' if bus_id else ''}: {why}"
+            action, cause = f"Check permissions, driver and kernel log: {KERNEL_LOG}", Cause.UNDETERMINED
     else:
         text = "The driver lists this device, but torch does not see it: nothing was computed on it"
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
@@ -106,7 +112,7 @@ def unreached(case: Case) -> Iterator[Finding]:
         # cudaErrorSystemNotReady: what runs beside the driver has not finished, or is missing
         if device.detail.get(UNSEEN_CODE) == "802":
             action = "Start Fabric Manager, which CUDA waits for: systemctl status nvidia-fabricmanager"
-    yield finding("unreached", State.UNKNOWN, Cause.ENVIRONMENT, text, action)
+    yield finding("unreached", State.UNKNOWN, cause, text, action)
 
 
 def devices_missing(case: Case) -> Iterator[Finding]:

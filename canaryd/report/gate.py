@@ -206,8 +206,8 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
         decision = FAIL
         if verdict.state is not State.UNKNOWN and verdict.cause not in question.causes:
             decision, why = PASS, f"passes, because the cause {cause_words(verdict.cause)} is not one to fail for"
-    elif verdict.state is State.UNKNOWN:
-        decision = UNKNOWN
+    elif any(s is State.UNKNOWN for s in (verdict.state, *(f.state for f in verdict.findings))):
+        decision = UNKNOWN  # suspicion alone passes; it makes nothing known that is not
     elif question.max_age and (newest is None or now - newest > question.max_age):
         decision = FAIL if State.UNKNOWN in question.on else UNKNOWN
         age = (

@@ -49,13 +49,14 @@ from types import SimpleNamespace as Names
 __version__ = "2.9.0"
 
 def _uuids():
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or open(os.environ["TORCH_STAND_IN"]).read()).split(",")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or open(os.environ["TORCH_STAND_IN"]).read()
+    return [uuid for uuid in shown.split(",") if uuid]
 
 def _properties(index):
     return Names(uuid=_uuids()[index].removeprefix("GPU-"), name="NVIDIA H200", total_memory=1 << 37, major=9, minor=0,
                  multi_processor_count=132, pci_domain_id=0, pci_bus_id=0x10 + index)
 
-cuda = Names(is_available=lambda: True, device_count=lambda: len(_uuids()), get_device_properties=_properties)
+cuda = Names(is_available=lambda: bool(_uuids()), device_count=lambda: len(_uuids()), get_device_properties=_properties)
 backends = Names(mps=Names(is_available=lambda: False), cpu=Names(get_cpu_capability=lambda: "AVX2"),
                  cudnn=Names(version=lambda: 91002))
 version = Names(cuda="13.0", hip=None, git_version="0" * 40)
@@ -111,6 +112,14 @@ class Site:
         counts = {"dimm0/dimm_ce_count": f"{corrected}", "dimm0/dimm_ue_count": f"{uncorrected}"}
         plant(mc0, {**counts, "dimm0/dimm_label": "A1", "ce_noinfo_count": "0", "ue_noinfo_count": "0"})
         plant(self.proc, {"interrupts": f"           CPU0\n MCE:  {machine_checks}   Machine check exceptions"})
+
+    def hide(self, *numbers: int) -> None:
+        """Let torch see all GPUs but these."""
+        self.seen_by_torch.write_text(",".join(u for n, u in enumerate(self.uuids) if n not in numbers))
+
+    def leave_the_bus(self, number: int) -> None:
+        """Let the PCI bus show a GPU no more."""
+        shutil.rmtree(self.sysfs / f"bus/pci/devices/0000:1{number:x}:00.0")
 
     def hear(self, *texts: str) -> None:
         """Let the kernel say something."""
@@ -226,6 +235,136 @@ def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where):
         assert "serial 1650423000000, PCI address 0000:10:00.0" in " ".join(found["evidence"])
         assert state_of(daemon, other) == ("healthy", "none")
         assert daemon.value("canaryd_device_present", device=other) == 1
+
+
+# --- A GPU that cannot be identified ----------------------------------------------------------------------------------
+
+UNIDENTIFIED = {
+    "lost": {"lost": 1},
+    "handle": {"nvmlDeviceGetHandleByIndex_v2": 999, "nvmlDeviceGetHandleByPciBusId_v2": 999},
+    "handle by number": {"nvmlDeviceGetHandleByIndex_v2": 999},
+    "uuid": {"nvmlDeviceGetUUID": 999},
+    "reset": {"nvmlDeviceGetUUID": 16},
+    "empty": {"uuid": ""},
+}
+"""What the driver says of a GPU that it counts and cannot identify."""
+
+
+def enforce(site: Site) -> None:
+    """Let the gate act."""
+    site.config.write_text(json.dumps(json.loads(site.config.read_text()) | {"enforcement": "act"}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lost", "how", "on_the_bus"),
+    [
+        (8, range(8), "lost", True),
+        (2, [0], "lost", True),
+        (2, [0], "lost", False),
+        (2, [1], "handle", True),
+        pytest.param(2, [1], "handle", False, marks=pytest.mark.slow),
+        pytest.param(2, [0], "handle by number", True, marks=pytest.mark.slow),
+        (2, [0], "uuid", True),
+        pytest.param(2, [0], "reset", True, marks=pytest.mark.slow),
+        (2, [1], "empty", False),
+    ],
+)
+def test_a_gpu_that_was_never_identified_is_lost_and_not_left_out(tmp_path, gpus, lost, how, on_the_bus):
+    """Suspect and not known to the gate, by its address where anything tells it; the others stay as they are."""
+    site = Site(tmp_path, gpus=gpus)
+    enforce(site)
+    for number in lost:
+        for key, value in UNIDENTIFIED[how].items():
+            site.machine.set(number, key, value)
+        if not on_the_bus:
+            site.leave_the_bus(number)
+    site.hide(*lost)
+    check = site.run("check", "--level", "quick")
+    assert check.code == 2, check.out
+    gate = site.run("gate")
+    assert (gate.code, gate.out.partition(":")[0]) == (3, "unknown"), gate.out
+    status = site.run("status")
+    assert (status.code, status.out.startswith("NO, do not trust this node's numbers: cuda:")) == (2, True), status.out
+    devices = {uuid: d for uuid, d in site.status().items() if d["backend"] == "cuda"}
+    wanted = {site.uuids[n] for n in range(gpus) if n not in lost}
+    assert {uuid for uuid, d in devices.items() if d["state"] == "healthy"} == wanted
+    silent = {uuid: d for uuid, d in devices.items() if uuid not in wanted}
+    assert sorted(d["index"] for d in silent.values()) == list(lost)
+    if on_the_bus:
+        assert set(silent) == {f"PCI-0000:1{number:x}:00.0" for number in lost}
+    for device in silent.values():
+        assert device["state"] == "suspect"
+        assert "gpu-lost" in {f["rule"] for f in device["findings"]}
+
+
+def test_what_the_kernel_says_of_an_unidentified_gpu_is_shown_and_stays_with_its_place(tmp_path):
+    """The daemon shows it by its address with its Xid; once it answers, the GPU has the Xid, and nothing is missing."""
+    site = Site(tmp_path, gpus=2)
+    site.machine.lose(0)
+    site.hide(0)
+    place, (gpu, other) = "PCI-0000:10:00.0", site.uuids
+    with site.daemon() as daemon:
+        eventually(lambda: state_of(daemon, place) == ("suspect", "hardware"))
+        assert daemon.value("canaryd_device_present", device=place) == 0
+        eventually(lambda: state_of(daemon, other) == ("healthy", "none"))
+        site.hear("NVRM: Xid (PCI:0000:10:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
+        eventually(lambda: 79 in {e["code"] for e in site.status()[place]["events"]})
+        eventually(lambda: "Xid (PCI:0000:10:00): 79" in daemon.get("/")[1])
+        site.machine.unset(0, "lost")
+        site.hide()
+        eventually(lambda: gpu in site.status())
+        eventually(lambda: state_of(daemon, gpu) == ("suspect", "hardware"))
+        assert daemon.value("canaryd_device_present", device=gpu) == 1
+        assert place not in site.status()
+        assert daemon.value("canaryd_device_present", device=place) is None
+        rules = {f["rule"] for d in site.status().values() for f in d["findings"]}
+        assert "device-vanished" not in rules
+
+
+@pytest.mark.parametrize("on_the_bus", [True, False])
+def test_a_known_gpu_that_cannot_be_identified_any_more_is_no_second_device(tmp_path, on_the_bus):
+    """It is missed under its own name, by every later check too."""
+    site = Site(tmp_path, gpus=2)
+    enforce(site)
+    assert site.run("check", "--level", "quick").code == 0
+    known = set(site.status())
+    site.machine.lose(0)
+    site.hide(0)
+    if not on_the_bus:
+        site.leave_the_bus(0)
+    for _ in range(2):
+        assert site.run("check", "--level", "quick").code in (2, 3)
+        assert set(site.status()) == known
+    assert site.run("gate").code == 3
+
+
+def test_a_gpu_that_came_back_leaves_no_trace_of_its_place(tmp_path):
+    """What was listed by its address answers under its uuid: one healthy device, and no alarm."""
+    site = Site(tmp_path, gpus=2)
+    site.machine.set(0, "uuid", "")
+    site.hide(0)
+    assert site.run("check", "--level", "quick").code == 2
+    site.machine.unset(0, "uuid")
+    site.hide()
+    assert site.run("check", "--level", "quick").code == 0
+    assert {u for u in site.status() if not u.startswith("CPU-")} == set(site.uuids)
+    assert site.run("status").code == 0
+
+
+def test_what_the_driver_does_not_count_is_not_called_lost(tmp_path):
+    """Beside a lost and a divided GPU, one that no driver counts is unknown, and one without permission too."""
+    site = Site(tmp_path, gpus=4)
+    site.machine.set(None, "count", 3)
+    site.machine.divide(0, 2)
+    site.machine.lose(1)
+    site.machine.fail(2, "nvmlDeviceGetHandleByIndex_v2", 4)
+    site.hide(1, 2, 3)
+    assert site.run("check", "--level", "quick").code == 2
+    devices = site.status()
+    states = {place: devices[f"PCI-0000:1{place}:00.0"]["state"] for place in range(1, 4)}
+    assert states == {1: "suspect", 2: "unknown", 3: "unknown"}
+    divided = [d for u, d in devices.items() if u == site.uuids[0] or u.startswith("MIG-")]
+    assert [d["state"] for d in divided] == ["healthy"] * 3
 
 
 # --- A call that hangs, and a divided GPU -----------------------------------------------------------------------------

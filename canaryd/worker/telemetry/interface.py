@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from canaryd.facts import Reading
-from canaryd.model import KERNEL_DRIVER, UNDRIVEN, Device, Reason
+from canaryd.model import KERNEL_DRIVER, ON_THE_BUS, UNDRIVEN, Device, Reason
 from canaryd.probe import Absent, Skip
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
@@ -86,7 +86,7 @@ def on_the_bus(sysfs: Path) -> list[Device]:
         return []
     return [
         Device(
-            uuid=f"PCI-{function.bus_id}",
+            uuid=f"{ON_THE_BUS}{function.bus_id}",
             backend=BACKEND_OF_VENDOR[function.vendor],
             index=index,
             model=f"{function.vendor} device {function.device_id}",

@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import byref
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from canaryd.facts import Reading, reading_key
-from canaryd.model import Device
+from canaryd.model import KERNEL_DRIVER, ON_THE_BUS, UNDRIVEN, UNIDENTIFIED, Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import nvml_values as values
 from canaryd.worker.telemetry.daily import Daily
-from canaryd.worker.telemetry.interface import Unavailable
+from canaryd.worker.telemetry.interface import DeviceLost, Unavailable, on_the_bus
 from canaryd.worker.telemetry.nvml import (
     FUNCTION_NOT_FOUND,
+    NOT_FOUND,
     NOT_SUPPORTED,
     OLD_PACKAGE,
     REASONS,
@@ -32,6 +34,7 @@ from canaryd.worker.telemetry.nvml import (
     device_handle,
     field_value,
     first,
+    identify,
     instance_handles,
     known,
     library,
@@ -60,20 +63,65 @@ _problems: list[str] = []
 def devices(settings: Mapping[str, Any]) -> list[Device]:
     """Return the GPUs and their MIG instances, with identity and versions; raise `Unavailable` where NVML cannot start.
 
-    A GPU that does not answer is left out; `problems` names it and the reason.
+    A GPU that cannot be identified is there by its place; `problems` names it and the reason.
     """
-    _settings(settings)
+    root = _settings(settings)
     nvml = library()
     _problems.clear()
-    found = []
+    found, silent = [], {}
     for index in range(device_count(nvml)):
         try:
-            handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
-            gpu = _gpu(nvml, handle, index)
+            handle, uuid = identify(nvml, index)
+            gpu = _gpu(nvml, handle, uuid, index)
             found += [gpu, *_instances(nvml, handle, gpu)]
-        except (Missing, Unavailable) as error:
+        except Unavailable as error:
+            silent[index] = str(error)
             _problems.append(f"GPU {index} of NVML could not be identified: {error}")
-    return found
+    return [*found, *_unidentified(nvml, root, silent, {d.detail.get("bus_id", "") for d in found})]
+
+
+def _unidentified(nvml: ModuleType, root: Path, silent: Mapping[int, str], taken: set[str]) -> Iterator[Device]:
+    """Yield a device for each of the `silent` numbers of NVML, by its address, or else by that number.
+
+    NVML may not tell the address. Then it is that of a function on the PCI bus that NVML knows and that is not `taken`
+    by a GPU that answers; both are in the order of the bus.
+    """
+    told = {index: _address(nvml, index) for index in silent}
+    functions = {d.detail["bus_id"]: d for d in on_the_bus(root) if d.backend == "cuda"} if silent else {}
+    free = (bus_id for bus_id in functions if bus_id not in {*taken, *told.values()} and _knows(nvml, bus_id))
+    for index, why in silent.items():
+        bus_id = told[index] or next(free, "")
+        function = functions.get(bus_id)
+        place = {"bus_id": bus_id} if bus_id else {}
+        detail = {**place, KERNEL_DRIVER: "nvidia", UNDRIVEN: why, UNIDENTIFIED: "yes"}
+        yield Device(
+            uuid=f"{ON_THE_BUS}{bus_id}" if bus_id else f"NVML-{index}",
+            backend="cuda",
+            index=index,
+            model=function.model if function else "NVIDIA GPU",
+            weak_identity=True,
+            detail=detail,
+        )
+
+
+def _address(nvml: ModuleType, index: int) -> str:
+    """Return where NVML's GPU of a number is, "" where it does not tell."""
+    try:
+        handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
+        return str(field_value(nvml, values.pci_address, "nvmlDeviceGetPciInfo", handle))
+    except (Missing, Unavailable):
+        return ""
+
+
+def _knows(nvml: ModuleType, bus_id: str) -> bool:
+    """Return whether NVML counts what is at an address, whether that answers or not."""
+    try:
+        ask_nvml(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
+    except Missing as error:
+        return error.code != NOT_FOUND
+    except DeviceLost:
+        pass
+    return True
 
 
 def problems() -> list[str]:
@@ -88,6 +136,11 @@ def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Itera
     """
     root = _settings(settings)
     plain = library()
+    if UNDRIVEN in device.detail:
+        if UNIDENTIFIED not in device.detail:
+            raise Unavailable(f"{device.name} is on the PCI bus, and the driver does not list it")
+        _gpu(plain, *identify(plain, device.index), device.index)  # raises why it is not identified
+        raise Unavailable(f"{device.name} answers again: the next inventory lists it by its uuid")
     handle = device_handle(plain, device)
     if device.parent:
         yield from _use(plain, handle)
@@ -118,18 +171,17 @@ def _advised(facts: Iterable[Fact]) -> Iterator[Fact]:
             yield fact
 
 
-def _settings(settings: Mapping[str, Any]) -> Any:
+def _settings(settings: Mapping[str, Any]) -> Path:
     for name in settings:
         if name != "sysfs":
             raise ValueError(f"{name}: nvidia_telemetry has no such setting; it has: sysfs")
     return path_setting(settings, "sysfs", "/sys")
 
 
-def _gpu(nvml: ModuleType, handle: Any, index: int) -> Device:
+def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
     def value(check: Check, name: str) -> str:
         return known(partial(field_value, nvml, check, name, handle))
 
-    uuid = ask_nvml(nvml, "nvmlDeviceGetUUID", handle)
     memory = partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle)
     links = partial(ask_fields, nvml, handle, [(values.LINKS, 0)])
     detail = {

@@ -25,7 +25,7 @@ class Missing(Exception):
         self.code = code
 
 
-NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 3, 6, 13, 15, 16
+NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, UNKNOWN_ERROR = 3, 6, 13, 15, 16, 999
 """The nvmlReturn_t values that decide which call comes next, or what becomes of the device."""
 LOST = (
     "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
@@ -39,7 +39,7 @@ REASONS = {
     FUNCTION_NOT_FOUND: "the driver does not know this call",
     14: "the device's InfoROM is corrupted",
     RESET_REQUIRED: "the device must be reset before this can be read",
-    999: "the driver reports an unknown error (999)",
+    UNKNOWN_ERROR: "the driver reports an unknown error (999)",
 }
 """nvmlReturn_t of one call → why the reading is absent."""
 NO_LIBRARY = "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"
@@ -121,6 +121,21 @@ def device_count(nvml: ModuleType) -> int:
         return parse_count(ask_nvml(nvml, "nvmlDeviceGetCount"))
     except Missing as error:
         raise Unavailable(f"the driver does not count its GPUs: {error}") from error
+
+
+def identify(nvml: ModuleType, index: int) -> tuple[Any, str]:
+    """Return the handle and the uuid of the GPU of a number; raise `DeviceLost` where the driver cannot tell them.
+
+    `Unavailable` where it may not, as without permission.
+    """
+    try:
+        handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
+        uuid = str(ask_nvml(nvml, "nvmlDeviceGetUUID", handle)).strip()
+    except Missing as error:
+        raise (DeviceLost if error.code in (RESET_REQUIRED, UNKNOWN_ERROR) else Unavailable)(str(error)) from error
+    if not uuid:
+        raise DeviceLost("the driver gives no uuid of it")
+    return handle, uuid
 
 
 def device_handle(nvml: ModuleType, device: Device) -> Any:
