@@ -141,6 +141,11 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
         help="test only this device: uuid, cpu:0, cuda:3 or a backend; repeatable",
     )
     command.add_argument("--probe", action="append", default=[], metavar="NAME", help="run only this probe; repeatable")
+    command.add_argument(
+        "--drained",
+        action="store_true",
+        help="take accelerators whole; otherwise the budget limits tests beside other processes (docs/budget.md)",
+    )
     add_wait(command)
 
 
@@ -161,7 +166,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     if options.repeat and again is None:
         return USAGE
     printer = ProgressPrinter()
-    engine = Engine(settings, store, listener=printer)
+    engine = Engine(settings, store, listener=printer, drained=options.drained)
     stop_on_signals(engine, options.command)
     with stopped_by_release(engine):
         result = _tested(options, engine, printer, again)
@@ -263,6 +268,7 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
         intensity=options.intensity,
         seconds=options.seconds,
         drill=options.fault,
+        drained=options.drained,
         wait=options.wait,
     )
 

@@ -45,6 +45,11 @@ kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, a
 (ours)."""
 REST = 3.0
 """A pause is this many times as long as the burst before it, so that a round works a quarter of its time (ours)."""
+UNHELD = 300 << 20
+"""Bytes of memory in use up to which nobody else uses an accelerator (ours): drivers need some beside what they call
+reserved; an idle MI300X shows 284 MiB. A container cannot see the processes outside it, but their memory."""
+TELL_USE = ("cuda", "rocm")
+"""Units whose used memory shows other processes: an idle Ascend has 3 GiB in use, and an Apple GPU draws the screen."""
 CONTEXT = 512 << 20
 """Bytes of a CUDA or HIP context with its kernels, in addition to what torch allocates (ours, ample)."""
 
@@ -72,6 +77,8 @@ class Facts:
     """Compute mode, as NVML names it; "" where there is none."""
     processes: int | None = None
     """Number of processes that compute on it."""
+    held: int | None = None
+    """Bytes of its memory in use beyond what its driver keeps; None also where that says nothing of other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,20 @@ class Wait:
     """One of `REASONS`."""
     text: str
     """The reason in words: what was measured, and the limit."""
+
+
+def others(facts: Facts) -> str:
+    """Return what shows that another process uses an accelerator on which canaryd runs nothing; "" for nothing.
+
+    Processors are not meant: there something always computes.
+    """
+    if not facts.accelerator:
+        return ""
+    if facts.processes:
+        return "1 process computes on it" if facts.processes == 1 else f"{facts.processes} processes compute on it"
+    if facts.held is not None and facts.held > UNHELD:
+        return f"{facts.held >> 20:,} MiB of its memory are in use"
+    return ""
 
 
 def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
@@ -166,6 +187,7 @@ def facts(
     heat = mine if "temperature_celsius" in mine or not device.parent else shared
     draws = mine if "power_watts" in mine or not device.parent else shared
     total, used = _one(mine, "memory_total_bytes"), _one(mine, "memory_used_bytes")
+    reserved = _one(mine, "memory_reserved_bytes") or 0
     free = _one(mine, "memory_available_bytes") if device.unit == "cpu" else None
     if total is not None and used is not None:
         free = total - used
@@ -186,6 +208,7 @@ def facts(
         margin=_margin(heat),
         mode=next((r.labels.get("mode", "") for r in mine.get("compute_mode", shared.get("compute_mode", ()))), ""),
         processes=None if processes is None else int(processes),
+        held=None if used is None or device.unit not in TELL_USE else int(used - reserved),
     )
 
 

@@ -119,6 +119,8 @@ class Options:
     seconds: float = 0.0
     """Repeat rounds until so much time has passed; 0 for one round."""
     drill: str = ""
+    drained: bool = False
+    """No server uses the devices, whatever it looks like."""
     wait: float = 600.0
     """How long to wait for a device that another canaryd process is testing."""
 
@@ -140,6 +142,8 @@ class Result:
     """Device → how many tests were to run on it, without retests."""
     missed: dict[str, str] = field(default_factory=dict)
     """Device → why something that was asked for could not be run on it."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """Device → why its tests kept to the budget, in a sentence without its name."""
     rules_out: dict[str, dict[str, float]] = field(default_factory=dict)
     polls: dict[str, dict[str, Poll]] = field(default_factory=dict)
     """Device → telemetry probe → what it said."""
@@ -383,6 +387,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         result.skipped.setdefault(uuid, []).extend(
             (n, Skipped(case="*", reason="disabled in the configuration")) for n in left_out
         )
+        if who := engine.shared.get(uuid):
+            result.shared[uuid] = _kept(who, options, engine.config.budget.memory)
     result.problems = [*engine.problems, *engine.store.problems]
     if engine.stopping and not result.missed:
         result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
@@ -390,6 +396,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     if options.probes or options.cases:
         selected = ", ".join([*options.probes, *options.cases])
         gaps.append(Gap("other probes and cases", f"only {selected} was selected"))
+    if shared := [d.name for d in result.devices if d.uuid in result.shared]:
+        gaps.append(Gap("most memory of shared devices", f"other processes use {', '.join(shared)}"))
     if silent := [d.name for d in result.devices if not (result.polls.get(d.uuid) or d.card or options.drill)]:
         gaps.append(Gap("telemetry", f"no telemetry probe ran for {', '.join(silent)}"))
     if engine.watch.kernel_log.problem:
@@ -399,6 +407,15 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
     tested = [d for d in result.devices if any(r.trials for r in result.runs.get(d.uuid, ()))]
     result.not_checked = all_gaps(options.level, gaps, tested)
+
+
+def _kept(who: str, options: Options, memory: int) -> str:
+    """Return that the tests of a device kept to the budget and why, and how to lift it."""
+    command = "drill" if options.drill else "check"
+    return (
+        f"{who}, so the tests kept to the budget: at most {memory >> 20:,} MiB of its memory, pauses, low priority; "
+        f"where no server needs it, type canaryd {command} --drained"
+    )
 
 
 def _why(run: Run) -> tuple[str, str]:
@@ -456,6 +473,7 @@ def _command(options: Options, device: Device) -> str:
     words += [] if options.seed is None else ["--seed", str(options.seed)]
     words += ["--instruction-set", options.instruction_set] if options.instruction_set else []
     words += ["--intensity", options.intensity] if options.intensity else []
+    words += ["--drained"] if options.drained else []
     words += ["--for", f"{options.seconds:.0f}s"] if options.seconds else []
     return shlex.join(words)
 

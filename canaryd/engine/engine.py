@@ -71,7 +71,12 @@ class Engine(Host):
     may: Callable[[Device, str], bool] = lambda _, __: True
     """Called before each confirmation: whether the device may be loaded for that purpose now."""
     beside: bool = False
-    """Whether servers use the devices at the same time, so that runs keep to the budget; false for a check."""
+    """Whether servers use the devices at the same time, so that runs keep to the budget: a daemon's always do, those of
+    a check on accelerators that other processes use."""
+    drained: bool = False
+    """Whether somebody has said that no server uses the devices, whatever it looks like."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """Accelerators on which a check kept to the budget → what showed that another process uses them."""
     account: budget.Account = field(default_factory=budget.Account)
     room: Room = field(default_factory=lambda: Room(available))
     """Keeps series that run side by side within this host's memory."""
@@ -244,13 +249,44 @@ class Engine(Host):
         with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted), doing):
             yield
 
+    def _may_yield(self, plan: Plan) -> bool:
+        """Return whether a series yields to a server, if one uses the device."""
+        may = self.beside or (plan.device.unit != "cpu" and not self.drained)
+        return may and plan.numeric and not plan.device.is_endpoint
+
     def _yields(self, plan: Plan) -> bool:
-        """Return whether a series yields to a server that uses the device."""
-        return self.beside and plan.numeric and not plan.device.is_endpoint
+        """Return whether a series yields to a server that uses the device; raise `Busy` where it must not even start.
+
+        In a check that depends on who else uses an accelerator while its lock is held, so that nothing of canaryd's
+        runs there.
+        """
+        if self.beside or not self._may_yield(plan):
+            return self._may_yield(plan)
+        found = False
+        for device in (plan.device, *plan.peers):
+            facts = self._look(device)
+            if not (who := budget.others(facts)):
+                continue
+            found, self.shared[device.uuid] = True, who
+            if held := budget.wait(self.config.budget, facts, budget.FORCED):
+                raise Busy(f"{device.name}: {who}; {held.text}")
+        return found
+
+    def _look(self, device: Device) -> budget.Facts:
+        """Return what the driver says of an accelerator at this moment; where it gives no answer, what it said last."""
+        now = self.clock()
+        own, whole = (
+            self.watch.look(poll_tasks(self, {uuid}), stopped=lambda: bool(self.halted))
+            or self.watch.readings(uuid, now)
+            if uuid
+            else ()
+            for uuid in (device.physical, device.parent)
+        )
+        return budget.facts(device, own, whole, now=now, spent=0.0, expected=0.0)
 
     def _doing(self, plan: Plan) -> str:
         """Return what a series tests, and after how long its runs are killed at the latest."""
-        yields = self._yields(plan)
+        yields = self._may_yield(plan)
         most = sum(self._request(plan.device, step, yields=yields)[1] for step in plan.steps)
         probes = ", ".join(step.entry.spec.name for step in plan.steps)
         return f"testing {plan.device.name} ({probes}) for at most {math.ceil(most)} s"

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd.config.settings import Config
@@ -179,6 +179,27 @@ class Watch:
             if not hold and not self.holding:
                 self._let_go()
 
+    def look(self, todo: Iterable[Task], *, stopped: Callable[[], bool]) -> tuple[Reading, ...]:
+        """Return what telemetry reads now, for a decision: nothing of it is kept or judged.
+
+        A driver that hung just now is not asked again.
+        """
+        found: list[Reading] = []
+        with self._sweeping:
+            held = self._series is not None
+            for task in todo:
+                lane = self._lanes.get((task.request.device.uuid, task.request.spec.name))
+                if stopped():
+                    break
+                if lane is not None and not lane.should_poll(time.monotonic(), task.period, due=False):
+                    continue
+                if self._series is None:
+                    self._series = self._start()
+                found += self._series.run(task.request, task.timeout).readings
+            if not held:
+                self._let_go()
+        return tuple(found)
+
     def own(self) -> bool:
         """Become the process that records telemetry on this state directory, if no other is; return whether it is.
 
@@ -319,8 +340,8 @@ class Watch:
         self.kernel_log.read(path, series, devices, until_end=until_end, owned=self.own())
 
 
-def poll_tasks(host: Host) -> list[Task]:
-    """Return one poll for each telemetry probe on each device in place."""
+def poll_tasks(host: Host, uuids: Collection[str] = ()) -> list[Task]:
+    """Return one poll for each telemetry probe on each device in place; of `uuids` alone, whatever was asked for."""
     periods = host.telemetry_periods()
     devices = sorted((d for u, d in host.devices.items() if u in host.in_place), key=lambda d: d.uuid)
     return [
@@ -338,7 +359,7 @@ def poll_tasks(host: Host) -> list[Task]:
             period=periods[name],
         )
         for name, entry in sorted(host.entries.items(), key=lambda item: item[1].spec.order)
-        if entry.spec.telemetry and (not host.only or name in host.only)
+        if entry.spec.telemetry and (uuids or not host.only or name in host.only)
         for device in devices
-        if schedule.applies(entry, device)
+        if schedule.applies(entry, device) and (not uuids or device.uuid in uuids)
     ]

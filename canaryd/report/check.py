@@ -58,6 +58,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
             for probe, skipped in result.skipped.get(device.uuid, [])
         ],
         "rules_out": result.rules_out.get(device.uuid, {}),
+        "shared": result.shared.get(device.uuid, ""),
         "telemetry": {
             probe: {
                 "completed": poll.completed is not None,
@@ -115,6 +116,8 @@ def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> st
     lines += _healthy_lines(result, healthy, verbose=verbose)
     if not result.devices:
         lines.append(("", "no device was tested"))
+    for device in (d for d in result.devices if d.uuid in result.shared):
+        lines += paragraph("", f"{device.name}: {result.shared[device.uuid]}", role="calm")
     for problem in result.problems:
         lines += paragraph("problem: ", problem, role="calm")
     if verbose:

@@ -41,6 +41,7 @@ def run(ctx):
         said = ctx.settings["raises"]
         raise (RuntimeError if "error:" in said else OutOfMemoryError)(said)
     yield Reading(name="nice", value=os.getpriority(os.PRIO_PROCESS, 0), unit="1")
+    yield Reading(name="room", value=ctx.room, unit="bytes")
     yield Reading(name="oom_score_adj", value=own("oom_score_adj"))
     yield Reading(name="autogroup", value=own("autogroup"))
     yield Reading(name="policy", value=os.sched_getscheduler(0), unit="1")

@@ -83,10 +83,12 @@ static const line_t defaults[] = {
     {".nvlink.crc_flit", "0"}, {".nvlink.crc_data", "0"}, {".nvlink.replay", "0"}, {".nvlink.recovery", "0"},
     {".nvlink.ecc_data", "0"}, {".fabric_state", "3"}, {".fabric_status", "0"}, {".utilization.gpu", "0"},
     {".utilization.memory", "0"}, {".memory_total", "150754820096"}, {".memory_used", "578813952"},
+    {".memory_reserved", "577765376"},
     {".processes", ""}, {".recovery_action", "0"},
     {"/name", "NVIDIA H200 MIG 1g.18gb"}, {"/uuid", "MIG-00000000-0000-4000-8{gpu}0{instance}-000000000000"},
     {"/gpu_instance_id", "{instance}"}, {"/compute_instance_id", "0"}, {"/multiprocessors", "16"},
-    {"/memory_total", "18253611008"}, {"/memory_used", "25165824"}, {"/processes", ""},
+    {"/memory_total", "18253611008"}, {"/memory_used", "25165824"}, {"/memory_reserved", "0"},
+    {"/processes", ""},
     {"/volatile.uncorrected.sram", "0"},
 };
 
@@ -485,6 +487,20 @@ int nvmlDeviceGetMemoryInfo(nvmlDevice_t device, u64 *out) {
     if (!code) code = number_of(device, "memory_used", &out[2]);
     if (!code) out[1] = out[0] - out[2];
     return code;
+}
+
+typedef struct { u32 version; u64 total, reserved, unused, used; } memory_t;
+
+/* Here used does not include what is reserved. */
+int nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, memory_t *out) {
+    GATE(device);
+    int code = number_of(device, "memory_total", &out->total);
+    if (!code) code = number_of(device, "memory_used", &out->used);
+    if (!code) code = number_of(device, "memory_reserved", &out->reserved);
+    if (code) return code;
+    out->unused = out->total - out->used;
+    out->used -= out->reserved;
+    return SUCCESS;
 }
 
 typedef struct { u32 pid; u64 memory; u32 gpu_instance, compute_instance; } process_t;

@@ -110,6 +110,7 @@ READINGS: Mapping[str, Kind] = {
     "utilization_ratio": _gauge("Share of time in use, by engine.", "engine"),
     "memory_total_bytes": _gauge("Memory of the device."),
     "memory_used_bytes": _gauge("Memory in use."),
+    "memory_reserved_bytes": _gauge("The part of the memory in use that the driver keeps for itself."),
     "persistence_mode": _gauge("1 while the driver stays initialised without a client."),
     "compute_mode": _gauge("Always 1; the label says who may use the device.", "mode"),
     "mig_enabled": _gauge("1 while the device is divided into instances."),

@@ -430,6 +430,8 @@ def _use(nvml: Any, handle: Any) -> Iterator[Fact]:
     memory = once(partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle))
     yield make_fact("memory_total_bytes", partial(part, memory, parse_count, "total"), "bytes")
     yield make_fact("memory_used_bytes", partial(part, memory, parse_count, "used"), "bytes")
+    reserved = partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
+    yield make_fact("memory_reserved_bytes", partial(part, reserved, parse_count, "reserved"), "bytes")
     processes = once(partial(ask_nvml, nvml, "nvmlDeviceGetComputeRunningProcesses", handle))
     yield make_fact("compute_processes", lambda: len(processes()))
     yield make_fact("compute_processes_memory_bytes", lambda: sum(_held(p) for p in processes()), "bytes")

@@ -151,6 +151,7 @@ def test_an_instance_gives_what_it_has_and_no_list_of_what_it_lacks(machine, age
         {
             "memory_total_bytes": 18253611008,
             "memory_used_bytes": 5_000_000,
+            "memory_reserved_bytes": 0,
             "compute_processes": 1,
             "compute_processes_memory_bytes": 4096,
             "ecc_errors_total{kind=uncorrected,location=sram}": 3,

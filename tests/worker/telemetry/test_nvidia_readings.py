@@ -154,6 +154,7 @@ def expected() -> dict[str, float]:
         "utilization_ratio{engine=memory}": 0.21,
         "memory_total_bytes": 150_754_820_096,
         "memory_used_bytes": 91_234_567_890,
+        "memory_reserved_bytes": 577_765_376,
         "persistence_mode": 1,
         "compute_mode{mode=exclusive_process}": 1,
         "mig_enabled": 0,
