@@ -155,6 +155,25 @@ def test_systemd_has_nothing_to_complain_of(machine):
     assert "gnoring" not in machine.out("journalctl", "--no-pager", "-o", "cat", "-t", "systemd")
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "level"),
+    [("quick", "", "quick"), ("server", "CHECK=--level standard --device cpu:0 --probe passes\n", "standard")],
+    ids=["a level", "a server's own file"],
+)
+def test_a_gate_checks_what_its_name_stands_for(machine, name, file, level):
+    """Every device at a level; or what a file of that name asks for, word by word."""
+    if file:
+        machine.put(f"/etc/canaryd/check-{name}.env", file)
+    machine.run("systemctl", "start", f"canaryd-check@{name}", check=False)
+    report = machine.root / f"var/lib/canaryd/check-{name}.json"
+    document = json.loads(report.read_text())
+    assert machine.show("ExecMainStatus", f"canaryd-check@{name}.service") == str(document["exit_code"])
+    assert (document["level"], [d["backend"] for d in document["devices"]]) == (level, ["cpu"])
+    asked = {run["probe"] for d in document["devices"] for run in d["runs"]}
+    assert asked == {"passes"}
+    assert any("only passes was selected" in gap for gap in document["not_checked"]) == bool(file)
+
+
 def test_a_killed_daemon_comes_back_with_its_history(machine):
     """SIGKILL to the main process: started again, and every earlier run is still there."""
     before, pid, count = recorded(machine), machine.show("MainPID"), int(machine.show("NRestarts"))

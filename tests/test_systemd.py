@@ -23,7 +23,7 @@ import pytest
 
 from canaryd.config.load import load
 from canaryd.model import Device, Outcome
-from canaryd.probe import ProbeSpec
+from canaryd.probe import LEVELS, ProbeSpec
 from canaryd.supervisor import cgroup
 from canaryd.supervisor.process import _place
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
@@ -188,6 +188,15 @@ def test_the_gate_is_as_hardened_as_the_daemon():
         *("RuntimeDirectory", "RuntimeDirectoryMode", "CPUWeight", "IOWeight", "Nice", "OOMScoreAdjust", "Delegate"),
         *("ReadWritePaths", "WantedBy", "Environment"),
     }
+
+
+def test_what_a_gate_is_asked_for_is_what_check_understands():
+    """The unit's own options at every level, and those of the guide's file: a mistake would keep a server down."""
+    (own,) = re.findall(r'^Environment="CHECK=(.*)"$', CHECK.read_text(), re.MULTILINE)
+    (guide,) = re.findall(r"^CHECK=(.*)$", (ROOT / "docs/systemd.md").read_text(), re.MULTILINE)
+    for options in (*(own.replace("%i", level) for level in LEVELS), guide):
+        assert canaryd("check", *options.split(), "--help").code == 0, options
+    assert canaryd("check", *own.replace("%i", "vllm").split(), "--help").code == 64
 
 
 def test_users_and_directories(tmp_path):
