@@ -199,16 +199,16 @@ class Decisions:
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
         """Return what a device, its driver and the kernel log reported."""
         host = self._host
-        polls = {n: p for n, p in self._watch.polls(device.uuid).items() if n in host.entries}
         instances = [u for u, d in host.devices.items() if d.parent == device.uuid and u in host.present]
         # A divided device has passed when all of its instances have.
         passes = [last_pass(self._evidence.of(u)) for u in instances] or [last_pass(runs)]
         tested = (runs, *map(self._evidence.of, instances))
         wrong = [r for each in tested for r in each if r.wrong and not r.drill]
         since = self._acks.evidence_since(device.uuid)
+        polls = self._watch.recorded(device.uuid, host.telemetry_periods(), since)
         signs = Signs(
             device=device,
-            polls=polls,
+            polls={name: poll for name, poll in polls.items() if name in host.entries},
             events=tuple(e for e in self._watch.history.of(device) if e.last > since),
             last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
             last_mismatch=max((r.started for r in wrong), default=None),

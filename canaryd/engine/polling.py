@@ -293,7 +293,7 @@ class Watch:
         self.history.remember(events)
 
     def polls(self, device: str) -> dict[str, Poll]:
-        """Return the state of each telemetry probe that this process has polled on a device."""
+        """Return the state of each telemetry probe that this process has polled, or recalled, on a device."""
         with self._mutex:
             return {
                 probe: Poll(
@@ -305,8 +305,19 @@ class Watch:
                     since=lane.since,
                 )
                 for (uuid, probe), lane in self._lanes.items()
-                if uuid == device
+                if uuid == device and (lane.newest or lane.completed)
             }
+
+    def recorded(self, device: str, periods: Mapping[str, float], since: float) -> dict[str, Poll]:
+        """Return the same for the judge: with what is on record of probes not polled yet, and nothing before `since`.
+
+        What a device said holds from the first verdict after a start on, and also where it is gone and never polled.
+        """
+        with self._mutex:
+            for probe in periods.keys() - {probe for uuid, probe in self._lanes if uuid == device}:
+                self._lane(device, probe, periods[probe], since)
+            found = self.polls(device)
+        return {probe: poll.after(since) for probe, poll in found.items()} if since else found
 
     def lost(self, device: str) -> bool:
         """Return whether the newest poll says that a device no longer answers its driver."""

@@ -49,8 +49,7 @@ from canaryd.model import AckKind, Cause, EventKind, Finding, Run, State, Verdic
 def telemetry(case: Case) -> Iterator[Finding]:
     """What the device, its driver and the kernel log report (docs/telemetry.md)."""
     if case.signs is not None:
-        gone = case.gone_since is not None  # what it was found to be stands; that it is silent now is nothing new
-        yield from (f for f in rules.findings(case.signs) if not (gone and f.rule == "telemetry-stale"))
+        yield from rules.findings(case.signs if case.gone_since is None else replace(case.signs, gone=True))
 
 
 def recordings(case: Case) -> Iterator[Finding]:

@@ -367,6 +367,62 @@ def test_what_the_driver_does_not_count_is_not_called_lost(tmp_path):
     assert [d["state"] for d in divided] == ["healthy"] * 3
 
 
+def test_a_known_fault_outlives_the_part(tmp_path):
+    """A failed remap is faulty, also when the part is gone and canaryd starts anew; only a repair ends it.
+
+    The start itself never shows it healthy, with the part there or without.
+    """
+    site = Site(tmp_path, gpus=2)
+    site.config.write_text(json.dumps(json.loads(site.config.read_text()) | {"enforcement": "act"}))
+    other, broken = site.uuids
+    seen: set[str] = set()
+
+    def every_verdict(daemon: Daemon) -> bool:
+        with Store.open(site.state) as store:
+            verdict = store.verdicts()[broken]
+        seen.add(verdict.state.value)
+        return success(daemon, other) > begun and verdict.decided > begun
+
+    def gate() -> int:
+        return site.run("gate", "--device", broken).code
+
+    with site.daemon() as daemon:
+        for uuid in site.uuids:
+            eventually(lambda uuid=uuid: state_of(daemon, uuid) == ("healthy", "none") and success(daemon, uuid))
+        site.machine.set(1, "remapped.failed", 1)
+        eventually(lambda: state_of(daemon, broken) == ("faulty", "hardware"))
+    begun = time.time()
+    with site.daemon() as daemon:
+        eventually(lambda: every_verdict(daemon) and success(daemon, broken) > begun, every=0.01)
+        assert seen == {"faulty"}
+        site.machine.set(None, "count", 1)
+        site.seen_by_torch.write_text(other)
+        shutil.rmtree(site.sysfs / "bus/pci/devices/0000:11:00.0")
+        daemon.send(signal.SIGHUP)
+        eventually(lambda: not site.status()[broken]["present"], every=0.5)
+        assert (state_of(daemon, broken), gate()) == (("faulty", "hardware"), 2)
+    begun = time.time()
+    with site.daemon() as daemon:
+        eventually(lambda: every_verdict(daemon), every=0.01)
+        assert seen == {"faulty"}
+        told = site.status()[broken]
+        assert (told["present"], told["state"], gate()) == (False, "faulty", 2)
+        assert {"row-remap-failed", "device-vanished"} <= {f["rule"] for f in told["findings"]}
+        assert state_of(daemon, broken) == ("faulty", "hardware")
+        assert daemon.value("canaryd_device_present", device=broken) == 0
+    check = site.run("check", "--level", "quick", "--json")
+    assert check.code == 2
+    assert {d["state"] for d in check.document["devices"] if d["device"] == broken} == {"faulty"}
+    assert site.run("report", broken, "--out", tmp_path / "dossier").code == 0
+    (dossier,) = (tmp_path / "dossier").glob("*/dossier.json")
+    assert json.loads(dossier.read_text())["verdict"]["state"] == "faulty"
+    with site.daemon() as daemon:
+        eventually(lambda: state_of(daemon, broken) == ("faulty", "hardware"))
+        site.run("ack", broken, "--repaired", "--reason", "a new board")
+        eventually(lambda: state_of(daemon, broken)[0] == "unknown", within=60, every=0.5)
+        assert gate() == 3
+
+
 # --- A call that hangs, and a divided GPU -----------------------------------------------------------------------------
 
 

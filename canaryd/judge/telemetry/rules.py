@@ -98,7 +98,12 @@ NO_POLL = Failure(Cause.HARNESS, "canaryd did not read it", "Check whether the d
 
 
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
-    """No poll has given readings for too long; one failed poll alone shows nothing, nor polls that never gave any."""
+    """No poll has given readings for too long; one failed poll alone shows nothing, nor polls that never gave any.
+
+    Of a device that is gone, silence is nothing new.
+    """
+    if signs.gone:
+        return
     for probe, poll in sorted(signs.polls.items()):
         mute = poll.completed is not None and not poll.completed.readings and bool(poll.known)
         read = [at for _, at in poll.known.values()] if mute else [poll.completed.started] if poll.completed else []

@@ -73,6 +73,12 @@ class Poll:
     since: float = 0.0
     """When this canaryd began to poll it (seconds since the epoch): a grace for the first poll."""
 
+    def after(self, since: float) -> Poll:
+        """Return the poll without what was read up to a time, such as that of a repair."""
+        completed = self.completed if self.completed and self.completed.started > since else None
+        known = {key: (reading, at) for key, (reading, at) in self.known.items() if at > since}
+        return replace(self, completed=completed, known=known, since=max(self.since, since))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
@@ -121,6 +127,8 @@ class Signs:
     policy: TelemetryConfig
     beside: Mapping[str, Sequence[Event]] = field(default_factory=dict)
     """Name → the events of each other device of this host."""
+    gone: bool = False
+    """Whether the device is not found any more: what it said last stands, however old it is."""
 
     @cached_property
     def facts(self) -> Mapping[str, tuple[Reading, float, float]]:
@@ -128,7 +136,8 @@ class Signs:
         found: dict[str, tuple[Reading, float, float]] = {}
         for poll in self.polls.values():
             if poll.completed is not None:
-                age, limit = self.now - poll.completed.started, stale_after(poll.period)
+                now, limit = poll.completed.started if self.gone else self.now, stale_after(poll.period)
+                age = now - poll.completed.started
                 # The age of a poll from the future is unknown: it counts as just stale, so only lasting flags hold.
                 stale = math.nextafter(limit, math.inf)
                 age = max(0.0, age) if age >= -POLL_AHEAD else stale
@@ -143,7 +152,7 @@ class Signs:
                     for k, (r, at) in poll.known.items()
                     if r.name not in names and is_number(r) and at == last[r.name]
                 }
-                found |= {k: (r, max(self.now - at, stale), limit) for k, (r, at) in older.items()}
+                found |= {k: (r, max(now - at, stale), limit) for k, (r, at) in older.items()}
                 found |= {k: (r, age, limit) for k, r in read.items()}
         return found
 

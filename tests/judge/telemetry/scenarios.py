@@ -103,6 +103,21 @@ SCENARIOS = {
     ),
     "polls that give nothing, but not for long": lambda: (sign(polls={"p": mute(known=119)}), []),
     "polls that never gave anything": lambda: (sign(polls={"p": mute(known=None)}), []),
+    # a device that is gone
+    "gone, and silent with it": lambda: (sign(completed=poll(ago=DAY), gone=True), []),
+    "gone with a failed remap, for months": lambda: (
+        sign(completed=poll(ago=90 * DAY, only={"row_remap_failed": 1}), gone=True), [("row-remap-failed", FAULTY, H)],
+    ),
+    "gone with an uncorrected error": lambda: (
+        sign(completed=poll(ago=DAY, only={UE: 1}), gone=True), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "gone while its driver asked for a reset": lambda: (
+        sign(
+            completed=poll(ago=DAY, only={"recovery_action{action=none}": None, "recovery_action{action=reset}": 1}),
+            gone=True,
+        ),
+        [("recovery-action", SUSPECT, U)],
+    ),
     # gpu-lost
     "the driver says lost": lambda: (
         sign(newest=failed(Outcome.SKIPPED, "GPU is lost", reason=Reason.DEVICE_LOST)), [("gpu-lost", SUSPECT, H)],
