@@ -101,6 +101,16 @@ class Reading(_Keyed):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unread:
+    """A reading that a device gave before, and that its driver failed to give in a poll."""
+
+    reading: Reading
+    """As it was last."""
+    at: float
+    """When the newest poll that had it began, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Where something was computed, in the vendor's own terms. `str(place)` is how people read it."""
 

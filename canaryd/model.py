@@ -10,8 +10,9 @@ import enum
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from canaryd.facts import Cell, Comparison, Place, Reading, Recording, Sentence, Skipped, Subject, stack_id
+from canaryd.facts import Cell, Comparison, Place, Reading, Recording, Sentence, Skipped, Subject, Unread, stack_id
 
 
 class Outcome(str, enum.Enum):
@@ -228,7 +229,7 @@ MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
 accelerator just before a run that timed out; the same, where no identical one is known to have been as busy."""
 
 
-NOTHING: Mapping[str, str] = types.MappingProxyType({})
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 """The mapping of every run that has none of its own: thousands of empty ones take more than a megabyte."""
 
 
@@ -265,6 +266,10 @@ class Run(_Known):
     skipped: tuple[Skipped, ...] = ()
     absent: Mapping[str, Sentence] = field(default_factory=lambda: NOTHING)
     """Reading name → why it could not be read."""
+    codes: Mapping[str, int] = field(default_factory=lambda: NOTHING)
+    """Reading name → the driver's code for that, where it gave one."""
+    unread: tuple[Unread, ...] = ()
+    """Of a poll: the readings that the driver failed to give, though it gave them before."""
     stack: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """The software the result may depend on: torch, driver, BLAS, flags, visible cores, instruction set."""
     environment: Mapping[str, str] = field(default_factory=lambda: NOTHING)

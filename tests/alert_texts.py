@@ -54,7 +54,9 @@ def fired(verdict: Verdict) -> Iterator[str]:
             yield "CanarydDeviceFaultyHardware"
     if verdict.state is State.SUSPECT:
         yield "CanarydHostSuspect" if host else "CanarydEndpointDeparted" if endpoint else "CanarydDeviceSuspect"
-    if verdict.state is State.DEGRADED:
+    if verdict.state is State.DEGRADED and any(f.rule == "readings-lost" for f in verdict.findings):
+        yield "CanarydReadingsLost"
+    elif verdict.state is State.DEGRADED:
         yield "CanarydDeviceDegraded"
 
 

@@ -74,7 +74,9 @@ def test_no_default_of_what_is_stored_changes() -> None:
         for kind in (Run, Comparison, Evidence, Place, Span, Reading, Recording)
     }
     nothing = dict.fromkeys(("instruction_set", "detail", "repro", "drill", "confirms", "trigger", "intensity"), "")
-    lists = dict.fromkeys(("readings", "comparisons", "recordings", "skipped", "cases", "unknown", "learnt"), ())
+    lists = dict.fromkeys(
+        ("readings", "comparisons", "recordings", "skipped", "cases", "unknown", "learnt", "unread"), ()
+    )
     single = {"level": "standard", "seed": 0, "reason": Reason.NONE, "clock": None, "baselining": False}
     assert given == {
         Run: nothing | lists | single,

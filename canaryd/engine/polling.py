@@ -23,7 +23,7 @@ from canaryd.engine.kernel_log import KernelLog
 from canaryd.facts import Reading
 from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.telemetry import signals
-from canaryd.judge.telemetry.events import changes, judged_values
+from canaryd.judge.telemetry.events import changes, judged_values, unread
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.model import Device, Event, Outcome, Run
 from canaryd.store.locks import Busy
@@ -61,6 +61,8 @@ class _Lane:
     since: float
     newest: Run | None = None
     completed: Run | None = None
+    before: Run | None = None
+    """The poll that completed before `completed`; that itself where this process has polled nothing yet."""
     failures: int = 0
     """Polls without success since the last one that completed."""
     polled: float = -math.inf
@@ -110,7 +112,7 @@ class _Lane:
         completed = run.outcome is Outcome.COMPLETED
         self.newest, self.failures = run, 0 if completed else self.failures + 1
         if completed:
-            self.completed = run
+            self.before, self.completed = self.completed, run
         if completed and recorded:
             self.recorded = run
             self._know(run)
@@ -121,7 +123,8 @@ class _Lane:
 
     def _know(self, run: Run) -> None:
         """Make the readings of a poll the newest; a new mapping each time, because the judge iterates over the old."""
-        self.known = {**self.known, **{r.key: (r, run.started) for r in run.readings}}
+        lost = {u.reading.key: (u.reading, u.at) for u in run.unread}
+        self.known = {**self.known, **lost, **{r.key: (r, run.started) for r in run.readings}}
 
 
 class Watch:
@@ -267,7 +270,7 @@ class Watch:
             if (device, probe) not in self._lanes:
                 lane = _Lane(period=period, since=time.time())
                 lane.recall(self._store.polls(device, probe, known_since, completed=True, limit=RECALLED))
-                lane.completed = lane.recorded
+                lane.before = lane.completed = lane.recorded
                 self._lanes[device, probe] = lane
             lane = self._lanes[device, probe]
             lane.period = period
@@ -276,6 +279,8 @@ class Watch:
     def _take(self, run: Run, lane: _Lane, *, record: bool) -> None:
         """Count a poll, find what happened since the one before, and store it where it shows something new."""
         with self._mutex:
+            if lost := unread(run, lane.known):  # on record too: polls that had it are forgotten
+                run = replace(run, unread=lost)
             same = lane.newest is not None and lane.newest.outcome is run.outcome
             owned = self.own()
             events = self._store.dated(lane.events(run))
@@ -300,6 +305,7 @@ class Watch:
                     period=lane.period,
                     newest=lane.newest,
                     completed=lane.completed,
+                    before=lane.before.started if lane.before else 0.0,
                     known=lane.known,
                     failures=lane.failures,
                     since=lane.since,

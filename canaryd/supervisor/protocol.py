@@ -140,12 +140,14 @@ def parse_text(value: object) -> str:
 
 
 def parse_fact(item: Any) -> Reading | Absent:
-    """Return the fact of [name, value, unit, labels] or [name, reason]. Raises `ValueError` for anything else.
+    """Return the fact of [name, value, unit, labels] or [name, reason, code]. Raises `ValueError` for anything else.
 
     Written by hand, because telemetry sends about 2,000 at a time and `from_json` takes ten times as long.
     """
-    if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], str):
-        return Absent(name=item[0], reason=item[1])
+    if isinstance(item, list) and len(item) == 3:
+        name, reason, code = item
+        if isinstance(name, str) and isinstance(reason, str) and type(code) is int and abs(code) < MOST:
+            return Absent(name=name, reason=reason, code=code)
     if not (isinstance(item, list) and len(item) == 4):
         raise ValueError(f"not a reading: {item!r:.100}")
     name, value, unit, labels = item
@@ -170,6 +172,8 @@ class Facts:
     skipped: list[Skipped] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     """Missing reading → why."""
+    codes: dict[str, int] = field(default_factory=dict)
+    """Missing reading → the driver's code for it, where it gave one."""
     counted: int = 0
     """Results and uploads of the comparisons so far."""
 
@@ -201,3 +205,5 @@ class Facts:
             self.skipped.append(fact)
         else:
             self.absent[fact.name] = fact.reason
+            if fact.code:
+                self.codes[fact.name] = fact.code

@@ -313,6 +313,7 @@ class Series:
             recordings=tuple(facts.recordings),
             skipped=tuple(facts.skipped),
             absent=facts.absent | dict(answer.absent),
+            codes=facts.codes,
             stack=answer.stack,
             environment={**answer.environment, **({MPS_CLIENT: "yes"} if self._slot.is_mps_client else {})},
             detail=answer.detail,

@@ -402,11 +402,11 @@ class Runner:
 
 
 def _compact(fact: Reading | Absent) -> list[Any]:
-    """Return a reading as [name, value, unit, labels], an absence as [name, reason]; raise for other data."""
+    """Return a reading as [name, value, unit, labels], an absence as [name, reason, code]; raise for other data."""
     if isinstance(fact, Absent):
-        if not all(isinstance(text, str) for text in (fact.name, fact.reason)):
+        if (type(fact.name), type(fact.reason), type(fact.code)) != (str, str, int):
             raise ValueError(f"the probe yielded an Absent that is not plain data: {fact!r:.200}; {INSTEAD}")
-        return [fact.name, fact.reason]
+        return [fact.name, fact.reason, fact.code]
     value, labels = fact.value, fact.labels
     texts = [fact.name, fact.unit, *labels, *labels.values()]
     good = isinstance(value, (str, int, float)) and not (isinstance(value, float) and not math.isfinite(value))

@@ -423,6 +423,60 @@ def test_a_known_fault_outlives_the_part(tmp_path):
         assert gate() == 3
 
 
+# --- Counters that fall silent ----------------------------------------------------------------------------------------
+
+COUNTERS = (
+    *("nvmlDeviceGetMemoryErrorCounter", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetSramEccErrorStatus"),
+    *("nvmlDeviceGetRemappedRows", "nvmlDeviceGetRowRemapperHistogram"),
+    *("nvmlDeviceGetNvLinkErrorCounter", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetFieldValues"),
+)
+
+
+def test_counters_that_fall_silent_are_told(tmp_path):
+    """On the one device, after two polls, with the driver's code, by metric and status; what was counted stands.
+
+    It outlasts a restart, and ends with the first poll that reads them. What is not supported any more is no finding.
+    """
+    site = Site(tmp_path, gpus=2)
+    silent, other = site.uuids
+    site.machine.set(0, "volatile.uncorrected.dram", 2)  # from the start: no rise tells of it
+    wanted = {"device": silent, "rule": "readings-lost", "state": "degraded", "cause": "environment"}
+
+    def rules(uuid: str) -> set[str]:
+        return {f.rule for f in site.findings()[uuid]}
+
+    def told(daemon: Daemon) -> bool:
+        return daemon.value("canaryd_finding", **wanted) == 1
+
+    with site.daemon() as daemon:
+        eventually(lambda: state_of(daemon, silent) == ("suspect", "hardware") and success(daemon, silent))
+        eventually(lambda: state_of(daemon, other) == ("healthy", "none") and success(daemon, other))
+        polled, given = success(daemon, silent), len(shown(daemon.get("/metrics")[1], silent))
+        for function in COUNTERS:
+            site.machine.fail(0, function, 999)
+            site.machine.fail(1, function, 3)
+        eventually(lambda: told(daemon), within=5 * SWEEP)
+        assert success(daemon, silent) - polled < 3 * SWEEP + 1  # the poll in which they fell silent may have begun
+        assert len(shown(daemon.get("/metrics")[1], silent)) < given / 2
+        assert state_of(daemon, silent) == ("suspect", "hardware")
+        found = {f["rule"]: f for f in site.status()[silent]["findings"]}
+        assert "uncorrected-error" in found
+        assert "driver code 999" in found["readings-lost"]["message"]
+        assert "ECC errors (uncorrected, dram) 2" in " ".join(found["readings-lost"]["evidence"])
+        assert "readings-lost" not in rules(other)
+    begun = time.time()
+    with site.daemon() as daemon:
+        eventually(lambda: success(daemon, silent) > begun)
+        eventually(lambda: told(daemon))
+        assert state_of(daemon, silent) == ("suspect", "hardware")
+        assert state_of(daemon, other) == ("healthy", "none")
+        for function in COUNTERS:
+            site.machine.unset(0, function)
+        eventually(lambda: "readings-lost" not in rules(silent), within=5 * SWEEP)
+        assert not told(daemon)
+        assert "uncorrected-error" in rules(silent)
+
+
 # --- A call that hangs, and a divided GPU -----------------------------------------------------------------------------
 
 

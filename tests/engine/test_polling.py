@@ -265,6 +265,22 @@ def test_a_value_that_is_missing_for_one_poll_is_not_forgotten(host):
     assert sum(e.count for e in again.watch.history.of(again.device) if e.kind == "counter") == 5
 
 
+def test_what_a_driver_fails_to_give_is_remembered_however_long(host):
+    """Beyond the polls that a start reads: a failed remap stays, and that nobody can read it is told."""
+    keep = replace(host.engine.config.telemetry, keep=0.001)
+    host.engine.config = replace(host.engine.config, telemetry=keep)
+    host.poll(("row_remap_failed", 1), ("load_average", 1))
+    silent = {"absent": {"row_remap_failed": "an unknown error"}, "code": 999}
+    for _ in range(25):
+        host.poll(("load_average", 1), **silent)
+    again = host.again()
+    assert {f.rule for f in again.engine.verdict(again.cpu).findings} >= {"row-remap-failed", "readings-lost"}
+    again.poll(("load_average", 1), **silent)
+    assert {f.rule for f in again.engine.verdict(again.cpu).findings} >= {"row-remap-failed", "readings-lost"}
+    again.poll(("row_remap_failed", 0), ("load_average", 1))
+    assert not {f.rule for f in again.engine.verdict(again.cpu).findings} & {"row-remap-failed", "readings-lost"}
+
+
 def test_an_outage_and_a_restart_wipe_nothing_out(host):
     """What a device said of itself before its driver went away is known after any number of failed polls."""
     host.poll(("row_remap_failed", 1))

@@ -49,6 +49,7 @@ NOT_THRESHOLDS = {
     "judge.exact.NAMED": "length of a list in a message",
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.selftest.SHOWN": "length of a list in a message",
+    "judge.telemetry.rules.MOST_NAMED": "length of a list in a message",
     "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
     "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
     "judge.phrases.DETAIL": "characters of a message",

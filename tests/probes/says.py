@@ -31,4 +31,4 @@ def run(ctx):
     for name, value, labels in said.get("readings", []):
         yield Reading(name=name, value=value, labels=labels)
     for name, reason in said.get("absent", {}).items():
-        yield Absent(name=name, reason=reason)
+        yield Absent(name=name, reason=reason, code=said.get("code", 0))

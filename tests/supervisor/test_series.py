@@ -301,6 +301,9 @@ def test_a_killed_supervisor_leaves_no_orphans(name):
         ["name"],
         ["name", 1],
         ["name", 1, "unit"],
+        ["name", "why"],
+        ["name", "why", "999"],
+        ["name", "why", 2**63],
         ["name", None, "unit", {}],
         [1, 1, "unit", {}],
         ["name", 1, 1, {}],
@@ -344,12 +347,13 @@ def test_readings_of_more_than_64_bits_are_refused(value):
 
 
 def test_readings_arrive_as_they_were_yielded():
-    """Name, value with its type, unit, labels; an absence with its reason."""
+    """Name, value with its type, unit, labels; an absence with its reason and the driver's code."""
     assert protocol.parse_fact(["a", True, "1", {"b": "c"}]) == Reading(
         name="a", value=True, unit="1", labels={"b": "c"}
     )
     assert protocol.parse_fact(["a", 2**60, "", {}]).value == 2**60
-    assert protocol.parse_fact(["a", "why"]) == Absent(name="a", reason="why")
+    assert protocol.parse_fact(["a", "why", 0]) == Absent(name="a", reason="why")
+    assert protocol.parse_fact(["a", "why", 999]) == Absent(name="a", reason="why", code=999)
 
 
 def test_polls_share_their_texts():

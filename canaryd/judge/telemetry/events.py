@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from canaryd.facts import LogRecord, Reading, reading_key
+from canaryd.facts import LogRecord, Reading, Unread, reading_key
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.readings import READINGS, in_words
 from canaryd.model import Event, EventKind, Run
@@ -52,6 +52,10 @@ FLAGS = frozenset(
 """Gauges whose change is an event."""
 WORDS = frozenset({"recovery_action", "clock_source", "device_health"})
 """Gauges that are always 1 and carry their value in a label; a change is an event."""
+FAILED = frozenset({8, 10, 11, 14, 999})
+"""Codes of NVML by which the driver fails to read what it has for the device: no external power, no answer in time, a
+problem of interrupts, a corrupted InfoROM, an unknown error. Any other says that device, driver, setting or rights do
+not offer it (ours): not supported, no permission, a call or version that is not known, a reset that is awaited."""
 SENSOR_LIMITS = {"core": "slowdown", "memory": "memory_max"}
 """Sensor → NVIDIA's threshold at which the device slows down; elsewhere the chip's own "<sensor>_crit"."""
 Facts = Mapping[str, Reading]
@@ -155,6 +159,22 @@ def judged_values(run: Run) -> tuple[tuple[str, float | str], ...]:
     facts = numbers(run)
     counts: dict[str, float | str] = {k: float(r.value) for k, r in facts.items() if _is_judged(r)}
     return tuple(sorted((counts | {k: value for k, (_, value) in _flags(facts).items()}).items()))
+
+
+def unread(poll: Run, known: Mapping[str, tuple[Reading, float]]) -> tuple[Unread, ...]:
+    """Return what a driver failed to give in a poll, of what is `known`: key → the newest reading, when it was read."""
+    missed = {name for name, code in poll.codes.items() if code in FAILED}
+    if not missed:
+        return ()
+    read, newest = {r.key for r in poll.readings}, dict[str, float]()
+    for reading, at in known.values():
+        newest[reading.name] = max(at, newest.get(reading.name, at))
+    return tuple(
+        Unread(reading=reading, at=at)
+        for key, (reading, at) in known.items()
+        # A whole name is missed with one code: of those that carry a word in a label, only the newest was there.
+        if key not in read and (key in missed or (reading.name in missed and at == newest[reading.name]))
+    )
 
 
 def log_event(record: LogRecord, device: str) -> Event:

@@ -140,7 +140,13 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
         )
         return
     volatile = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected"]
-    standing = [r for r in volatile if r.value]
+    # One that was read before and is not now still stands, until a reset and an exact pass came after it.
+    standing = [
+        r
+        for r, age, limit in signs.by_name.get(ECC[0], ())
+        if r.labels.get("kind") == "uncorrected" and r.value and age <= HELD
+        if age <= limit or not signs.cleared(signs.now - age, signs.resets)
+    ]
     # While nothing was lost since the last reset, the lifetime count rose before it, though no poll came in between.
     early = ECC[1:] if volatile and not standing else ()
     came = [(e.first if e.reading in early else e.last, e) for e in (*rises, *logged)]

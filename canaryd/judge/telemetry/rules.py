@@ -16,7 +16,7 @@ from canaryd.formatting import format_duration
 from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.findings import finding
 from canaryd.judge.phrases import count, reason_of
-from canaryd.judge.telemetry.events import HARMFUL
+from canaryd.judge.telemetry.events import HARMFUL, is_number, unread
 from canaryd.judge.telemetry.host_rules import (
     clock_source,
     dimm_errors_rising,
@@ -33,7 +33,7 @@ from canaryd.judge.telemetry.memory_rules import (
     row_remap_exhausted,
     uncorrected_error,
 )
-from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.telemetry.readings import READINGS, in_words
 from canaryd.judge.telemetry.signals import (
     DAY,
     HELD,
@@ -62,6 +62,10 @@ from canaryd.model import Cause, Device, EventKind, Finding, Outcome, State
 LASTING, STRETCH = MINUTE, 10 * MINUTE
 """Seconds for which a passing condition must have held, and within how many (ours): at least two polls, so neither one
 odd reading nor scattered blips count."""
+COUNTED = frozenset(name for name, kind in READINGS.items() if kind.event)
+"""Counters each rise of which is judged."""
+MOST_NAMED = 4
+"""Kinds of readings, and counts, that one finding names (ours)."""
 CPU_THROTTLES = 10
 """Times in `telemetry.settle` that processors slow down for heat (ours): fewer is a fan that catches up."""
 
@@ -125,6 +129,33 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
             f"Reason: {reason.rstrip('.')}." if reason else "",
             f"{count(poll.failures, 'attempt')} in a row failed." if poll.failures else "",
             "Clears with the next complete reading.",
+            probe=probe,
+        )
+
+
+def readings_lost(signs: Signs) -> Iterator[Finding]:
+    """The driver fails to read, twice in a row, what it read before. What was counted until then stands."""
+    for probe, poll in sorted(signs.polls.items()):
+        run = poll.completed
+        lost = [u for u in unread(run, poll.known) if u.at < poll.before] if run and not signs.gone else []
+        if run is None or not lost:
+            continue
+        codes = {run.codes.get(u.reading.key, run.codes.get(u.reading.name, 0)) for u in lost}
+        reasons = {run.absent.get(u.reading.key, run.absent.get(u.reading.name, "")) for u in lost}
+        counters = [u for u in lost if is_number(u.reading) and u.reading.name in COUNTED]
+        names = list(dict.fromkeys(in_words(u.reading.name) for u in (*counters, *lost)))
+        more = f" and {len(names) - MOST_NAMED} more kinds" if len(names) > MOST_NAMED else ""
+        counts = [f"{in_words(u.reading.key)} {u.reading.value:g}" for u in counters if u.reading.value]
+        yield finding(
+            *("readings-lost", State.DEGRADED, Cause.ENVIRONMENT),
+            f"{count(len(lost), 'reading')} can no longer be read (driver code {', '.join(map(str, sorted(codes)))}):"
+            f" {', '.join(names[:MOST_NAMED])}{more}.",
+            "Look for the reason in the kernel log; drain the device and reset it.",
+            *(f"Reason: {reason}." for reason in sorted(filter(None, reasons))),
+            f"Last read at {signs.moment(max(u.at for u in lost))}.",
+            f"Counted by then, and it stands: {', '.join(counts[:MOST_NAMED])}." if counts else "",
+            "Rules and alerts on them see nothing new until they can be read again.",
+            "Clears with the next poll that reads them.",
             probe=probe,
         )
 
@@ -356,6 +387,7 @@ def changed(signs: Signs) -> Iterator[Finding]:
 RULES: tuple[Callable[[Signs], Iterator[Finding]], ...] = (
     # The device and its driver.
     telemetry_stale,
+    readings_lost,
     gpu_lost,
     device_health,
     device_recovered,

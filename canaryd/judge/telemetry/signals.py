@@ -16,7 +16,7 @@ from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
-from canaryd.judge.telemetry.events import RESET_SINCE, is_number, numbers, within
+from canaryd.judge.telemetry.events import RESET_SINCE, is_number, numbers, unread, within
 from canaryd.model import Cause, Device, Event, EventKind, Reason, Run
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
@@ -66,6 +66,8 @@ class Poll:
     """The newest poll, whatever its outcome."""
     completed: Run | None
     """The newest poll that completed."""
+    before: float = 0.0
+    """When the completed poll before that one began, in seconds since the epoch; 0.0 for none."""
     known: Mapping[str, tuple[Reading, float]] = field(default_factory=dict)
     """Key → the newest reading, also of those that this poll lacks, and when its poll began."""
     failures: int = 0
@@ -143,14 +145,15 @@ class Signs:
                 age = max(0.0, age) if age >= -POLL_AHEAD else stale
                 read = numbers(poll.completed)
                 names = {r.name for r in read.values()}
-                # What this poll lacks altogether, because the driver refused the call, counts as stale at least.
+                # What this poll lacks, altogether or because the driver failed to give it, counts as stale at least.
+                lost = {u.reading.key for u in unread(poll.completed, poll.known)}
                 last: dict[str, float] = {}
                 for r, at in poll.known.values():
                     last[r.name] = max(at, last.get(r.name, at))
                 older = {
                     k: (r, at)
                     for k, (r, at) in poll.known.items()
-                    if r.name not in names and is_number(r) and at == last[r.name]
+                    if is_number(r) and (k in lost or (r.name not in names and at == last[r.name]))
                 }
                 found |= {k: (r, max(now - at, stale), limit) for k, (r, at) in older.items()}
                 found |= {k: (r, age, limit) for k, r in read.items()}

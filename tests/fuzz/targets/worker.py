@@ -330,6 +330,7 @@ def _yielded(data: bytes) -> None:
     given = (*run.readings, *run.comparisons, *run.recordings, *run.skipped)
     if isinstance(fact, Absent):
         arrived = run.absent == {whole(fact.name): whole(fact.reason)}
+        arrived = arrived and run.codes == ({whole(fact.name): fact.code} if fact.code else {})
     else:
         arrived = len(given) == 1 and to_json(given[0]) == whole(json.loads(json.dumps(to_json(fact))))
     assert arrived or run.outcome is Outcome.GARBLED, (fact, run)

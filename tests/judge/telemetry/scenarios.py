@@ -66,6 +66,16 @@ def mute(known):
     return Poll(period=15.0, newest=empty, completed=empty, known=readings, since=NOW - 30 * DAY)
 
 
+def silent(*, first=False, code=999, only=None, **changes):
+    """Return signs of a driver that failed to read `UE` in two polls, or in the `first`; it read `only` before."""
+    read = poll(ago=45, only=only)
+    now = poll(only={UE: None}, absent={UE: "the driver reports an unknown error (999)"}, codes={UE: code})
+    known = {r.key: (r, read.started) for r in read.readings}
+    before = read.started if first else NOW - 20
+    polls = {"p": Poll(period=15.0, newest=now, completed=now, before=before, known=known, since=NOW - DAY)}
+    return sign(polls=polls, **changes)
+
+
 SRAM_CE = "ecc_errors_total{kind=corrected,location=sram}"
 SLOW = "throttle_seconds_total{reason=hw_slowdown}"
 HARMLESS_LINK = {**FATAL_LINK, "error_status": "0x00000002"}
@@ -103,8 +113,18 @@ SCENARIOS = {
     ),
     "polls that give nothing, but not for long": lambda: (sign(polls={"p": mute(known=119)}), []),
     "polls that never gave anything": lambda: (sign(polls={"p": mute(known=None)}), []),
+    # readings-lost
+    "a counter that cannot be read any more": lambda: (silent(), [("readings-lost", DEGRADED, E)]),
+    "a counter that could not be read once": lambda: (silent(first=True), []),
+    "a counter that is not supported any more": lambda: (silent(code=3), []),
+    "a counter that waits for a reset": lambda: (silent(code=16), []),
+    "a counter without a code": lambda: (silent(code=0), []),
+    "a counter that was above 0 and cannot be read any more": lambda: (
+        silent(only={UE: 2}), [("readings-lost", DEGRADED, E), ("uncorrected-error", SUSPECT, H)],
+    ),
     # a device that is gone
     "gone, and silent with it": lambda: (sign(completed=poll(ago=DAY), gone=True), []),
+    "gone, and its counters could not be read before": lambda: (silent(gone=True), []),
     "gone with a failed remap, for months": lambda: (
         sign(completed=poll(ago=90 * DAY, only={"row_remap_failed": 1}), gone=True), [("row-remap-failed", FAULTY, H)],
     ),
