@@ -144,7 +144,7 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--drained",
         action="store_true",
-        help="take accelerators whole; otherwise the budget limits tests beside other processes (docs/budget.md)",
+        help="use accelerators fully; otherwise tests beside other processes keep to the budget (docs/budget.md)",
     )
     add_wait(command)
 

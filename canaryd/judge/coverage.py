@@ -183,7 +183,7 @@ def checked_nothing(case: Case) -> Iterator[Finding]:
             action = f"Test it when the machine is less busy: canaryd check --probe {run.probe} --device {{device}}"
             action = action.format(device=case.device.name)
             if case.fresh_results >= least_results(case.device):
-                state, text = State.HEALTHY, "Not tested: its time was over before it had a result"
+                state, text = State.HEALTHY, "Not tested: its time was over before its first result"
         yield make_finding("checked-nothing", state, cause, text, action, run)
 
 

@@ -169,7 +169,7 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
         sweep.wrong = {}
         finished = _carry_out(sweep, PATTERNS[name](sweep))
         if not finished and not sweep.wrong:
-            yield ctx.late(case, "it had been all over")
+            yield ctx.late(case, "its first pass was over")
             continue
         yield from _comparisons(sweep, case, finished=finished)
     yield Reading(name=TRIALS, value=sweep.trials, unit="1")
