@@ -86,7 +86,10 @@ class Engine(Host):
     def __post_init__(self) -> None:
         """Put the parts together; no device is touched yet."""
         self.workers = Workers(self)
-        self.watch = Watch(self.store, lambda: self.config, lambda: self.workers.start(numeric=False), self.workers.end)
+        self.watch = Watch(
+            *(self.store, lambda: self.config, lambda: self.workers.start(numeric=False), self.workers.end),
+            self.clock,
+        )
         self.watch.kernel_log.on_records = self._on_kernel_log
         self._acks = Acknowledgements(self)
         self._met = MetClasses(self)

@@ -131,10 +131,16 @@ class Watch:
     """The telemetry of this host. Safe to use from several threads; only one of them sweeps."""
 
     def __init__(
-        self, store: Store, config: Callable[[], Config], start: Callable[[], Series], end: Callable[[Series], None]
+        self,
+        store: Store,
+        config: Callable[[], Config],
+        start: Callable[[], Series],
+        end: Callable[[Series], None],
+        clock: Callable[[], float],
     ) -> None:
-        """`start` makes a series under canaryd's own interpreter, `end` closes it."""
+        """`start` makes a series under canaryd's own interpreter, `end` closes it; `clock` tells the time (epoch s)."""
         self._store = store
+        self._clock = clock
         self._config = config
         self._start, self._end = start, end
         self._lanes: dict[tuple[str, str], _Lane] = {}
@@ -268,7 +274,7 @@ class Watch:
         """Return the lane of a probe on a device; a new one begins with what the store knows from a time on."""
         with self._mutex:
             if (device, probe) not in self._lanes:
-                lane = _Lane(period=period, since=time.time())
+                lane = _Lane(period=period, since=self._clock())
                 lane.recall(self._store.polls(device, probe, known_since, completed=True, limit=RECALLED))
                 lane.before = lane.completed = lane.recorded
                 self._lanes[device, probe] = lane
