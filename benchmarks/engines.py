@@ -29,6 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from canaryd_lab.worker.exact_canary.export import export
+from canaryd_lab.worker.exact_canary.quantised import FORMS
+
 from benchmarks import common, exact_onnx
 from benchmarks.clean_runs import of_runtime
 from canaryd.facts import Comparison
@@ -39,9 +42,7 @@ from canaryd.worker.canary.model import DTYPES
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import load
-from canaryd.worker.exact_canary.export import export
 from canaryd.worker.exact_canary.prove import Walk
-from canaryd.worker.exact_canary.quantised import FORMS
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import EXPERTS, FAMILIES, TINY, Shape
 from canaryd.worker.numeric.tensors import bits, torch

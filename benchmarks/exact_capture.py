@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from canaryd_lab.worker.canary.capture import Recorder
+from canaryd_lab.worker.exact_canary.capture import Ran, Session, every, inferences
+from canaryd_lab.worker.exact_canary.truth import Truth, truth
+
 from benchmarks.common import become_worker, machine, options, table, write
 from benchmarks.observability import flip
-from canaryd.worker.canary.capture import Recorder
-from canaryd.worker.exact_canary.capture import Ran, Session, every, inferences
 from canaryd.worker.exact_canary.cases import Inference
-from canaryd.worker.exact_canary.truth import Truth, truth
 from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.tensors import bits, strict_switches, torch
 

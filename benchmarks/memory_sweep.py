@@ -12,7 +12,8 @@ import argparse
 import math
 import statistics
 
-from canaryd.worker.characterise.speed import patterns, swept_and_copied
+from canaryd_lab.worker.characterise.speed import patterns, swept_and_copied
+
 from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.tensors import torch
 

@@ -23,9 +23,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from canaryd_lab.compare import pack
+from canaryd_lab.worker.pack import export
+
 from benchmarks import common
 from benchmarks.clean_runs import of_runtime
-from canaryd.compare import pack
 from canaryd.model import RUNTIMES, TORCH, Device
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
@@ -34,7 +36,6 @@ from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import host_same_bits, torch
 from canaryd.worker.numeric.verify import FIXED_SEED
-from canaryd.worker.pack import export
 from canaryd.worker.runtime import interface
 from probes import exact_attention, exact_integer, exact_matmul
 from tests import browser

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from canaryd_lab.worker.characterise.speed import Repetition
+
 from benchmarks import common
 from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker.characterise.speed import Repetition
 from canaryd.worker.numeric import stack, verify
 from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer

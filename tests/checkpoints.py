@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary import gguf as ggml
+from canaryd_lab.worker.canary import gguf as ggml
+
 from canaryd.worker.canary.model import read_safetensors, write_safetensors
 from canaryd.worker.numeric.tensors import torch
 

@@ -32,13 +32,13 @@ LONGEST = (
     "engine/test_budget.py",
     "test_boot.py",
     "dossier/test_document.py",
-    "characterise/test_characterise.py",
+    "../lab/tests/characterise/test_characterise.py",
     "worker/numeric/test_verify.py",
     "worker/telemetry/test_nvidia.py",
     "deploy/test_kubernetes.py",
     "deploy/test_prometheus.py",
     "worker/links/test_group.py",
-    "cli/test_compare.py",
+    "../lab/tests/test_cli_compare.py",
     "worker/endpoint/test_starting.py",
     "worker/numeric/test_rehearsal.py",
     "store/test_durability.py",
@@ -74,7 +74,7 @@ def _has_gpu() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, and skip what this machine cannot run, with a reason that the summary prints."""
     gc.enable()
-    ranks = {ROOT / "tests" / name: rank for rank, name in enumerate(LONGEST)}
+    ranks = {(ROOT / "tests" / name).resolve(): rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
     marks = {
         "torch": (_has_torch(), "torch is not installed in this interpreter"),

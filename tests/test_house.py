@@ -20,9 +20,9 @@ from tests.command import ROOT, environment
 from tests.conftest import LONGEST, OURS
 from tests.servers import KINDS, UNKNOWN
 
-MODULES = sorted((ROOT / "canaryd").rglob("*.py"))
+MODULES = sorted(path for package in ("canaryd", "lab/canaryd_lab") for path in (ROOT / package).rglob("*.py"))
 PROBE_FILES = sorted((ROOT / "probes").glob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+TESTS = sorted(path for tests in ("tests", "lab/tests") for path in (ROOT / tests).rglob("test_*.py"))
 HEAVY = {"torch", "numpy", "pynvml", "amdsmi", "scipy", "pandas"}
 
 
@@ -102,7 +102,11 @@ def test_only_the_command_line_prints(path):
     """Everything else returns, raises or logs."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     prints = any(isinstance(function, ast.Name) and function.id == "print" for function in calls)
-    assert not prints or path.parent == ROOT / "canaryd/cli" or path == ROOT / "canaryd/__main__.py"
+    assert (
+        not prints
+        or path.parent in (ROOT / "canaryd/cli", ROOT / "lab/canaryd_lab/cli")
+        or path == ROOT / "canaryd/__main__.py"
+    )
 
 
 @pytest.mark.torch
@@ -142,7 +146,7 @@ def test_the_readme_names_every_command():
 
 def test_the_files_that_are_begun_first_are_there():
     """A file that was renamed would silently be begun last."""
-    assert {ROOT / "tests" / name for name in LONGEST} <= {*TESTS}
+    assert {(ROOT / "tests" / name).resolve() for name in LONGEST} <= {*TESTS}
 
 
 def test_what_a_newcomer_has_set_for_canaryd_does_not_reach_the_tests():

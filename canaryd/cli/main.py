@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import metadata
 
 from canaryd import __version__
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, Parser
@@ -36,17 +37,16 @@ MODULES = {
     "report": "report",
     "ack": "ack",
     "baseline": "baseline",
-    "capture": "compare",
-    "compare": "compare",
-    "canary": "canary",
-    "pack": "pack",
-    "characterise": "characterise",
     "fleet": "fleet",
     "devices": "listing",
     "probes": "listing",
     "config": "listing",
 }
 """Command → the module of this package that has it. Only that one is loaded: all take a quarter of a short command."""
+GROUP = "canaryd.commands"
+"""Entry points of other distributions: command → a module with `add_parsers`."""
+LAB = ("canary", "capture", "characterise", "compare", "pack")
+"""Commands of the lab, which is installed on its own."""
 
 
 def parser(command: str = "") -> argparse.ArgumentParser:
@@ -54,9 +54,18 @@ def parser(command: str = "") -> argparse.ArgumentParser:
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
     commands = Commands(top)
-    for name in [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values()):
-        importlib.import_module(f"canaryd.cli.{name}").add_parsers(commands)
+    for module in dict.fromkeys(_modules(command).values()):
+        importlib.import_module(module).add_parsers(commands)
     return top
+
+
+def _modules(command: str) -> dict[str, str]:
+    """Return command → module: of this one if canaryd's core has it, else of all that are installed."""
+    if command in MODULES:
+        return {command: f"canaryd.cli.{MODULES[command]}"}
+    own = {name: f"canaryd.cli.{module}" for name, module in MODULES.items()}
+    installed = {point.name: point.value for point in metadata.entry_points(group=GROUP)}
+    return {command: installed[command]} if command in installed else {**own, **installed}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     capabilities.withdraw()
     type_with(())
     words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in LAB and words[0] not in _modules(words[0]):
+        complain(f'"canaryd {words[0]}" is part of the lab; install it: pip install "canaryd[lab]"')
+        return USAGE
     options = parser(words[0] if words else "").parse_args(words)
     try:
         return _run(options)

@@ -20,6 +20,7 @@ from canaryd.facts import LogPosition, LogRecord, whole
 from canaryd.model import MPS_CLIENT, Device, Outcome, Run
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor import capabilities
+from canaryd.supervisor.answers import answerer
 from canaryd.supervisor.environment import INSTRUCTION_SETS
 from canaryd.supervisor.process import MAX_RUN, MAX_TOLD, LostError, Worker
 from canaryd.supervisor.protocol import (
@@ -368,15 +369,18 @@ class Series:
                 self._on_progress(*progress)
 
     def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask one of the worker's own modules a question that is not a probe.
+        """Ask a module of the worker (`answers.py`) a question that is not a probe.
 
         Returns the outcome, the answer (empty unless completed) and the detail. Never raises for what a worker does.
         """
         deadline, run = time.monotonic() + timeout, new_run_id(time.time())
+        name, package = answerer(module)
         try:
             worker = self._slot.ready(deadline)
             worker.begin()
-            worker.send({"op": "answer", "id": run, "module": module, "arguments": arguments, "timeout": timeout})
+            placed = "" if package is None else worker.place(package)
+            request = {"op": "answer", "id": run, "module": name, "package": placed}
+            worker.send({**request, "arguments": arguments, "timeout": timeout})
             while True:
                 message = self._slot.receive(worker, deadline)
                 progress = None

@@ -45,16 +45,6 @@ DETAIL = 16_384
 """Characters kept of a traceback, from its end."""
 BATCH = 256
 """Readings of telemetry sent in one message; all other facts are sent at once, to survive a crash."""
-ANSWERS = {
-    "capture": "canaryd.worker.canary.capture",
-    "characterise": "canaryd.worker.characterise.parts",
-    "compare": "canaryd.worker.canary.compare",
-    "exact_capture": "canaryd.worker.exact_canary.capture",
-    "export": "canaryd.worker.exact_canary.export",
-    "pack": "canaryd.worker.pack.export",
-    "reproducer": "canaryd.worker.numeric.reproducer",
-}
-"""Requests that are not probes → the module that answers them."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 OWN = ("kind", "id", "type", "outcome")
 """Fields whose values are words of the protocol."""
@@ -337,7 +327,9 @@ class Runner:
         run = request["id"]
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
-            module = importlib.import_module(ANSWERS[request["module"]])
+            if request["package"]:
+                self._open(request["module"].partition(".")[0], self._root / request["package"])
+            module = importlib.import_module(request["module"])
             value, outcome, detail = module.answer(request["arguments"], self._progress(run)), Outcome.COMPLETED, ""
         except Skip as skip:
             value, outcome, detail = {}, Outcome.SKIPPED, str(skip)
@@ -355,6 +347,15 @@ class Runner:
         if readings:
             self._send(kind="readings", id=run, values=readings)
             readings.clear()
+
+    def _open(self, name: str, path: Path) -> None:
+        """Make a package importable by its `__init__.py`, and nothing beside it."""
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{path}: not a package")
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
 
     def _load(self, name: str) -> ModuleType:
         path = self._root / name  # an absolute name stays itself

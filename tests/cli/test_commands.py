@@ -16,7 +16,7 @@ import pytest
 
 from canaryd import __version__
 from canaryd.cli.common import use_color
-from canaryd.cli.main import MODULES, main, parser
+from canaryd.cli.main import LAB, MODULES, main, parser
 from canaryd.config import permissions
 from canaryd.supervisor import series
 from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure, in_turn
@@ -69,9 +69,9 @@ def test_every_command_names_its_exit_statuses():
 
 
 def test_one_command_is_parsed_without_the_modules_of_the_others():
-    """The table names every command, and the module that has it."""
-    assert MODULES.keys() == commands_of(parser()).keys()
-    for command in MODULES:
+    """The table names every command of the core, and the module that has it; the lab adds its own."""
+    assert {*MODULES, *LAB} == commands_of(parser()).keys()
+    for command in (*MODULES, *LAB):
         assert command in commands_of(parser(command))
     found = subprocess.run(
         [sys.executable, "-c", "from canaryd.cli import main; import sys; main.parser('check'); print(*sys.modules)"],

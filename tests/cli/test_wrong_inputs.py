@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from canaryd.formatting import did_you_mean_device
 from tests.cli.test_reading import AS_ANOTHER, NOBODY, held, place, recorded  # noqa: F401  a fixture
@@ -305,3 +306,15 @@ def test_what_this_user_may_not_read_is_not_compared(place):  # noqa: F811  the 
     why = "cannot be read: Permission denied; name a readable file"
     told = "".join(f"canaryd: {place}/{name}: {why}\n" for name in ("closed/a", "mine"))
     assert (answer.code, answer.out, answer.err) == (64, "", told)
+
+
+@pytest.mark.parametrize("command", ["canary", "capture", "characterise", "compare", "pack"])
+def test_a_command_of_the_lab_that_is_not_installed_says_what_to_install(tmp_path, command):
+    """One line and 64, by an interpreter that has PyYAML alone."""
+    (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)
+    paths = f"import sys; sys.path += [{str(ROOT)!r}, {str(tmp_path)!r}]"
+    code = f"{paths}; from canaryd.cli.main import main; sys.exit(main())"
+    argv = [sys.executable, "-S", "-c", code, command, "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 64, done
+    assert done.stderr == f'canaryd: "canaryd {command}" is part of the lab; install it: pip install "canaryd[lab]"\n'

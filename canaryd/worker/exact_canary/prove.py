@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from canaryd.worker.exact_canary.quantised import Stored
 from canaryd.worker.exact_canary.shape import CHOSEN, GAP, THETA, Shape
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
@@ -145,7 +144,7 @@ class Walk:
     witnessed: bool = True
     keep: bool = False
     """Whether a proof holds the values of every operator too."""
-    stored: Mapping[str, Stored] = field(default_factory=dict)
+    stored: Mapping[str, Any] = field(default_factory=dict)
     """The matrices among the weights that are stored in few bits."""
     _compared: int = 0
     _vectors: dict[str, Exact] = field(default_factory=dict)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canaryd_lab.worker.canary import capture, compare
 
 from canaryd.codec import to_json
 from canaryd.model import Device
-from canaryd.worker.canary import capture, compare
 from canaryd.worker.canary.golden import load_golden
 from canaryd.worker.canary.model import BadFile, load, read_safetensors, write_safetensors
 from canaryd.worker.numeric.evidence import collect

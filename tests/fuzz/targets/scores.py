@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from canaryd_lab.compare import score_files, scores
 
 from canaryd.codec import to_json
-from canaryd.compare import score_files, scores
 from tests.fuzz.material import Choices, dumps, modes, seed, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, scratch
 

@@ -1,0 +1,42 @@
+"""Which classes of exact cases a characterisation shows to be exact, as records for the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from canaryd.facts import Claim, Seen
+from canaryd.formatting import format_time
+from canaryd.judge.characterised import Met, class_of
+from canaryd.model import Device
+from canaryd_lab.characterise.results import Result, Status
+
+CASES = "cases/"
+"""Beginning of the names of parts whose cases are those that tests run: what else was tried accuses nobody."""
+
+
+def records(device: Device, results: Sequence[Result]) -> list[Met]:
+    """Return the classes that every case of a probe met here, as accepted; those with one wrong result are left out.
+
+    Nothing is accepted from a part that came to anything bad, and nothing without the stack it holds for.
+    """
+    found = []
+    for result in results:
+        stack = result.facts.get("stack", {})
+        if not result.name.startswith(CASES) or result.status is not Status.RIGHT or not stack:
+            continue
+        strict = [o for o in result.observations if o.claim is Claim.STRICT]
+        wrong = {class_of(o.name) for o in strict if o.seen in (Seen.WRONG, Seen.RAISED)}
+        met = {class_of(o.name) for o in strict if o.seen is Seen.RIGHT} - wrong
+        why = f"canaryd characterise, {format_time(result.started, seconds=False)}"
+        found.append(
+            Met(
+                device=device.uuid,
+                kind=device.kind,
+                probe=result.name.removeprefix(CASES),
+                probe_version=int(result.facts["probe_version"]),
+                stack={str(k): str(v) for k, v in stack.items()},
+                accepted=dict.fromkeys(sorted(met), why),
+                used=result.started,
+            )
+        )
+    return found

@@ -1,0 +1,153 @@
+"""Carry a characterisation out: part after part within its minutes, every result on disk at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from canaryd.facts import stack_id
+from canaryd.formatting import did_you_mean
+from canaryd.model import Outcome
+from canaryd_lab.characterise import document, host_parts, outside
+from canaryd_lab.characterise.conversation import Conversation
+from canaryd_lab.characterise.page import page
+from canaryd_lab.characterise.results import Directory, Part, Result, file_name, sliced, write
+
+RESERVE = 4.0
+"""Seconds kept for the document, the page and the end of workers (ours)."""
+FIRST = 60.0
+"""Seconds that the first look at device and stack may take, however few the minutes are (ours)."""
+
+
+class NoSuchPart(ValueError):
+    """A name was given that no part of this device has."""
+
+
+def _is_named(part: str, name: str) -> bool:
+    """Whether `name` is that part, or one that it is below."""
+    return part == name or part.startswith(f"{name}/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What was asked for."""
+
+    minutes: float = 10.0
+    slice: tuple[int, int] = (1, 1)
+    """Which part of how many: (2, 4) for every fourth part, from the second."""
+    directory: Path | None = None
+    """Where results are, or will be; None for a new directory in the working directory."""
+    only: tuple[str, ...] = ()
+    """Names of parts, or their beginnings before a "/"; empty for all."""
+
+
+@dataclass
+class Characterisation:
+    """One device being characterised, under its lock."""
+
+    conversation: Conversation
+    options: Options
+    on_part: Callable[[Part, int, int], None] = lambda _part, _number, _of: None
+    """Told before each part: the part, its number, and how many there are."""
+    on_result: Callable[[Result], None] = lambda _result: None
+    directory: Directory = field(init=False)
+    base: Path = field(init=False)
+    """The document's path without its ending."""
+    planned: list[Part] = field(init=False, default_factory=list)
+    left: list[Part] = field(init=False, default_factory=list)
+    """Parts of this slice that have no result yet."""
+
+    def run(self) -> document.Document:
+        """Carry out what is not done yet, and return the document.
+
+        Raises `NoSuchPart` for a name that no part has, `NotOurs` for a directory of another device or stack,
+        `FileExistsError` for a default directory that exists, `OSError` where it cannot be written, `RuntimeError`
+        where no worker answers.
+        """
+        begun = time.monotonic()
+        deadline = begun + 60.0 * self.options.minutes - RESERVE
+        try:
+            self.conversation.deadline = max(deadline, begun + FIRST)
+            parts = {p.name: p for p in [*self.conversation.listed(), *(part for part, _ in self._ours.values())]}
+            self._refuse_unknown(parts)
+            first = self._environment(parts)
+            self.conversation.deadline = deadline
+            self.planned = [p for p in sliced(parts.values(), *self.options.slice) if self._wanted(p)]
+            done = {r.name for r in self.directory.results()}
+            if first.name not in done:
+                self.directory.add(first)
+                self.on_result(first)
+                done.add(first.name)
+            self._write()
+            todo = [p for p in self.planned if p.name not in done]
+            for number, part in enumerate(todo):
+                if self.conversation.engine.stopping:
+                    break
+                if time.monotonic() + self.conversation.needed(part) > deadline:
+                    continue  # a shorter one may fit
+                self.on_part(part, number, len(todo))
+                result = self._carry_out(part)
+                cut_short = self.conversation.engine.stopping or self.conversation.is_late
+                if cut_short and result.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED):
+                    break  # by canaryd: no result
+                self.directory.add(result)
+                self.on_result(result)
+                self._write()
+        finally:
+            self.conversation.close()
+        return self._write()
+
+    def _wanted(self, part: Part) -> bool:
+        return not self.options.only or any(_is_named(part.name, name) for name in self.options.only)
+
+    def _refuse_unknown(self, parts: Collection[str]) -> None:
+        for name in self.options.only:
+            if not any(_is_named(part, name) for part in parts):
+                groups = dict.fromkeys(part.partition("/")[0] for part in parts)
+                raise NoSuchPart(
+                    f"{name}: no such part; choose from {', '.join(groups)}{did_you_mean(name, [*groups, *parts])}"
+                )
+
+    @functools.cached_property
+    def _ours(self) -> dict[str, tuple[Part, host_parts.CarryOut]]:
+        return host_parts.parts(self.conversation) | outside.parts(self.conversation)
+
+    def _environment(self, parts: dict[str, Part]) -> Result:
+        """Look at device and stack, and open the directory that is theirs."""
+        device = self.conversation.device
+        result = self._carry_out(parts["environment"])
+        if result.outcome is not Outcome.COMPLETED:
+            raise RuntimeError(f"{result.outcome.value}: {result.detail}")
+        stack = {str(k): str(v) for k, v in result.facts.get("stack", {}).items()}
+        name = f"characterise-{file_name(device.model)}-{file_name(document.stack_name(stack))}"
+        path = self.options.directory
+        if path is None:
+            path = Path.cwd() / name
+            if path.exists():
+                raise FileExistsError(str(path))
+        self.directory = Directory(path)
+        self.directory.open(
+            {"device": device.uuid, "stack": stack_id(stack), "drill": self.conversation.drill, "name": name}
+        )
+        self.base = path / name
+        return result
+
+    def _carry_out(self, part: Part) -> Result:
+        started, begun = time.time(), time.monotonic()
+        ours = self._ours.get(part.name)
+        made = ours[1](part, self.conversation) if ours else self.conversation.carry_out(part)
+        return replace(made, started=started, seconds=round(time.monotonic() - begun, 3))
+
+    def _write(self) -> document.Document:
+        results = self.directory.results()
+        names = {r.name for r in results}
+        self.left = [p for p in self.planned if p.name not in names]
+        made = document.document(self.conversation.device, results, self.left, drill=self.conversation.drill)
+        with contextlib.suppress(OSError):  # a full disk: the results that are there stay
+            write(self.base.with_name(f"{self.base.name}.json"), document.text(made))
+            write(self.base.with_name(f"{self.base.name}.html"), page(made))
+        return made

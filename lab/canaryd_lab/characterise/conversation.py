@@ -1,0 +1,181 @@
+"""Ask the worker for parts: one worker for many of them, and a new one after any that did not go well."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from canaryd.codec import from_json, to_json
+from canaryd.engine.catalogue import Entry
+from canaryd.engine.engine import Engine
+from canaryd.facts import Claim, Observation, Seen, Subject
+from canaryd.model import Device, Outcome, Run
+from canaryd.supervisor.protocol import RunRequest
+from canaryd.supervisor.series import Series
+from canaryd_lab.characterise.results import Part, Result
+
+MODULE = "characterise"
+START = 4.0
+"""Seconds for the start of a worker: torch is imported (ours)."""
+GRACE = 45.0
+"""Seconds beyond its own time after which a part is killed: torch is imported, kernels are loaded (ours)."""
+SEED = 20_261_123
+
+
+@dataclass
+class Conversation:
+    """The worker that carries out parts on one device."""
+
+    engine: Engine
+    device: Device
+    drill: str = ""
+    scale: float = 1.0
+    """Factor on the time of every part: minutes over ten."""
+    on_progress: Callable[[float, str], None] = lambda _fraction, _text: None
+    deadline: float = math.inf
+    """Value of `time.monotonic()` at which whatever is at work is killed: the minutes are spent."""
+    last: str = field(default="", init=False)
+    """What the worker was doing last."""
+    _series: Series | None = field(default=None, init=False)
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._series is not None:
+            self.engine.workers.end(self._series)
+            self._series = None
+
+    def start(
+        self, instruction_set: str = "", *, numeric: bool = True, nice: int = 0, together: bool = False
+    ) -> Series:
+        """Return a series of its own, which the caller ends by `engine.workers.end`.
+
+        The shared worker lets go of the device first, which may admit one process alone; with `together` it does not.
+        """
+        if not together:
+            self.close()
+        return self.engine.workers.start(
+            instruction_set, self._progress, numeric=numeric, device=self.device if numeric else None, nice=nice
+        )
+
+    def _progress(self, fraction: float, text: str) -> None:
+        self.last = text
+        self.on_progress(fraction, text)
+
+    def within(self, timeout: float) -> float:
+        """Return a time limit that ends with the minutes at the latest."""
+        return max(0.1, min(timeout, self.deadline - time.monotonic()))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the minutes are spent: what was cut short by that is no result."""
+        return time.monotonic() > self.deadline - 0.5
+
+    def listed(self) -> list[Part]:
+        """Return the parts that the worker carries out; [] where no worker answers."""
+        outcome, value, detail = self.ask({"part": "", "device": to_json(self.device)}, 60.0)
+        if outcome is not Outcome.COMPLETED:
+            raise RuntimeError(f"{outcome.value}: {detail}")
+        return [from_json(Part, part) for part in value["parts"]]
+
+    def ask(self, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
+        """Ask the shared worker; it is replaced after anything that did not complete."""
+        if self._series is None:
+            self._series = self.start(together=True)
+        answer = self._series.answer(MODULE, arguments, self.within(timeout))
+        if answer[0] not in (Outcome.COMPLETED, Outcome.SKIPPED):
+            self.close()
+        return answer
+
+    def seconds(self, part: Part) -> float:
+        """Return how long a part may work, without the start of its workers."""
+        return max(1.0, part.seconds * self.scale)
+
+    def needed(self, part: Part) -> float:
+        """Return how long a part takes with the start of its workers."""
+        return self.seconds(part) + part.workers * START
+
+    def carry_out(self, part: Part, **more: Any) -> Result:
+        """Let the worker carry out one of its parts; whatever becomes of it is a result."""
+        self.last = ""
+        limit = self.seconds(part)
+        arguments = {"part": part.name, "device": to_json(self.device), "seconds": limit, "drill": self.drill, **more}
+        outcome, value, detail = self.ask(arguments, limit + GRACE)
+        seen = from_json(tuple[Observation, ...], value.get("observations", []))
+        if outcome not in (Outcome.COMPLETED, Outcome.SKIPPED) and self.last:
+            detail = f"about {self.last}: {detail}"
+        if any(o.error == "device" for o in seen):
+            self.close()  # its context is lost
+        return result(part, outcome, detail, seen, value.get("facts", {}))
+
+    def run_probe(
+        self,
+        entry: Entry,
+        seconds: float,
+        *,
+        cases: tuple[str, ...] = (),
+        level: str = "quick",
+        series: Series | None = None,
+        **more: Any,
+    ) -> Run:
+        """Run a probe outside of the store: nothing of it counts for or against the device."""
+        own = series or self.start()
+        request = RunRequest(
+            probe_path=entry.file.path,
+            spec=entry.spec,
+            device=self.device,
+            level=level,
+            seed=SEED,
+            settings=self.engine.settings(entry.spec.name).settings,
+            cases=cases,
+            budget=seconds,
+            **more,
+        )
+        try:
+            return own.run(request, self.within(seconds + self.engine.timeout(entry.spec, level) + GRACE))
+        finally:
+            if series is None:
+                self.engine.workers.end(own)
+
+
+def result(
+    part: Part,
+    outcome: Outcome,
+    detail: str,
+    seen: tuple[Observation, ...] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> Result:
+    """Return what a part came to; who carries it out adds when, and how long it took."""
+    return Result(
+        name=part.name,
+        title=part.title,
+        rank=part.rank,
+        outcome=outcome,
+        detail=detail,
+        observations=seen,
+        facts=facts or {},
+    )
+
+
+def observed(run: Run) -> tuple[Observation, ...]:
+    """Return the facts of a probe's run as observations: right, wrong, recorded, or left out by the probe."""
+    seen = []
+    for comparison in run.comparisons:
+        pattern = comparison.evidence.pattern if comparison.evidence else ""
+        if comparison.subject is not Subject.DEVICE:
+            state, error = Seen.RAISED, "harness"
+        else:
+            state, error = Seen.WRONG if comparison.wrong else Seen.RIGHT, ""
+        values = {"trials": comparison.trials, "wrong_trials": comparison.wrong_trials}
+        name = comparison.case
+        seen.append(Observation(name=name, claim=Claim.STRICT, seen=state, error=error, detail=pattern, values=values))
+    for case in dict.fromkeys(r.case for r in run.recordings):
+        digests = {r.digest for r in run.recordings if r.case == case}
+        values = {"vectors": len(digests)}
+        seen.append(Observation(name=case, claim=Claim.OPEN, seen=Seen.MEASURED, values=values))
+    for skipped in run.skipped:
+        name, why = skipped.case, skipped.reason
+        seen.append(Observation(name=name, claim=Claim.STRICT, seen=Seen.LEFT_OUT, detail=why))
+    return tuple(seen)

@@ -1,0 +1,192 @@
+"""Parts that the daemon's side carries out: they start workers and probes, and watch what becomes of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from canaryd.codec import to_json
+from canaryd.engine import budget, schedule
+from canaryd.facts import DTYPES, Claim, Observation, Seen
+from canaryd.model import TORCH, Outcome, Run
+from canaryd_lab.characterise.conversation import MODULE, Conversation, observed, result
+from canaryd_lab.characterise.results import Part, Result
+
+CarryOut = Callable[[Part, Conversation], Result]
+EVERY = ("*",)
+"""Selects every case of a probe, and so every shape and layout of it."""
+SECONDS: Mapping[str, float] = {
+    "exact_integer": 10, "exact_matmul": 50, "exact_attention": 40, "recorded_kernels": 12,
+}  # fmt: skip
+"""The most that every case of a probe may take once; of any other probe `OTHERS`."""
+OTHERS = 15.0
+CANARY: Mapping[str, tuple[str, ...]] = {"graph": ("graph",), "compiled": ("compiled/b1",)}
+"""Part → the canary's cases in each format; what is not here runs as at level standard, while time lasts."""
+GRAPHS = ("cuda", "rocm")
+"""Backends that record the canary's step as a graph (probes/canary_prompts.py)."""
+KILLED_WITHIN = 5.0
+"""Seconds after SIGKILL within which a worker has to be gone: `WAKE` of the supervisor is longer (ours)."""
+
+
+def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
+    """Return every part of this side by name."""
+    entries = conversation.engine.entries
+    found: list[tuple[Part, CarryOut]] = []
+    for turn, (name, entry) in enumerate(sorted(entries.items(), key=lambda e: (e[1].spec.order, e[0]))):
+        own = name == "canary_prompts" or entry.spec.opt_in  # it has parts of its own; or a model of the user's
+        if entry.spec.numeric and not own and schedule.applies(entry, conversation.device):
+            part = Part(name=f"cases/{name}", title=f"Every case of {name} once", rank=20 + min(turn, 9),
+                        seconds=SECONDS.get(name, OTHERS), workers=1)  # fmt: skip
+            found.append((part, every_case))
+    if conversation.device.runtime != TORCH:  # the others call torch, in the worker or in their probes
+        return {part.name: (part, carry_out) for part, carry_out in found}
+    if "canary_prompts" in entries:
+        for path, rank, seconds in (("eager", 29, 20.0), ("graph", 61, 10.0), ("compiled", 95, 100.0)):
+            title = f"Canary: {path}"
+            found.append((Part(name=f"canary/{path}", title=title, rank=rank, seconds=seconds, workers=1), canary))
+    if "recorded_kernels" in entries:
+        found.append(
+            (
+                Part(name="recorded", title="Recorded kernels: equal bits again", rank=75, seconds=20, workers=2),
+                recorded,
+            )
+        )
+    found += [
+        (Part(name="kill", title="Killed and hung workers", rank=86, seconds=12, workers=2), kill),
+        (Part(name="beside", title="canaryd beside a decode loop", rank=90, seconds=24, workers=2), beside),
+    ]
+    return {part.name: (part, carry_out) for part, carry_out in found}
+
+
+def every_case(part: Part, conversation: Conversation) -> Result:
+    """Run every case of a probe once: ran, refused, raised."""
+    return _probe(part, conversation, part.name.partition("/")[2], EVERY)
+
+
+def canary(part: Part, conversation: Conversation) -> Result:
+    """Run the canary's cases of one way of decoding, in every format."""
+    if part.name == "canary/graph" and conversation.device.backend not in GRAPHS:
+        text = f"not offered here: only {', '.join(GRAPHS)} record graphs"
+        return result(part, Outcome.SKIPPED, text)
+    paths = CANARY.get(part.name.partition("/")[2], ())
+    cases = tuple(f"{dtype}/{path}" for dtype in DTYPES for path in paths)
+    return _probe(part, conversation, "canary_prompts", cases, "quick" if cases else "standard")
+
+
+def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, ...], level: str = "quick") -> Result:
+    drill = conversation.drill if conversation.drill != "blind" else ""
+    run = conversation.run_probe(
+        conversation.engine.entries[name], conversation.seconds(part), cases=cases, drill=drill, level=level
+    )
+    version = conversation.engine.entries[name].spec.version
+    facts = {"stack": dict(run.stack), "probe_version": version, "readings": {r.key: r.value for r in run.readings}}
+    return result(part, run.outcome, run.detail, observed(run), facts)
+
+
+def recorded(part: Part, conversation: Conversation) -> Result:
+    """Record every serving kernel repeatedly in two workers, and count the different results of each."""
+    entry, share = conversation.engine.entries["recorded_kernels"], conversation.seconds(part) / 2
+    runs = [conversation.run_probe(entry, share, baselining=True) for _ in range(2)]
+    worst = next((r for r in runs if r.outcome is not Outcome.COMPLETED), runs[0])
+    seen = [o for run in runs for o in observed(run) if o.claim is Claim.STRICT]
+    cases = dict.fromkeys(r.case for run in runs for r in run.recordings)
+    seen += [_recorded(case, [{r.digest for r in run.recordings if r.case == case} for run in runs]) for case in cases]
+    unlike = sum(1 for o in seen if o.values.get("vectors", 1) != 1)
+    return result(part, worst.outcome, worst.detail, tuple(seen), {"kernels_with_other_bits": unlike})
+
+
+def _recorded(case: str, digests: list[set[str]]) -> Observation:
+    together = set().union(*digests)
+    values = {"vectors": len(together), "first_worker": len(digests[0]), "second_worker": len(digests[1])}
+    text = "" if len(together) == 1 else "gives other bits from one time to the next"
+    return Observation(name=case, claim=Claim.OPEN, seen=Seen.MEASURED, detail=text, values=values)
+
+
+def kill(part: Part, conversation: Conversation) -> Result:
+    """Kill a worker at work, let one overrun its deadline, and compute right answers in a new one afterwards."""
+    seen = [_killed(conversation), _overrun(conversation)]
+    again = conversation.carry_out(replace(part, name="controls", seconds=10.0))
+    right = again.outcome is Outcome.COMPLETED and again.count(Claim.CONTROL, Seen.WRONG) > 0
+    if conversation.is_late:
+        return result(part, Outcome.TIMED_OUT, "the minutes were spent")
+    kind = Seen.RIGHT if right else Seen.WRONG
+    seen.append(Observation(name="computes afterwards", claim=Claim.STRICT, seen=kind, detail=again.detail[:300]))
+    return result(part, Outcome.COMPLETED, "", tuple(seen))
+
+
+def _spin(conversation: Conversation, seconds: float) -> dict[str, object]:
+    return {"part": "spin", "device": to_json(conversation.device), "seconds": seconds, "drill": ""}
+
+
+def _killed(conversation: Conversation) -> Observation:
+    """Kill a worker while the device computes, and measure how long it takes to be gone."""
+    series = conversation.start()
+    at: list[float] = []
+
+    def end() -> None:
+        at.append(time.monotonic())
+        series.kill("killed by the characterisation")
+
+    timer = threading.Timer(conversation.within(6.0), end)
+    timer.start()
+    try:
+        outcome, _, detail = series.answer(MODULE, _spin(conversation, 60.0), conversation.within(90.0))
+    finally:
+        timer.cancel()
+        timer.join()
+        conversation.engine.workers.end(series)
+    took = time.monotonic() - at[0] if at else 0.0
+    good = bool(at) and outcome is not Outcome.UNKILLABLE and took < KILLED_WITHIN
+    return _gone("SIGKILL while the device computes", took, "" if good else f"{outcome.value}: {detail[:300]}")
+
+
+def _overrun(conversation: Conversation) -> Observation:
+    """Let a worker overrun its deadline: it must end as timed out."""
+    series = conversation.start()
+    begun = time.monotonic()
+    try:
+        outcome, _, detail = series.answer(MODULE, _spin(conversation, 120.0), conversation.within(6.0))
+    finally:
+        conversation.engine.workers.end(series)
+    wrong = "" if outcome is Outcome.TIMED_OUT else f"{outcome.value}: {detail[:300]}"
+    return _gone("a deadline of 6 s that passes", time.monotonic() - begun, wrong)
+
+
+def _gone(name: str, seconds: float, wrong: str) -> Observation:
+    """Return how long it took until a worker was gone, and what was `wrong` with its end."""
+    seen, values = Seen.WRONG if wrong else Seen.RIGHT, {"gone_after_seconds": round(seconds, 3)}
+    return Observation(name=name, claim=Claim.STRICT, seen=seen, detail=wrong, values=values)
+
+
+def beside(part: Part, conversation: Conversation) -> Result:
+    """Decode in one worker, alone and then while another runs exact products within the budget beside a server."""
+    share = conversation.seconds(part) / 3
+    alone = conversation.carry_out(replace(part, name="decode loop", seconds=share / conversation.scale))
+    runs: list[Run] = []
+    thread = threading.Thread(target=lambda: runs.append(_round(conversation, share)), name="canaryd-beside")
+    thread.start()
+    together = conversation.carry_out(replace(part, name="decode loop", seconds=share / conversation.scale))
+    thread.join()
+    seen = []
+    for name, loop in (("decode loop alone", alone), ("decode loop beside canaryd", together)):
+        seen += [replace(o, name=name) for o in loop.observations]
+    run = runs[0]
+    seen += [replace(o, name=f"beside: {o.name}") for o in observed(run) if o.seen in (Seen.RIGHT, Seen.WRONG)]
+    speeds = [float(o.values["tokens_per_second"]) for o in seen[:2] if "tokens_per_second" in o.values]
+    facts = {"throughput_kept": round(speeds[1] / speeds[0], 4)} if len(speeds) == 2 and speeds[0] else {}
+    bad = next((r for r in (alone, together) if r.outcome is not Outcome.COMPLETED), None)
+    outcome, detail = (bad.outcome, bad.detail) if bad else (run.outcome, run.detail)
+    return result(part, outcome, detail, tuple(seen), facts)
+
+
+def _round(conversation: Conversation, seconds: float) -> Run:
+    """Run exact products for so many seconds, the pauses for the server included."""
+    series = conversation.start(nice=budget.NICE, together=True)
+    try:
+        entry = conversation.engine.entries["exact_matmul"]
+        allowance = budget.allowance(conversation.engine.config.budget)
+        return conversation.run_probe(entry, seconds / (1 + budget.REST), series=series, beside=allowance)
+    finally:
+        conversation.engine.workers.end(series)

@@ -1,0 +1,1 @@
+"""Captures of a device, and their comparison."""

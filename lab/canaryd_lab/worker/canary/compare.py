@@ -1,0 +1,488 @@
+"""Find where two captures differ first, and whether that is rounding or a fault: `canaryd compare A B`.
+
+The strongest of three rules that applies is used (docs/compare.md derives them and gives measurements):
+
+same stack   Stack, device model and format are equal, so every bit must be equal. The fault is in the first operator
+             that differs.
+replay       The built-in model on any stacks: float64 repeats every operator from the inputs in the capture itself.
+             What remains is the rounding of that operator alone, which is bounded; earlier differences do not count.
+             This needs no second capture, so it shows which of the two is wrong.
+difference   Other models on different stacks: rounding makes differences of one size all over a tensor, growing slowly
+             from operator to operator. An element far outside, or a size that jumps, is a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from canaryd.worker.canary.model import Canary, KeyValues
+from canaryd.worker.numeric.tensors import FORMATS, bits, form_of, need_torch, torch
+from canaryd_lab.worker.canary.capture import BUILT_IN, Capture, built_in, name_of, place_of, read
+
+SCHEMA = "canaryd.compare/1"
+OPERATOR = 4.0
+"""Replay: roundings that one operator may show. It has at most two; up to 1.63 were measured in 16-bit formats."""
+LAYER = 64.0
+"""Replay of a whole layer, for captures of hidden states only; up to 15.8 were measured."""
+COLUMN = 0.3
+"""Share of these that a column's root mean square may reach; up to 0.14 was measured. Finds single wrong weights."""
+ROWS = 8
+"""Fewest rows for which the mean of a column is judged."""
+PEAK = 16.0
+"""Difference: largest element over the noise of its tensor; up to 8.4 was measured between healthy stacks."""
+GROWTH = 4.0
+"""Difference: noise of a tensor over the largest before it; up to 2.0 was measured between healthy stacks."""
+SMALLEST = 32
+"""Fewest elements for which a tensor's median gives its noise."""
+IRRELEVANT = ("python", "kernel", "visible_cores")
+"""Facts of a stack that cannot change the bits of a result."""
+
+
+def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
+    """Compare the captures at paths "a" and "b"; return what `compare` returns. `ValueError` for bad files."""
+    need_torch()
+    captures = []
+    for i, which in enumerate("ab"):
+        progress(i / 3, f"reading {arguments[which]}")
+        captures.append(read(Path(arguments[which])))
+    progress(2 / 3, "comparing")
+    return {**compare(*captures), "files": {which: arguments[which] for which in "ab"}}
+
+
+def compare(a: Capture, b: Capture) -> dict[str, Any]:
+    """Compare two captures tensor by tensor; return rows in computing order, notes and a verdict, as JSON data.
+
+    A row: prompt, step, layer, operator, equal, departs (which is wrong: "", "A", "B", "both", "A or B"), excess
+    (difference over what rounding explains: above 1 is a fault; None where not judged) and, unless equal, the numbers
+    of `_difference`.
+    """
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "a": _header(a),
+        "b": _header(b),
+        "rule": "",
+        "notes": _notes(a, b),
+        "rows": [],
+        "tokens": [],
+    }
+    if a.about["digest"] != b.about["digest"]:
+        why = f"A is model {_model(a)}, B is model {_model(b)}; only captures of one model can be compared."
+        return {**result, "verdict": _verdict("different model", why)}
+    if a.about["path"] != b.about["path"]:
+        why = f"A is {a.about['path']}, B is {b.about['path']}; they round differently by design. Capture both one way."
+        return {**result, "verdict": _verdict("incomparable", why)}
+    names = _common(a, b, result)
+    if not names:
+        why = "A and B have no tensor with the same name and shape and equal input tokens."
+        return {**result, "verdict": _verdict("incomparable", why)}
+    result["tokens"] = [found for prompt in _shared_prompts(a, b) if (found := _first_token(prompt, a, b))]
+    result["rows"] = rows = [_row(name, a.tensors[name], b.tensors[name]) for name in names]
+    same, replayable = _stack(a) == _stack(b), _replayable(a)
+    result["rule"] = "same stack" if same else "replay" if replayable else "difference"
+    if replayable:
+        _judge_replay(a, b, rows)
+    elif not same:
+        _judge_difference(a, b, rows)
+    if same:
+        _judge_same(rows)
+    _judge_tokens(a, b, rows)
+    return {**result, "verdict": _conclude(result)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared with what.
+
+
+def _header(capture: Capture) -> dict[str, Any]:
+    about = capture.about
+    device = json.loads(about["device"])
+    return {
+        "device": device["uuid"],
+        "device_model": device["model"],
+        "backend": device["backend"],
+        "environment": json.loads(about["environment"]),
+        **{name: about[name] for name in ("dtype", "model", "digest", "path", "date", "canaryd", "drill", "operators")},
+    }
+
+
+def _model(capture: Capture) -> str:
+    return f"{capture.about['model']} ({capture.about['digest']})"
+
+
+def _stack(capture: Capture) -> dict[str, str]:
+    header = _header(capture)
+    facts = {f"stack: {name}": value for name, value in header["environment"].items() if name not in IRRELEVANT}
+    return {"device model": header["device_model"], "backend": header["backend"], "dtype": header["dtype"], **facts}
+
+
+def _notes(a: Capture, b: Capture) -> list[str]:
+    """Return how the captures differ besides their numbers, and what is therefore not compared."""
+    notes = [
+        f"{which} is a drill: one element was changed at {c.about['drill']}"
+        for which, c in (("A", a), ("B", b))
+        if c.about["drill"]
+    ]
+    one, two = _stack(a), _stack(b)
+    for name in dict.fromkeys((*one, *two)):
+        here, there = one.get(name, "not recorded"), two.get(name, "not recorded")
+        if here != there:
+            notes.append(f"{name} differs: {here} in A, {there} in B")
+    if _header(a)["device"] != _header(b)["device"]:
+        notes.append(f"different devices: {_header(a)['device']} in A, {_header(b)['device']} in B")
+    shared = set(_shared_prompts(a, b))
+    for which, c in (("A", a), ("B", b)):
+        alone = [prompt for prompt in c.prompts if prompt not in shared]
+        if alone:
+            notes.append(f"not compared: only {which} has the prompts {', '.join(alone)}")
+    if a.about["operators"] != b.about["operators"]:
+        which = "A" if a.about["operators"] == "yes" else "B"
+        notes.append(f"not compared: only {which} has operators; hidden states and logits are compared")
+    return notes
+
+
+def _shared_prompts(a: Capture, b: Capture) -> list[str]:
+    return [prompt for prompt in a.prompts if prompt in b.prompts]
+
+
+def _common(a: Capture, b: Capture, result: dict[str, Any]) -> list[str]:
+    """Return the tensors that can be compared, in computing order; add to the notes what cannot, and why."""
+    names = []
+    for prompt in _shared_prompts(a, b):
+        one, two = a.tensors[f"{prompt}/input"], b.tensors[f"{prompt}/input"]
+        if one.shape != two.shape or not torch.equal(one, two):
+            result["notes"].append(f"not compared: prompt {prompt} has different tokens in A and B")
+            continue
+        first = _first_token(prompt, a, b)
+        end = first["position"] if first and a.about["path"] == "decode" else None
+        if end is not None:
+            text = f"prompt {prompt} after step {end}: token {end} differs, so later steps have different inputs"
+            result["notes"].append(f"not compared: {text}")
+        for name, tensor in a.tensors.items():
+            parts = name.split("/")
+            if parts[0] != prompt or len(parts) != 4 or name not in b.tensors:
+                continue
+            if end is not None and int(parts[1]) > end:
+                continue
+            if tensor.shape != b.tensors[name].shape:
+                result["notes"].append(
+                    f"not compared: {name} has shape {[*tensor.shape]} in A, {[*b.tensors[name].shape]} in B"
+                )
+                continue
+            names.append(name)
+    return names
+
+
+def _first_token(prompt: str, a: Capture, b: Capture) -> dict[str, Any] | None:
+    one, two = (c.tensors[f"{prompt}/tokens"].flatten().tolist() for c in (a, b))
+    for position, (left, right) in enumerate(zip(one, two, strict=False)):
+        if left != right:
+            return {"prompt": prompt, "position": position, "a": left, "b": right}
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers of one tensor.
+
+
+def _row(name: str, a: Any, b: Any) -> dict[str, Any]:
+    prompt, step, layer, operator = name.split("/")
+    row = {"prompt": prompt, "step": step, "layer": layer, "operator": operator, "departs": "", "excess": None}
+    if a.dtype == b.dtype:
+        equal = bool(torch.equal(bits(a), bits(b)))
+    else:
+        equal = bool(_agree(a.to(torch.float64), b.to(torch.float64)).all())
+    return {**row, "equal": equal, **({} if equal else _difference(a, b))}
+
+
+def _agree(a: Any, b: Any) -> Any:
+    return (a == b) | (torch.isnan(a) & torch.isnan(b))
+
+
+def _difference(a: Any, b: Any) -> dict[str, Any]:
+    """Return in numbers how two tensors of one shape differ; None with a reason in "absent" where one does not exist.
+
+    relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between them; max_abs: largest |a - b|; all in float64.
+    ulp: largest number of steps from one value to the other through the numbers of the narrower format (both are first
+    rounded to it), which is the difference of the bit patterns in order of value (IEEE 754-2019, section 5.10).
+    """
+    x, y = a.to(torch.float64), b.to(torch.float64)
+    unequal = bits(a) != bits(b) if a.dtype == b.dtype else ~_agree(x, y)
+    first = torch.nonzero(unequal)[0]
+    at = tuple(first.tolist())
+    found: dict[str, Any] = {
+        "differing": int(unequal.sum()),
+        "total": x.numel(),
+        "first": {
+            "index": [*at],
+            "a": repr(float(x[at])),
+            "b": repr(float(y[at])),
+            "a_bits": _hex(a[at]),
+            "b_bits": _hex(b[at]),
+        },
+        "nonfinite": [int((~torch.isfinite(t)).sum()) for t in (x, y)],
+        "relative_l2": None,
+        "cosine": None,
+        "max_abs": None,
+        "ulp": None,
+        "absent": "",
+    }
+    if any(found["nonfinite"]):
+        found["absent"] = "not every element is finite"
+        return found
+    found["ulp"] = ulp_distance(a, b)
+    largest = float(max(x.abs().max(), y.abs().max()))
+    if largest == 0.0:
+        found["max_abs"], found["absent"] = 0.0, "both are zero everywhere, with different signs"
+        return found
+    x, y = x / largest, y / largest  # squares of what a flipped exponent bit gives would overflow
+    size, other = float(x.norm()), float(y.norm())
+    found["max_abs"] = float((x - y).abs().max()) * largest
+    if math.isinf(found["max_abs"]):
+        found["max_abs"], found["absent"] = None, "the difference exceeds float64"
+    if size == 0.0 or other == 0.0:
+        zero = bool((x == 0).all() or (y == 0).all())
+        found["absent"] = (
+            "one of the two is zero everywhere" if zero else "one of the two is negligible next to the other"
+        )
+    else:
+        ratio = float((x - y).norm()) / size
+        if math.isfinite(ratio):
+            found["relative_l2"] = ratio
+        else:
+            found["absent"] = "the relative difference exceeds float64"
+        found["cosine"] = max(-1.0, min(1.0, float((x / size).flatten() @ (y / other).flatten())))
+    return found
+
+
+def ulp_distance(a: Any, b: Any) -> int:
+    """Return the largest distance of two finite tensors in numbers of the narrower of their formats."""
+    kind = min(a.dtype, b.dtype, key=lambda dtype: form_of(dtype).bits)
+    top = 1 << (kind.itemsize * 8 - 1)
+    x, y = (bits(t.to(kind).contiguous()).to(torch.int64).flatten() for t in (a, b))
+    # Sign and magnitude, not two's complement: magnitudes count from zero, and both zeros are the same value.
+    magnitudes = [torch.where(t < 0, t + (top if top < 1 << 63 else -top), t) for t in (x, y)]
+    signs = [torch.where(t < 0, -1.0, 1.0).to(torch.float64) for t in (x, y)]
+    apart = (magnitudes[0].to(torch.float64) * signs[0] - magnitudes[1].to(torch.float64) * signs[1]).abs()
+    at = int(apart.argmax())  # float64 chooses; Python's integers then count exactly
+    values = [int(m[at]) * int(s[at]) for m, s in zip(magnitudes, signs, strict=True)]
+    return abs(values[0] - values[1])
+
+
+def _hex(element: Any) -> str:
+    width = element.element_size() * 8
+    return f"0x{int(bits(element.reshape(1))[0]) & ((1 << width) - 1):0{width // 4}x}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rule 1: same stack.
+
+
+def _judge_same(rows: list[dict[str, Any]]) -> None:
+    """Mark the first row that differs, unless the replay has marked it; later differences may be consequences."""
+    first = next((row for row in rows if not row["equal"]), None)
+    if first:
+        first["departs"] = first["departs"] or "A or B"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return name_of(row["prompt"], row["step"], row["layer"], row["operator"])
+
+
+def _which_exceeds(one: float, two: float) -> str:
+    return {(False, False): "", (True, False): "A", (False, True): "B", (True, True): "both"}[one > 1, two > 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rule 2: replay.
+
+
+def _replayable(capture: Capture) -> bool:
+    return capture.about["model"] == BUILT_IN and capture.about["digest"] == built_in()[1]
+
+
+def _judge_replay(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
+    """Mark the rows in which a capture is inconsistent with its own inputs."""
+    model = built_in()[0].model.to("cpu", "float64")
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+    one, two = ({name: e for prompt in prompts for name, e in _replay(c, model, prompt).items()} for c in (a, b))
+    for row in rows:
+        name = _name(row)
+        if name in one and name in two:
+            row["excess"], row["departs"] = _finite(max(one[name], two[name])), _which_exceeds(one[name], two[name])
+
+
+def _replay(capture: Capture, model: Canary, prompt: str) -> dict[str, float]:
+    """Return the excess of every tensor of one prompt."""
+    forced = capture.about["path"] == "forced"
+    allowed = OPERATOR if capture.about["operators"] == "yes" else LAYER
+    step = 0 if forced else -1
+    excesses: dict[str, float] = {}
+
+    def watch(point: str, given: Any) -> Any:
+        """Compare the captured tensor with the float64 result from captured inputs; continue from the captured one."""
+        nonlocal step
+        step += point == "embedding" and not forced
+        name = name_of(prompt, "forced" if forced else str(step), *place_of(point))
+        held = capture.tensors.get(name)
+        if held is None or held.shape != given.shape:
+            return given
+        copied = name.rpartition("/")[2] in ("embedding", "keys", "values", "logits")
+        excesses[name] = _excess(held, given, OPERATOR if copied else allowed, model.shape.inner)
+        return held.to(torch.float64)
+
+    watched = Canary(model.shape, model.weights, watch)
+    tokens, chosen = capture.tensors[f"{prompt}/input"], capture.tensors[f"{prompt}/tokens"]
+    with torch.inference_mode():
+        if forced:
+            watched.forward(tokens)
+        else:
+            cache = KeyValues(*watched.cached(1, tokens.shape[1] + chosen.shape[1] - 1))
+            watched.forward(tokens, cache)
+            for i in range(chosen.shape[1] - 1):
+                watched.forward(chosen[:, i : i + 1], cache)
+    return excesses
+
+
+def _excess(held: Any, exact: Any, allowed: float, longest: int) -> float:
+    """Return how far a captured tensor is from its exact value, over what rounding explains; infinite where it is NaN.
+
+    One rounding errs by up to u |y|, a sum of n products by about √n u (N. J. Higham, T. Mary, SIAM J. Sci. Comput. 41,
+    2019, section 3) of its terms, whose size the root mean square of the row stands for. Sums are kept in float32 at
+    least, so that √n counts little in 16-bit formats.
+    """
+    kind = form_of(held.dtype)
+    off = (held.to(torch.float64) - exact).abs()
+    scale = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt() + 2.0**kind.emin
+    off = off / (allowed * _roundoff(kind, longest) * scale)
+    if bool(torch.isnan(off).any()):
+        return math.inf
+    columns = off.reshape(-1, off.shape[-1])
+    worst = float(off.max())
+    if len(columns) >= ROWS:
+        worst = max(worst, float(columns.square().mean(0).sqrt().max()) / COLUMN)
+    return worst
+
+
+def _roundoff(kind: Any, longest: int) -> float:
+    """Return the relative error of one operator: its own rounding and that of sums of `longest` terms."""
+    return math.ldexp(1.0, -kind.bits) + math.ldexp(math.sqrt(longest), -max(kind.bits, FORMATS["float32"].bits))
+
+
+def _finite(value: float) -> float:
+    return min(1e300, value)  # JSON has no infinity and no NaN; min returns 1e300 for both
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rule 3: difference.
+
+
+def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
+    """Mark the rows whose differences rounding does not explain; which capture is wrong stays open."""
+    longest = max(t.shape[-1] for name, t in a.tensors.items() if name.count("/") == 3)
+    before: dict[str, float] = {}
+    for row in rows:
+        x, y = a.tensors[_name(row)], b.tensors[_name(row)]
+        u = max(_roundoff(form_of(t.dtype), longest) for t in (x, y))
+        noise = before.setdefault(row["prompt"], u)
+        peak, size = _peak(x.to(torch.float64), y.to(torch.float64), u)
+        row["excess"] = max(_finite(peak / PEAK), _finite(size / noise / GROWTH))
+        if row["excess"] > 1:
+            row["departs"] = "A or B"
+        before[row["prompt"]] = max(noise, size)
+
+
+def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
+    """Return the largest difference over the noise of its tensor, and that noise relative to the rows' mean size.
+
+    Noise is estimated by medians, which a few wrong elements do not move: 1.4826 times the median of |x| is the
+    standard deviation of a normal x (P. J. Rousseeuw, C. Croux, J. Am. Stat. Assoc. 88, 1993, section 1).
+    """
+    off = (a - b).abs()
+    off = torch.where(_agree(a, b), 0.0, off)
+    if bool((~torch.isfinite(off)).any()):
+        return math.inf, u
+    row = a.square().mean(-1, keepdim=True).sqrt() + 1e-300
+    live = (a != 0) | (b != 0)  # a masked element is zero in both and carries no information
+    if int(live.sum()) < SMALLEST:
+        return 0.0, 0.0
+    size = _finite(1.4826 * float((off / row)[live].median()))
+    relative = _finite(1.4826 * float((off / (a.abs() + 1e-300))[live].median()))
+    noise = u * (a.abs() + row) + size * row + relative * a.abs()
+    return float((off / noise).max()), size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens and the verdict.
+
+
+def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
+    """Add a row where a chosen token does not have the best logit: then the choice is wrong."""
+    for prompt in dict.fromkeys(row["prompt"] for row in rows):
+        slips = [_slip(c, prompt) for c in (a, b)]
+        step = next((s for s in slips if s is not None), None)
+        at = [i for i, row in enumerate(rows) if row["prompt"] == prompt and row["step"] == step]
+        if at:  # after the first different token nothing is compared
+            who = _which_exceeds(*(math.inf if s is not None else 0.0 for s in slips))
+            row = {"prompt": prompt, "step": step, "layer": "head", "operator": "tokens", "equal": False}
+            rows.insert(at[-1] + 1, {**row, "departs": who, "excess": None})
+
+
+def _slip(capture: Capture, prompt: str) -> str | None:
+    """Return the first step whose token does not have the best logit."""
+    tokens = capture.tensors[f"{prompt}/tokens"][0]
+    forced = capture.about["path"] == "forced"
+    steps = ["forced"] if forced else [str(i) for i in range(len(tokens))]
+    names = [name_of(prompt, step, "head", "logits") for step in steps]
+    if not capture.tensors.keys() >= set(names):
+        return None
+    held = [capture.tensors[name] for name in names]
+    logits = held[0][0, -len(tokens) :] if forced else torch.stack([step[0, -1] for step in held])
+    wrong = ~(logits.gather(1, tokens[:, None])[:, 0] >= logits.amax(1))
+    return steps[0 if forced else int(torch.nonzero(wrong)[0])] if bool(wrong.any()) else None
+
+
+def _verdict(kind: str, why: str, row: Mapping[str, Any] | None = None, *, operators: bool = True) -> dict[str, Any]:
+    place = {"first_layer": row["layer"], "first_operator": row["operator"]} if row else {}
+    if row and not operators and row["operator"] in ("out", "logits"):
+        place["first_operator"] = None  # it may be any operator of the layer
+    where = {"prompt": row["prompt"], "step": row["step"], "departs": row["departs"]} if row else {}
+    empty = {"prompt": None, "step": None, "departs": "", "first_layer": None, "first_operator": None}
+    return {**empty, "kind": kind, "why": why, **place, **where}
+
+
+def _conclude(result: Mapping[str, Any]) -> dict[str, Any]:
+    rows, rule = result["rows"], result["rule"]
+    operators = result["a"]["operators"] == result["b"]["operators"] == "yes"
+    at = next((row for row in rows if row["departs"]), None)
+    if at is None:
+        at = next((row for row in rows if not row["equal"]), None)
+        if at is None and not result["tokens"]:
+            return _verdict("equal", f"All {len(rows)} tensors are equal in every value.")
+        if at is None:
+            return _verdict("rounding", "All tensors are equal; tokens differ only between equally good ones.")
+        worst = max((row["excess"] for row in rows if row["excess"] is not None), default=0.0)
+        why = f"The largest difference is {worst:.2g} times what rounding explains (limit 1). First at {_place(at)}."
+        return _verdict("rounding", why, at, operators=operators)
+    if at["operator"] == "tokens":
+        why = "the chosen token does not have the best logit"
+    elif rule == "same stack" and not at["equal"]:
+        why = "device model, stack and format are the same, so every bit must be equal"
+    else:
+        basis = "its own inputs" if rule != "difference" else "the differences around and before it"
+        why = f"the difference is {at['excess']:.3g} times the rounding expected from {basis} (limit 1)"
+    wrong = {
+        "A": "A is wrong; B is consistent with its inputs.",
+        "B": "B is wrong; A is consistent with its inputs.",
+        "both": "Both are wrong; software that they share may be the cause.",
+        "A or B": "A or B is wrong; a third capture can tell which.",
+    }[at["departs"]]
+    hint = "" if operators else " Capture with operators to find the operator of this layer."
+    return _verdict("fault", f"{wrong} First at {_place(at)}: {why}.{hint}", at, operators=operators)
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"layer {row['layer']}, operator {row['operator']} (prompt {row['prompt']}, step {row['step']})"

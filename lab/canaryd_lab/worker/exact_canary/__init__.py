@@ -1,0 +1,1 @@
+"""Exact canaries: made, proved, exported, captured."""

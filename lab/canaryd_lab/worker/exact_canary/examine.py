@@ -1,0 +1,177 @@
+"""Compare a capture of the exact canary with the truth, and tell an operator's own fault from an inherited one.
+
+An operator is at fault at a position where its result is wrong and everything that it read is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.facts import Evidence
+from canaryd.worker.exact_canary.shape import Shape
+from canaryd.worker.numeric import evidence
+from canaryd.worker.numeric.tensors import torch
+from canaryd_lab.worker.exact_canary.truth import Truth, axis_of
+
+LISTED = 64
+"""Places that are listed at most."""
+INPUTS = {
+    **dict.fromkeys(("query", "key", "value"), ("attention_norm",)),
+    "rotated_query": ("query",),
+    "rotated_key": ("key",),
+    "keys": ("rotated_key",),
+    "values": ("value",),
+    "scores": ("rotated_query", "keys"),
+    "softmax": ("scores",),
+    "mixed": ("softmax", "values"),
+    "output": ("mixed",),
+    "middle": ("output",),
+    "inner_norm": ("middle",),
+    **dict.fromkeys(("gate", "up", "router"), ("inner_norm",)),
+    "share": ("router",),
+    "active": ("gate", "up"),
+    "down": ("active",),
+    "out": ("middle", "down"),
+}
+"""Operator of a layer → what it reads in its layer; see `_reads` for the others."""
+FUSED = ("rotated_query", "keys", "values")
+"""What the mixture reads where one kernel computes scores, softmax and mixture."""
+OF_ALL_POSITIONS = ("keys", "values")
+AXES = {
+    **dict.fromkeys(("rotated_query", "rotated_key", "keys", "values"), ("", "head", "position", "element")),
+    "word": ("", "position"),
+}
+"""Operator → what the axes of its result count; of others position and element. The first axis is the one row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A position at which an operator's result is wrong, and everything that it read is right."""
+
+    layer: str
+    """"0" for the first, "0.expert2" for an expert in it; "input" and "head" before and behind the layers."""
+    operator: str
+    step: str
+    """"forced" for one pass, else the forward pass of decoding: 0 is the prompt."""
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The first such place in the order of work."""
+
+    place: Place
+    where: Mapping[str, int]
+    """What an axis counts → the first wrong element's index; the position is that in the whole text."""
+    wanted: str
+    """Its right value in Python's notation."""
+    got: str
+    bits: tuple[int, ...]
+    """Bits in which they differ, 0 is the lowest."""
+    evidence: Evidence
+    """All wrong elements of this result that are not inherited; indices are those of the captured tensor."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a comparison with the truth found."""
+
+    values: int
+    """Values compared."""
+    loose: int
+    """Values among them that are not known exactly."""
+    wrong: int
+    """Wrong values, inherited ones too."""
+    places: tuple[Place, ...]
+    """Own faults, in the order of work."""
+    count: int
+    """How many there are; at most `LISTED` are listed."""
+    fault: Fault | None
+
+
+def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
+    """Compare the tensors of one inference, in the order of work, by the names of `canary.capture.name_of`.
+
+    `form` is the inference's format, or that of its exponentials where they are narrower.
+    """
+    bad: dict[str, Any] = {}
+    places: list[Place] = []
+    values = loose = wrong = count = 0
+    fault = None
+    fused = not any(name.endswith("/softmax") for name in kept)
+    for name, got in kept.items():
+        _, step, layer, operator = name.split("/")
+        place = operator if layer in ("input", "head") else f"{layer}.{operator}"
+        end = len(truth.tokens) if step == "forced" else len(truth.prompt) + int(step)
+        value, slack = truth.expected(place, form, end, tuple(got.shape))
+        off = ~((got.to(torch.float64) - value).abs() <= slack)  # NaN is wrong
+        values, loose, wrong = values + off.numel(), loose + int((slack > 0).sum()), wrong + int(off.sum())
+        if not bool(off.any()):
+            continue
+        axis = axis_of(place)
+        at = torch.zeros(len(truth.tokens), dtype=torch.bool)
+        at[end - off.shape[axis] : end] = off.movedim(axis, 0).flatten(1).any(1)
+        own = at & ~_inherited(place, bad, _reads(place, truth.model.shape, fused=fused)) if bad else at
+        bad[place] = bad.get(place, False) | at
+        found = own.nonzero().view(-1).tolist()
+        count += len(found)
+        places += [Place(layer=layer, operator=operator, step=step, position=position) for position in found]
+        if found and fault is None:
+            start = end - off.shape[axis]
+            shown = [1] * off.dim()
+            shown[axis] = -1
+            fault = _fault(places[-len(found)], start, got, value, off & own[start:end].view(shown))
+    return Examined(values, loose, wrong, tuple(places[:LISTED]), count, fault)
+
+
+def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
+    """Return the places that a place reads."""
+    layer, _, operator = place.rpartition(".")
+    if "." in layer:  # of an expert
+        outer = layer.partition(".")[0]
+        return [f"{layer if name in ('gate', 'up', 'active') else outer}.{name}" for name in INPUTS[operator]]
+    if shape.experts and operator == "down":
+        return [f"{layer}.expert{e}.{name}" for e in range(shape.experts) for name in ("down", "share")]
+    if not layer:
+        return {"norm": [f"{shape.layers - 1}.out"], "logits": ["norm"], "word": ["logits"]}.get(operator, [])
+    names = FUSED if fused and operator == "mixed" else INPUTS.get(operator, ())
+    stream = f"{int(layer) - 1}.out" if int(layer) else "embedding"
+    return [f"{layer}.{name}" for name in names] + [stream] * (operator in ("attention_norm", "middle"))
+
+
+def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
+    """Return at which positions a place has read something wrong, or was wrong before: the cache is read again."""
+    found = torch.zeros_like(next(iter(bad.values())))
+    for read in (*reads, place):
+        if read in bad:
+            everywhere = read != place and read.rpartition(".")[2] in OF_ALL_POSITIONS
+            found |= bad[read].any() if everywhere else bad[read]
+    return found
+
+
+def _fault(place: Place, start: int, got: Any, value: Any, off: Any) -> Fault:
+    """Describe the wrong elements `off` of a result whose first position is `start`."""
+    # A right 0 may have either sign: it gets that of the wrong value, so that the bits are those that were flipped.
+    value = torch.where(value == 0, torch.copysign(value, got.to(torch.float64)), value)
+    want = torch.where(off, value, got.to(torch.float64)).to(got.dtype)
+    found = evidence.collect(want, got)
+    index, wanted, seen = found.first[0]
+    differ = int(wanted, 16) ^ int(seen, 16)
+    return Fault(
+        place=place,
+        where=_where(place.operator, index, start, got.shape),
+        wanted=repr(want[index].item()),
+        got=repr(got[index].item()),
+        bits=tuple(bit for bit in range(got.element_size() * 8) if differ >> bit & 1),
+        evidence=found,
+    )
+
+
+def _where(operator: str, index: tuple[int, ...], start: int, sizes: tuple[int, ...]) -> dict[str, int]:
+    if operator in ("scores", "softmax"):
+        _, kv_head, query, position, key = index
+        return {"head": kv_head * sizes[2] + query, "position": start + position, "key": key}
+    names = AXES.get(operator, ("", "position", "element"))
+    return {name: i + (start if name == "position" else 0) for name, i in zip(names, index, strict=True) if name}

@@ -1,0 +1,221 @@
+"""Write an exact canary as a checkpoint that serving engines load, with the answers that they must give."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from canaryd.worker.canary.model import parts_of_safetensors
+from canaryd.worker.exact_canary import golden
+from canaryd.worker.exact_canary.construct import Model, construct
+from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word
+from canaryd.worker.exact_canary.golden import continuation, prompt
+from canaryd.worker.exact_canary.prove import Walk
+from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
+from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.tensors import need_torch
+from canaryd_lab.worker.exact_canary import quantised
+from canaryd_lab.worker.exact_canary.gguf import gguf
+from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
+
+PROMPTS = 8
+"""Prompts whose answers are written beside the checkpoint: as many as are asked at once (ours)."""
+STEPS = 64
+"""Most words of an answer, as many as an endpoint canary asks for: proving takes time for each (ours)."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
+    """Write the checkpoint that `canaryd canary export` asks for; return what it is, as JSON data.
+
+    Returns {"mistake": reason} where no exact canary has the sizes. Raises `Skip` without torch, `ValueError` where the
+    directory cannot be written.
+    """
+    need_torch()
+    directory = Path(arguments["directory"])
+    progress(0.0, "making the weights")
+    try:
+        shape = like(arguments["like"], arguments["layers"]) if arguments["like"] else TINY
+        form = arguments["form"]
+        bits = FORMS[form].whole if form in FORMS else 0
+        model = construct(shape, arguments["seed"], anchored=False if arguments["no_anchor"] else None, bits=bits)
+    except KeyError as error:
+        return {"mistake": f"has no {error.args[0]}"}
+    except (Unfit, Inexact, TypeError, ValueError) as error:
+        return {"mistake": str(error)}
+    try:
+        export(model, directory, progress, form=form)
+    except (Inexact, Unfit) as error:
+        return {"mistake": str(error)}
+    except OSError as error:
+        raise ValueError(f"{directory}: not written: {error.strerror}") from None
+    return {
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "vocabulary": shape.vocabulary,
+        "prompts": PROMPTS,
+        "words": steps(model),
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()),
+    }
+
+
+def steps(model: Model) -> int:
+    """Return how many words an answer has."""
+    return min(STEPS, model.program.steps)
+
+
+def config(model: Model) -> dict[str, Any]:
+    """Return `config.json`. Written for transformers 4 and 5, which name the rotary base differently."""
+    s, qwen = model.shape, model.shape.biased
+    kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", MIXTURE: "MixtralForCausalLM"}
+    mixture = {"num_local_experts": s.experts, "num_experts_per_tok": CHOSEN, "sliding_window": None}
+    return {
+        "architectures": [kinds[s.family]],
+        "model_type": s.family,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.inner,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head,
+        "vocab_size": s.vocabulary,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": THETA,
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+        "hidden_act": "silu",
+        "attention_bias": qwen,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "bfloat16",
+        **(mixture if s.experts else {}),
+    }
+
+
+def tokenizer(model: Model) -> dict[str, Any]:
+    """Return `tokenizer.json`: one word, one token; words are separated by white space."""
+    words = {word(model.program, token): token for token in range(model.shape.vocabulary)}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": word(model.program, model.shape.vocabulary - 1)},
+    }
+
+
+def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
+    """Return prompts with their proved continuations: text, tokens, log probabilities (natural), leads.
+
+    `few` are the matrices that are stored in few bits.
+    """
+    walk, found = Walk(model.shape, model.weights, stored=few), []
+    for number in range(PROMPTS):
+        progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
+        words, count = prompt(model.program, model.seed + number), steps(model)
+        following = continuation(model.program, model.shape.layers, words, count)
+        logits = walk.prove(words + following[:-1], count).logits[-count:].tolist()
+        right = golden.answer(model.program, model.shape, words, count, logits)
+        found.append(
+            {
+                "text": spell(model.program, words),
+                "prompt": words,
+                "continuation": spell(model.program, following),
+                "tokens": right.tokens,
+                "log_probabilities": right.log_probabilities,
+                "leads": right.leads,
+            }
+        )
+    return found
+
+
+def export(
+    model: Model,
+    directory: Path,
+    progress: Callable[[float, str], None] = lambda _fraction, _text: None,
+    *,
+    form: str = "",
+) -> None:
+    """Prove the model's answers, and write the checkpoint as a whole or not at all.
+
+    Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory,
+    with quantised matrices where `form` is one of `FORMS`. The directory is new or empty. Raises `Inexact` before
+    anything is written, `Unfit` where the form is not for the model, `OSError` where it cannot be written.
+    """
+    few = quantised.stored(model.weights, form) if form in FORMS else {}
+    proved = answers(model, few, progress)
+    fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        fresh.mkdir(parents=True)
+        as_gguf = form and form not in FORMS
+        weights = _write_gguf(model, fresh, form) if as_gguf else _write_hugging_face(model, fresh, few, form)
+        expected = {
+            "schema": SCHEMA,
+            "shape": asdict(model.shape),
+            "seed": model.seed,
+            "anchored": model.program.anchored,
+            "quantization": form if few else "",
+            "weights": weights,
+            "prompts": proved,
+        }
+        _write(fresh / FILE, expected)
+        fresh.rename(directory)  # takes the place of an empty directory
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(fresh)
+
+
+def _write_gguf(model: Model, directory: Path, form: str) -> str:
+    """Write the file; return its SHA-256."""
+    return _write_parts(directory / GGUF, gguf(model, config(model), TEMPLATE, form))
+
+
+def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored], form: str) -> str:
+    """Write the files; return the SHA-256 of the weights."""
+    tensors = quantised.tensors(model.weights, few, form) if few else model.weights
+    digest = _write_parts(directory / WEIGHTS, parts_of_safetensors(tensors, {"format": "pt"}))
+    documents = {
+        "config": config(model) | (quantised.settings(form) if few else {}),
+        "generation_config": {"do_sample": False},
+        "tokenizer": tokenizer(model),
+        "tokenizer_config": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": CONTEXT,
+            "chat_template": TEMPLATE,
+        },
+    }
+    for name, document in documents.items():
+        _write(directory / f"{name}.json", document)
+    return digest
+
+
+def _write_parts(path: Path, parts: Iterable[bytes]) -> str:
+    """Write a file part by part; return its SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
+
+
+def _write(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
