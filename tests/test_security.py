@@ -606,7 +606,7 @@ def test_no_address_is_repeated_with_its_password(tmp_path):
             path = tmp_path / f"{len(commands)}.yaml"
             path.write_text(json.dumps(content))
             commands.append(("config", "check", "--config", path))
-        commands += [("fleet", "--prometheus", address), ("run", "--listen", address)]
+        commands.append(("run", "--listen", address))
     for command, answer in zip(commands, in_turn(*commands), strict=True):
         assert answer.code == 64, command
         assert "pl4nted" not in answer.out + answer.err, answer
@@ -626,11 +626,3 @@ def test_a_daemon_that_rereads_its_configuration_repeats_no_password(tmp_path, s
         answers = in_turn(*((*words, "--config", path, "--state-dir", state) for words in (["status"], ["history"])))
         told = [*daemon.lines, *pages, *(text for answer in answers for text in (answer.out, answer.err))]
     assert [text for text in told if "pl4nted" in text] == []
-
-
-def test_the_address_of_a_fleets_prometheus_is_not_repeated_with_its_password(tmp_path):
-    """It is refused: everybody on the machine would see it in the list of processes."""
-    answer = canaryd("fleet", "--prometheus", "http://me:pl4nted@127.0.0.1:9", "--state-dir", tmp_path / "state")
-    assert answer.code == 64
-    assert "use --token-file" in answer.err
-    assert "pl4nted" not in answer.out + answer.err

@@ -23,7 +23,7 @@ from canaryd.store.database import StoreTooNew
 from canaryd.store.locks import Unreadable
 from canaryd.supervisor import capabilities
 
-EPILOG = EXIT_STATUS.replace("exit status", "exit status of check, status and fleet") + (
+EPILOG = EXIT_STATUS.replace("exit status", "exit status of check and status") + (
     "; of the other commands: see COMMAND --help"
 )
 MODULES = {
@@ -37,7 +37,6 @@ MODULES = {
     "report": "report",
     "ack": "ack",
     "baseline": "baseline",
-    "fleet": "fleet",
     "devices": "listing",
     "probes": "listing",
     "config": "listing",

@@ -22,7 +22,7 @@ CANARYD = "canaryd itself"
 
 COMMANDS = (
     *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "devices", "drill"),
-    *("fleet", "gate", "history", "pack", "probes", "release", "report", "run", "status"),
+    *("gate", "history", "pack", "probes", "release", "report", "run", "status"),
 )
 PRINTED = re.compile(
     rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)"
