@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grafana import queries
-from grafana.queries import Api, Json, Line, Window
+from tools import grafana_queries as queries
+from tools.grafana_queries import Api, Json, Line, Window
 
 DASHBOARDS = Path(__file__).resolve().parents[1] / "grafana" / "dashboards"
 WIDTH, MARGIN, UNIT, GAP = 1440, 12, 38, 8

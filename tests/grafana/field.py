@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grafana.queries import Api
 from tests.command import ROOT, Daemon, eventually
 from tests.daemon.test_telemetry import BROKEN, Site, state_of
 from tests.prometheus import prometheus
 from tests.worker.telemetry.trees import plant
+from tools.grafana_queries import Api
 
 PROBE = Path(__file__).parent / "probes/says_all.py"
 RULES = [ROOT / "deploy/prometheus" / name for name in ("canaryd.rules.yml", "canaryd-fleet.rules.yml")]

@@ -1,1 +1,0 @@
-"""Grafana dashboards as code: `python -m grafana.build` writes grafana/dashboards/*.json."""
