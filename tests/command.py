@@ -224,7 +224,7 @@ class Daemon(Process):
     @property
     def address(self) -> str:
         """Where it serves; waits for the line that says so."""
-        return self.line("serves http://").partition("serves ")[2].partition("/metrics")[0]
+        return self.line("serves http").partition("serves ")[2].partition("/metrics")[0]
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body."""

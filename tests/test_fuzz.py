@@ -22,7 +22,7 @@ INPUTS = 300
 """Spoilt inputs for each target."""
 SECONDS = 0.7
 """Of processor time for each target, after which no further input is begun: a slow machine tries fewer."""
-NEEDS = {"captures": "torch", "web_config": "bcrypt"}
+NEEDS = {"captures": "torch"}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -9,6 +9,7 @@ import contextlib
 import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,7 @@ import pytest
 from canaryd.config import load, permissions, settings
 from canaryd.config.load import ConfigError
 from canaryd.engine import catalogue
-from tests.command import Daemon, canaryd, configure, environment, eventually, in_turn, marked, running
+from tests.command import ROOT, Daemon, canaryd, configure, environment, eventually, in_turn, marked, running
 from tests.pki import Authority
 from tests.prometheus import prometheus
 
@@ -202,83 +203,72 @@ def test_it_listens_on_loopback_unless_told_otherwise(tmp_path, state):
         assert not any("listening on" in line or "everybody" in line for line in daemon.lines)
     with running(Daemon(path, state, "--listen", ":0")) as daemon:
         line = daemon.line("listening on every interface")
-        assert "without TLS and without passwords: who reaches it reads everything; see web_config" in line
+        assert "without TLS: who reaches it reads everything; see docs/security.md" in line
 
 
 def test_what_strangers_could_read_is_said(tmp_path, state):
-    """The state directory, a key of an endpoint, passwords that travel in the open."""
+    """The state directory, a key of an endpoint, the key of TLS."""
     state.mkdir(mode=0o755)
-    key, web = tmp_path / "key", tmp_path / "web.yml"
+    pair = Authority(tmp_path / "pki").issue("server")
+    key = tmp_path / "key"
     key.write_text("k\n")
-    key.chmod(0o644)
-    web.write_text("basic_auth_users: {alice: $2y$04$" + "." * 53 + "}\n")
-    web.chmod(0o640)
+    for path in (key, pair.key):
+        path.chmod(0o644)
     path = configure(
         tmp_path, "passes", endpoints={"main": {"url": "http://127.0.0.1:9/v1", "key_file": str(key)}},
-        web_config=str(web), listen=":0",
+        tls={"cert_file": str(pair.cert), "key_file": str(pair.key)},
     )  # fmt: skip
-    pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
     with running(Daemon(path, state, "--listen", ":0")) as daemon:
         daemon.line(f"{state}: all users may read it (drwxr-xr-x); run chmod o-rwx {state}")
         daemon.line(f"{key}: all users may read it (-rw-r--r--)")
-        daemon.line("with passwords but without TLS: they can be read on their way")
+        daemon.line(f"{pair.key}: all users may read it (-rw-r--r--)")
+        assert not any("without TLS" in line for line in daemon.lines)
 
 
-def test_a_bad_web_configuration_is_no_open_door(tmp_path, state):
-    """At the start: exit status 64, every mistake with its line, and no socket. On reload: the old one stays."""
-    web = tmp_path / "web.yml"
-    web.write_text("tls_server_config: {cert_file: gone.crt}\nbasic_auth_user: {}\n")
-    path = configure(tmp_path, "passes", web_config=str(web))
-    answer = canaryd("run", "--config", path, "--state-dir", state, "--listen", "127.0.0.1:0")
-    assert answer.code == 64
-    assert answer.err.splitlines() == [
-        f"canaryd: {web}:1: tls_server_config: without key_file (or key) there is no TLS; name the file",
-        f'canaryd: {web}:2: basic_auth_user: unknown setting; did you mean "basic_auth_users"?',
-    ]
-    web.write_text(open_door := "rate_limit: {interval: 1ms, burst: 100}\n")
-    name = "canaryd_config_last_reload_successful"
+def test_bad_tls_is_no_open_door(tmp_path, state):
+    """At the start: exit status 64, what to do, and no socket. Later: the old files stay, and a metric says so."""
+    pair = Authority(tmp_path / "pki").issue("server")
+    good = pair.cert.read_bytes()
+    pair.cert.write_bytes(b"")
+    path = configure(tmp_path, "passes", tls={"cert_file": str(pair.cert), "key_file": str(pair.key)})
+    for command in (("run", "--state-dir", state, "--listen", "127.0.0.1:0"), ("config", "check")):
+        answer = canaryd(*command, "--config", path)
+        assert answer.code == 64
+        assert f"OpenSSL cannot use {pair.key} with {pair.cert}" in answer.err
+        assert len(answer.err.splitlines()) == 1
+    pair.cert.write_bytes(good)
+    context = ssl.create_default_context(cafile=tmp_path / "pki" / "ca.crt")
     with running(Daemon(path, state)) as daemon:
-        assert daemon.value(name) == 1
-        web.write_text("basic_auth_users: {alice: hunter2}\n")
-        daemon.line("basic_auth_users.alice: not a bcrypt hash")
-        eventually(lambda: daemon.value(name) == 0)
-        web.write_text(open_door)
-        eventually(lambda: daemon.value(name) == 1)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"web_config": str(tmp_path / "other.yml")}))
+
+        def loaded() -> bool:
+            with urllib.request.urlopen(daemon.address + "/metrics", timeout=20, context=context) as answer:
+                return b"\ncanaryd_config_last_reload_successful 1" in answer.read()
+
+        assert loaded()
+        pair.cert.write_bytes(b"")
+        daemon.line("the new TLS files are bad; the old ones stay in force")
+        eventually(lambda: not loaded())
+        pair.cert.write_bytes(good)
+        eventually(loaded)
+        path.write_text(json.dumps({name: v for name, v in json.loads(path.read_text()).items() if name != "tls"}))
         daemon.send(signal.SIGHUP)
-        daemon.line(f"{tmp_path}/other.yml: no such file")
-        eventually(lambda: daemon.value(name) == 0)
-        (tmp_path / "other.yml").write_text("http_server_config: {headers: {X-Frame-Options: deny}}\n")
-        daemon.send(signal.SIGHUP)
-        eventually(lambda: daemon.value(name) == 1)
-        with urllib.request.urlopen(daemon.address + "/metrics", timeout=10) as answer:
-            assert answer.headers["X-Frame-Options"] == "deny"
-        assert not any("hunter2" in line or "Traceback" in line for line in daemon.lines)
+        daemon.line("tls changed: it takes effect at the next restart")
+        assert loaded()
+        assert not any("Traceback" in line for line in daemon.lines)
 
 
 class Guarded:
-    """A daemon behind TLS, client certificates and a password, with all that its clients need."""
+    """A daemon behind TLS and client certificates, with all that its clients need."""
 
     def __init__(self, directory: Path) -> None:
-        bcrypt = pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
         self.ca, self.other = Authority(directory / "pki"), Authority(directory / "other", "other")
         self.server = self.ca.issue("server")
         self.client, self.expired = self.ca.issue("prometheus"), self.ca.issue("expired", days=-1)
         self.stranger = self.other.issue("stranger")
-        self.password = directory / "password"
-        self.password.write_text("correct horse")
-        self.wrong = directory / "wrong"
-        self.wrong.write_text("battery staple")
-        hashed = bcrypt.hashpw(b"correct horse", bcrypt.gensalt(8)).decode()
-        web = directory / "web.yml"
-        web.write_text(
-            f"tls_server_config:\n  cert_file: {self.server.cert}\n  key_file: {self.server.key}\n"
-            f"  client_auth_type: RequireAndVerifyClientCert\n  client_ca_file: {self.ca.cert}\n"
-            f"basic_auth_users:\n  prometheus: {hashed}\n"
-        )
-        web.chmod(0o640)
+        files = {"cert_file": self.server.cert, "key_file": self.server.key, "client_ca_file": self.ca.cert}
         (directory / "state").mkdir(mode=0o750)
-        self.daemon = Daemon(configure(directory, "passes", web_config=str(web)), directory / "state")
+        tls = {name: str(file) for name, file in files.items()}
+        self.daemon = Daemon(configure(directory, "passes", tls=tls), directory / "state")
         line = self.daemon.line("serves https://")
         self.target = line.partition("https://")[2].partition("/")[0]
 
@@ -302,45 +292,36 @@ def test_curl(guarded):
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout[-3:], done.stdout[:-3] + done.stderr
 
-    ca, user = ("--cacert", guarded.ca.cert), ("-u", "prometheus:correct horse")
+    ca = ("--cacert", guarded.ca.cert)
 
     def by(pair) -> tuple[object, ...]:
         return ("--cert", pair.cert, "--key", pair.key)
 
     for version in ((), ("--tls-max", "1.2"), ("--tlsv1.3",), ("--http2",), ("--compressed",)):
-        code, status, text = ask(*ca, *by(guarded.client), *user, *version)
+        code, status, text = ask(*ca, *by(guarded.client), *version)
         assert (code, status) == (0, "200")
         assert "canaryd_build_info" in text
-    assert ask(*ca, *by(guarded.client), *user, path="/healthz")[1] in ("200", "503")
-    assert ask(*ca, *by(guarded.client))[:2] == (0, "401")
-    assert ask(*ca, *by(guarded.client), path="/healthz")[:2] == (0, "401")
-    code, status, text = ask(*ca, *by(guarded.client), "-u", "prometheus:wrong")
-    assert (code, status) == (0, "401")
-    assert "canaryd_build_info" not in text
+    assert ask(*ca, *by(guarded.client), path="/healthz")[1] in ("200", "503")
     for strangers in ((), by(guarded.expired), by(guarded.stranger)):
-        code, status, _ = ask(*ca, *strangers, *user)
+        code, status, _ = ask(*ca, *strangers)
         assert (code != 0, status) == (True, "000")
-    assert (
-        ask("--cacert", guarded.other.cert, *by(guarded.client), *user)[0] == 60
-    )  # the server is not the one expected
+    assert ask("--cacert", guarded.other.cert, *by(guarded.client))[0] == 60  # the server is not the one expected
     done = subprocess.run(
         [curl, "-sS", f"http://{guarded.target}/metrics"], capture_output=True, text=True, check=False
     )
     assert done.stdout == "this is an HTTPS server: write https:// for http://\n"
 
 
-def test_prometheus_scrapes_through_tls_and_a_password(guarded, tmp_path):
-    """Up with everything; down with another authority, no certificate, an expired or foreign one, a wrong password."""
+def test_prometheus_scrapes_through_tls(guarded, tmp_path):
+    """Up with everything; down with another authority, no certificate, an expired or foreign one."""
 
-    def job(name: str, pair=None, ca: Path | None = None, password: Path | None = None) -> dict[str, object]:
+    def job(name: str, pair=None, ca: Path | None = None) -> dict[str, object]:
         tls = {"ca_file": str(ca or guarded.ca.cert)}
         tls |= {"cert_file": str(pair.cert), "key_file": str(pair.key)} if pair else {}
-        login = {"username": "prometheus", "password_file": str(password or guarded.password)}
         return {
             "job_name": name,
             "scheme": "https",
             "tls_config": tls,
-            "basic_auth": login,
             "static_configs": [{"targets": [guarded.target]}],
         }
 
@@ -350,7 +331,6 @@ def test_prometheus_scrapes_through_tls_and_a_password(guarded, tmp_path):
         job("no certificate"),
         job("expired", guarded.expired),
         job("stranger", guarded.stranger),
-        job("wrong password", guarded.client, password=guarded.wrong),
     ]
     with prometheus(tmp_path / "prometheus", {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}) as server:
 
@@ -359,14 +339,9 @@ def test_prometheus_scrapes_through_tls_and_a_password(guarded, tmp_path):
 
         wanted = {name["job_name"]: "1" if name["job_name"] == "good" else "0" for name in jobs}
         eventually(lambda: seen() == wanted)
-        errors = {
-            target["scrapePool"]: target["lastError"] for target in server.ask("/api/v1/targets")["activeTargets"]
-        }
-        assert "401" in errors["wrong password"]
         assert eventually(lambda: server.query('canaryd_build_info{job="good"}'))
         assert server.query('canaryd_build_info{job!="good"}') == []
-    guarded.daemon.line("127.0.0.1 was not let in: wrong user or password")
-    assert not any("battery" in line or "correct horse" in line for line in guarded.daemon.lines)
+    guarded.daemon.line("127.0.0.1 was not let in: ")
 
 
 def test_a_rotated_certificate_reaches_the_next_scrape(guarded):
@@ -386,7 +361,57 @@ def test_a_rotated_certificate_reaches_the_next_scrape(guarded):
     new = guarded.ca.issue("rotated")
     new.key.replace(guarded.server.key)
     new.cert.replace(guarded.server.cert)
-    assert number() != before
+    eventually(lambda: number() != before)
+
+
+def test_the_documented_proxy_asks_for_a_password(tmp_path, state):
+    """docs/security.md: its lines for nginx are taken, a right password gets the metrics, and others get 401."""
+    nginx = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if nginx is None:
+        pytest.skip("nginx is not installed here: the proxy was not tried")
+    (server,) = re.findall("^```nginx\n(.*?)^```", (ROOT / "docs/security.md").read_text(), re.MULTILINE | re.DOTALL)
+    ca = Authority(tmp_path / "pki")
+    ca.issue("canaryd")
+    hashed = subprocess.run(["openssl", "passwd", "-6", "correct horse"], capture_output=True, text=True, check=True)
+    (tmp_path / "pki" / "canaryd.htpasswd").write_text(f"prometheus:{hashed.stdout}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with running(Daemon(configure(tmp_path, "passes"), state)) as daemon:
+        server = server.replace("/etc/nginx/", f"{tmp_path}/pki/").replace("19470", f"127.0.0.1:{port}")
+        server = server.replace("http://127.0.0.1:19469", daemon.address)
+        places = "".join(f"{what}_temp_path {tmp_path}/{what};" for what in _TEMPORARY)
+        (tmp_path / "nginx.conf").write_text(
+            f"{'user root;' if os.geteuid() == 0 else ''} daemon off; pid {tmp_path}/pid; events {{}}\n"
+            f"http {{ access_log off; {places}\n{server}}}\n"
+        )
+        context = ssl.create_default_context(cafile=ca.cert)
+
+        def ask(password: str) -> int:
+            login = base64.b64encode(f"prometheus:{password}".encode()).decode()
+            asked = urllib.request.Request(
+                f"https://127.0.0.1:{port}/metrics", headers={"Authorization": f"Basic {login}"}
+            )
+            try:
+                with urllib.request.urlopen(asked, timeout=20, context=context) as answer:
+                    return answer.status if b"canaryd_build_info" in answer.read() else 0
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code
+            except OSError:
+                return 0
+
+        with subprocess.Popen(
+            [nginx, "-e", tmp_path / "errors", "-p", tmp_path, "-c", tmp_path / "nginx.conf"]
+        ) as proxy:
+            try:
+                eventually(lambda: ask("correct horse") == 200)
+                assert ask("battery staple") == 401
+            finally:
+                proxy.terminate()
+
+
+_TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 # --- What is never told ----------------------------------------------------------------------------------------------
@@ -422,7 +447,6 @@ SECRETS = {
     "environment": "pl4nted-of-the-daemon",
     "worker": "pl4nted-worker-env",
     "setting": "pl4nted-probe-setting",
-    "password": "pl4nted-password",
     "typed": "pl4nted-typed-in-vain",
 }
 
@@ -445,14 +469,10 @@ def members(archive: Path):
 
 def test_planted_secrets_are_told_nowhere(tmp_path, state):
     """Not in the log, a page, a document, a dossier, the record, or the list of processes."""
-    bcrypt = pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
     secrets = dict(SECRETS)
-    key, web = tmp_path / "key", tmp_path / "web.yml"
+    key = tmp_path / "key"
     key.write_text(secrets["key"] + "\n")
     key.chmod(0o600)
-    secrets["hash"] = bcrypt.hashpw(secrets["password"].encode(), bcrypt.gensalt(4)).decode()
-    web.write_text(f"basic_auth_users: {{alice: '{secrets['hash']}'}}\n")
-    web.chmod(0o600)
     listed: set[bytes] = set()
     with echoing() as port:
         path = configure(
@@ -463,7 +483,6 @@ def test_planted_secrets_are_told_nowhere(tmp_path, state):
                 "records": {"settings": {"api_key": secrets["setting"]}},
             },
             endpoints={"main": {"url": f"http://127.0.0.1:{port}/v1", "key_file": str(key)}},
-            web_config=str(web),
         )
         content = json.loads(path.read_text())
         content["worker"]["env"] = {"HF_TOKEN": secrets["worker"], "PLAIN": secrets["worker"]}
@@ -485,8 +504,8 @@ def test_planted_secrets_are_told_nowhere(tmp_path, state):
             watcher = threading.Thread(target=watch)
             watcher.start()
 
-            def get(path: str, password: str = secrets["password"], user: str = "alice") -> tuple[int, bytes]:
-                login = base64.b64encode(f"{user}:{password}".encode()).decode()
+            def get(path: str) -> tuple[int, bytes]:
+                login = base64.b64encode(f"alice:{secrets['typed']}".encode()).decode()
                 asked = urllib.request.Request(daemon.address + path, headers={"Authorization": f"Basic {login}"})
                 try:
                     with urllib.request.urlopen(asked, timeout=20) as answer:
@@ -495,8 +514,6 @@ def test_planted_secrets_are_told_nowhere(tmp_path, state):
                     with error:
                         return error.code, error.read() + str(error.headers).encode()
 
-            assert get("/metrics", secrets["typed"])[0] == 401
-            assert get("/metrics", "x", user=secrets["typed"])[0] == 401
             daemon.line("mismatches completed")
             daemon.line("raises errored")
             daemon.line("crashes crashed")

@@ -113,7 +113,7 @@ def test_the_documented_lines_open_the_service_to_the_network(root):
         assert run("/bin/sh", "-c", line.replace("/etc/", f"{root}/etc/")).returncode == 0
     loaded = load(config)
     assert loaded.listen == ("", 19469)
-    assert loaded.web_config == root / "etc/canaryd/web.yml"
+    assert loaded.tls.client_ca_file == root / "etc/canaryd/clients.crt"
     assert verify(root, SERVICE) == ""
     (dropped,) = (root / "etc/systemd/system/canaryd.service.d").iterdir()
     assert settings(dropped) == ["IPAddressAllow=10.0.0.0/8"]

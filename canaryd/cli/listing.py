@@ -10,12 +10,12 @@ from canaryd.cli.common import complain, make_engine, open_record, open_store, s
 from canaryd.codec import to_json
 from canaryd.config import load, permissions
 from canaryd.config.load import ConfigError
-from canaryd.config.settings import Config
+from canaryd.config.settings import Config, TlsConfig
 from canaryd.engine.engine import Engine
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.store.store import Store
-from canaryd.web import auth
+from canaryd.web.tls import Tls
 
 CONFIG_EXIT_STATUS = "exit status of check: 0 no mistake, 3 a setting has no effect, 64 the file cannot be used"
 
@@ -52,8 +52,8 @@ def config_command(options: argparse.Namespace) -> int:
 
 def _check_config(loaded: Config) -> int:
     """Say what is wrong with a configuration that can be loaded; what `canaryd run` would go without is unknown."""
-    if loaded.web_config:
-        auth.WebConfig(loaded.web_config)
+    if loaded.tls != TlsConfig():
+        Tls(loaded.tls)
     if loaded.worker.python and (problem := permissions.unusable(loaded.worker.python)):
         raise ConfigError([f"{loaded.file}: worker.python: {loaded.worker.python}: {problem}; name another one"])
     with Store.open(loaded.state_dir, for_reading=True) as store:

@@ -307,7 +307,8 @@ class Section:
                 named[key] = each.metadata["kind"].read(value, place, notes) or each.metadata["kind"].cls()
             else:
                 hint = did_you_mean(key, known) or f"; known settings: {', '.join(known)}{beyond}"
-                notes.add(key_node, place, f"unknown setting{hint}")
+                gone = getattr(self.cls, "GONE", {}).get(key)
+                notes.add(key_node, place, gone or f"unknown setting{hint}")
         return self.cls(**values, **({each.name: named} if each is not None else {}))
 
     def schema(self) -> dict[str, Any]:

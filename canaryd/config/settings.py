@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, section, setting
@@ -348,19 +348,47 @@ class DevicesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """TLS of the address for metrics and pages. Without a certificate it is plain HTTP."""
+
+    cert_file: Path | None = setting(
+        PATH, "null", "The certificate with its chain, PEM. Default: no TLS.", sample='"/etc/canaryd/server.crt"'
+    )
+    key_file: Path | None = setting(
+        PATH, "null", "Its key, PEM without a password. Default: none.", sample='"/etc/canaryd/server.key"'
+    )
+    client_ca_file: Path | None = setting(
+        PATH,
+        "null",
+        "Only clients with a certificate that one of these authorities signed are let in. Default: all clients.",
+        sample='"/etc/canaryd/clients.crt"',
+    )
+
+
+_NO_PASSWORDS = "canaryd checks no passwords any more; put a proxy in front of it, as docs/security.md shows"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration. Two are equal if all settings are; a reload compares sections."""
+
+    GONE: ClassVar[Mapping[str, str]] = {
+        "web_config": "no setting any more; name certificate, key and client CA under tls (cert_file, key_file,"
+        " client_ca_file), and let a proxy ask for passwords, as docs/security.md shows",
+        "tls_server_config": "no setting of this file; name certificate, key and client CA under tls (cert_file,"
+        " key_file, client_ca_file)",
+        "basic_auth_users": _NO_PASSWORDS,
+        "password": _NO_PASSWORDS,
+    }
+    """Former settings, and what to do instead."""
 
     listen: tuple[str, int] = setting(
         LISTEN,
         '"127.0.0.1:19469"',
         'Address and port for metrics and pages; ":19469" means all interfaces, port 0 any free port.',
     )
-    web_config: Path | None = setting(
-        PATH,
-        "null",
-        "File with TLS and passwords for that address, in Prometheus's web.config.yml format. Default: neither.",
-        sample='"/etc/canaryd/web.yml"',
+    tls: TlsConfig = section(
+        TlsConfig, "TLS for that address. Files that have changed are read again within 15 seconds."
     )
     state_dir: Path = setting(
         PATH,

@@ -23,7 +23,7 @@ from typing import Any
 from canaryd import __version__
 from canaryd.config import load, permissions
 from canaryd.config.load import ConfigError
-from canaryd.config.settings import Config
+from canaryd.config.settings import Config, TlsConfig
 from canaryd.daemon import systemd
 from canaryd.daemon.inventory import Inventories
 from canaryd.daemon.jobs import Jobs
@@ -37,8 +37,8 @@ from canaryd.store.locks import Busy
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
 from canaryd.supervisor import cgroup, process
-from canaryd.web import auth
 from canaryd.web.server import Route, Server
+from canaryd.web.tls import Tls
 
 log = logging.getLogger("canaryd")
 
@@ -101,12 +101,12 @@ class Daemon:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status.
 
-        Raises `OSError` when the address cannot be bound, `ConfigError` when the web configuration cannot be used.
+        Raises `OSError` when the address cannot be bound, `ConfigError` when the files of TLS cannot be used.
         """
         host, port = self.config.listen
         sys.setswitchinterval(SWITCH)
-        gate = self._publisher.gate = auth.WebConfig(self.config.web_config) if self.config.web_config else None
-        self._server = server = Server(host, port, self._routes(), gate=gate)
+        tls = self._publisher.tls = Tls(self.config.tls) if self.config.tls != TlsConfig() else None
+        self._server = server = Server(host, port, self._routes(), tls=tls)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signals.put(number))
         _place_workers()
@@ -117,7 +117,7 @@ class Daemon:
         log.info(
             "canaryd %s serves %s://%s:%d/metrics; state in %s",
             __version__,
-            "https" if gate and gate.tls else "http",
+            "https" if tls else "http",
             host,
             server.port,
             self.config.state_dir,
@@ -158,12 +158,12 @@ class Daemon:
 
     def _exposed(self) -> Iterator[str]:
         """Yield what strangers may read: the address, the keys of endpoints, the evidence."""
-        gate, (host, port) = self._publisher.gate, self.config.listen
-        where = f"listening on {host or 'every interface'}, port {self._server.port or port}"
-        if not self._server.local and not (gate and (gate.tls or gate.authenticates)):
-            yield f"{where}, without TLS and without passwords: who reaches it reads everything; see web_config"
-        elif not self._server.local and gate and gate.passwords and not gate.tls:
-            yield f"{where}, with passwords but without TLS: they can be read on their way; see tls_server_config"
+        host, port = self.config.listen
+        if not self._server.local and not self._publisher.tls:
+            where = f"listening on {host or 'every interface'}, port {self._server.port or port}"
+            yield f"{where}, without TLS: who reaches it reads everything; see docs/security.md"
+        if (key := self.config.tls.key_file) and (text := permissions.exposure(key)):
+            yield f"{key}: {text}"
         for endpoint in self.config.endpoints.each.values():
             if endpoint.key_file and (text := permissions.exposure(endpoint.key_file)):
                 yield f"{endpoint.key_file}: {text}"
@@ -198,9 +198,6 @@ class Daemon:
         publisher, bad = self._publisher, "the new configuration is bad; the old one stays in force"
         try:
             new = replace(load.load(self.config_path), **self.overrides)
-            if new.web_config != self.config.web_config:
-                publisher.gate = auth.WebConfig(new.web_config) if new.web_config else None
-                self._server.guard(publisher.gate)
         except ConfigError as error:
             publisher.config_ok = False
             for problem in [*error.problems, bad]:
@@ -209,7 +206,7 @@ class Daemon:
             publisher.config_ok = False
             log.exception("%s", bad)
         else:
-            for name in ("listen", "state_dir", "store", "telemetry.kernel_log"):
+            for name in ("listen", "tls", "state_dir", "store", "telemetry.kernel_log"):
                 if operator.attrgetter(name)(new) != operator.attrgetter(name)(self.config):
                     log.warning("%s changed: it takes effect at the next restart", name)
             self.config = self.engine.config = new

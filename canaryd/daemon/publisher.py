@@ -22,8 +22,8 @@ from canaryd.report.terminal import state_note
 from canaryd.store.locks import Flag
 from canaryd.store.store import Store
 from canaryd.supervisor import process
-from canaryd.web import auth
 from canaryd.web.server import PLAIN_TEXT, Answer, Route
+from canaryd.web.tls import Tls
 
 log = logging.getLogger("canaryd")
 
@@ -34,8 +34,8 @@ class Publisher:
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
         self._store = store
-        self.gate: auth.WebConfig | None = None
-        """The web configuration in force."""
+        self.tls: Tls | None = None
+        """What clients are let in by; None for plain HTTP."""
         self.config_ok = True
         """Whether the configuration was read without problems last."""
         self.config_read = time.time()
@@ -69,8 +69,8 @@ class Publisher:
 
     def _publish(self) -> None:
         engine, store, now = self._engine, self._store, time.time()
-        if self.gate:
-            self.gate.refresh()  # a bad certificate shows in the metrics before somebody needs the good one
+        if self.tls:
+            self.tls.refresh()
         verdicts, statements = status.in_force(store.verdicts(), now), acks.heeded(store.acks(), now)
         self._log_changes(verdicts)
         self.summary = self._status_line(verdicts)
@@ -86,7 +86,7 @@ class Publisher:
                 counters=sum_counts(store.counters(), engine.watch.uncounted()),
                 store_problem=store.problem,
                 abandoned_workers=process.abandoned(),
-                config_reload_ok=self.config_ok and not (self.gate and self.gate.problems),
+                config_reload_ok=self.config_ok and not (self.tls and self.tls.problems),
                 config_reloaded=self.config_read,
                 expected_devices=engine.config.devices.expected,
                 log_readable=not engine.watch.kernel_log.problem,

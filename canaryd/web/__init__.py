@@ -1,1 +1,1 @@
-"""The HTTP server with TLS and passwords."""
+"""The HTTP server, and its TLS."""

@@ -54,8 +54,10 @@ FILES: dict[str, str | bytes] = {
     "no-drop-ins.yaml": "probes:\n  directories: [@absent]\n",
     "drop-in.yaml": "worker:\n  python: @python\nprobes:\n  directories: [@drop-ins]\n",
     "python.yaml": "worker:\n  python: @absent\n",
-    "web.yaml": "web_config: @absent\n",
-    "binary-web.yaml": "web_config: @binary\n",
+    "web.yaml": "web_config: /etc/canaryd/web.yml\n",
+    "password.yaml": "basic_auth_users:\n  alice: hunter2\n",
+    "tls.yaml": "tls:\n  cert_file: @absent\n  key_file: @absent\n",
+    "half-tls.yaml": "tls:\n  client_ca_file: @absent\n",
 }
 """Name → content; "@NAME" is a path of the test's directory."""
 
@@ -100,8 +102,8 @@ TABLE = (
     Wrong(("config", "exmple"), ("'exmple'", 'did you mean "example"?')),
     Wrong(("run", "--listen", "19469"), ("--listen", '"19469" is not HOST:PORT', 'write e.g. "127.0.0.1:19469"')),
     Wrong(("run", "--listen", "127.0.0.1:99999"), ("--listen", '"99999" is not a port')),
-    Wrong(("run", "--listen", "@port", *RECORD), ("Address already in use", "stop it or choose another port")),
-    Wrong(("run", "--listen", "192.0.2.1:9", *RECORD), ("192.0.2.1:9", "choose one that it has")),
+    Wrong(("run", "--listen", "@port", *RECORD), ("Address already in use", "choose another port")),
+    Wrong(("run", "--listen", "192.0.2.1:9", *RECORD), ("192.0.2.1:9", "choose an address of this machine")),
     Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0", 'did you mean "cpu:0"?')),
     Wrong(("check", "--probe", "pases", *RECORD), ("--probe pases", "choose from passes", 'did you mean "passes"?')),
     Wrong(("drill", "--device", "cuda:9", *RECORD), ("--device cuda:9: no such device", "this host has")),
@@ -155,8 +157,10 @@ TABLE = (
     config("no-drop-ins.yaml", "@absent: there is no such directory", "correct probes.directories", code=3),
     config("drop-in.yaml", "raises_at_import.py", code=3),
     config("python.yaml", "worker.python: @absent: there is no such file", "name another one"),
-    config("web.yaml", "@absent: no such file", "name an existing file"),
-    config("binary-web.yaml", "@binary:1: byte 0x80 is not UTF-8", "save the file as UTF-8"),
+    config("web.yaml", ":1: web_config: no setting any more", "under tls", "let a proxy ask for passwords"),
+    config("password.yaml", ":1: basic_auth_users: canaryd checks no passwords", "put a proxy in front of it"),
+    config("tls.yaml", "tls.key_file: OpenSSL cannot use @absent", "no such file", "name a certificate and its key"),
+    config("half-tls.yaml", "TLS needs both tls.cert_file and tls.key_file", "name both"),
 )
 MAY_WRITE = {"capture", "check", "drill", "run", "characterise"}
 """Commands that may make their record before they know of a mistake, unless the words alone show it."""

@@ -191,7 +191,7 @@ def test_a_stopped_daemon_is_not_fed(tmp_path, ear):
 FAULTS = {
     "scheduler": "found[daemon.Daemon]._jobs.scheduler.pause()",
     "record": "found[daemon.Daemon]._look = lambda: time.sleep(1e6)",
-    "http": "found[server.Server]._listener.process_request = lambda *_: time.sleep(1e6)",
+    "http": "found[server.Server].process_request = lambda *_: time.sleep(1e6)",
 }
 """What is broken in a daemon that otherwise works → how."""
 BROKEN = """

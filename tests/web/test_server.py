@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.metrics.exposition import TEXT
-from canaryd.web.server import Answer, Limits, Server, _parse
+from canaryd.web.server import Answer, Limits, Server
 
 BODY = b"canaryd_build_info 1\n" * 100
 BIG = b"x" * 32_000_000
@@ -127,33 +127,33 @@ def test_a_body_ends_the_connection(server):
 
 
 @pytest.mark.parametrize(
-    ("request_", "reason"),
+    ("request_", "status"),
     [
-        (b"GET /metrics\r\n\r\n", "malformed request line"),
-        (b"GET /metrics HTTP/2.0\r\n\r\n", "malformed request line"),
-        (b"GET  /metrics HTTP/1.1\r\n\r\n", "malformed request line"),
-        (b"GET /met\xffrics HTTP/1.1\r\n\r\n", "malformed request line"),
-        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", "malformed request line"),
-        (b"GET /metrics HTTP/1.1\r\nno colon\r\n\r\n", "malformed header"),
-        (b"GET /metrics HTTP/1.1\r\nName : value\r\n\r\n", "malformed header"),
-        (b"GET /" + b"a" * 8192 + b" HTTP/1.1\r\n\r\n", "request line longer than 8192 bytes"),
-        (b"a" * 100_000, "request line longer than 8192 bytes"),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000, "headers longer than 32768 bytes"),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", 505),
+        (b"GET /metrics HTTP/one\r\n\r\n", 400),
+        (b"GET /metrics and more HTTP/1.1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"a" * 100_000, 431),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000, 431),
     ],
 )
-def test_bad_requests(server, request_, reason):
-    """Nonsense is answered with 400 and the reason, in plain text, and the connection is closed."""
+def test_bad_requests(server, request_, status):
+    """Nonsense and heads above 32 KiB are answered in plain text, nothing of them is repeated, and it hangs up."""
     head, _, body = say(server, request_).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"Content-Type: text/plain" in head
-    assert body.startswith(f"bad request: {reason}".encode())
+    assert body.startswith(b"bad request: ")
+    assert len(body) < 60
 
 
-def test_request_line_of_8_kib(server):
-    """A request line of exactly 8 KiB is read."""
-    line = b"GET /" + b"a" * (8192 - len("GET / HTTP/1.0")) + b" HTTP/1.0"
-    assert len(line) == 8192
-    assert say(server, line + b"\r\n\r\n").startswith(b"HTTP/1.1 404 ")
+def test_a_request_line_without_a_version(server):
+    """What was HTTP/0.9 gets a whole answer, and the end of the connection."""
+    answer = say(server, b"GET /metrics\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(BODY)
 
 
 def test_a_failing_route_tells_the_log_and_not_the_client(server, caplog):
@@ -177,7 +177,7 @@ def test_keep_alive(server):
         client.sendall(b"GET /accept HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert b"Connection: close" in client.recv(65536)
         assert closed(client)
-    assert b"Connection: close" in say(server, b"GET /metrics HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    assert b"Connection: close" in say(server, b"GET /metrics HTTP/1.0\r\n\r\n")
 
 
 def test_two_hundred_scrapes(server):
@@ -201,7 +201,6 @@ def test_silent_connections_do_not_keep_a_scraper_out():
         assert closed(idle[0])
         idle[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert idle[-1].recv(15) == b"HTTP/1.1 200 OK"
-        assert server.refused == 0
 
 
 def test_kept_connections_do_not_keep_a_scraper_out():
@@ -230,19 +229,19 @@ def test_slow_loris():
                 assert get(server)[2] < 1.0
                 with contextlib.suppress(TimeoutError):
                     cut = client.recv(1) == b""
-        assert 0.4 < time.perf_counter() - started < 2
+        assert 0.4 < time.perf_counter() - started < 3
 
 
 def test_idle_connections_end():
     """A connection that stays silent is closed: after the head's deadline at first, after the idle time later on."""
-    with serving(head=0.2, idle=0.6) as server, connect(server) as silent, connect(server) as kept:
+    with serving(head=0.2, idle=2.0) as server, connect(server) as silent, connect(server) as kept:
         kept.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
         assert kept.recv(65536)
         started = time.perf_counter()
         assert closed(silent)
-        assert time.perf_counter() - started < 0.5
+        assert time.perf_counter() - started < 1.5
         assert closed(kept)
-        assert 0.5 < time.perf_counter() - started < 2
+        assert 1.5 < time.perf_counter() - started < 4
 
 
 def test_a_client_that_does_not_read_is_cut_off():
@@ -259,17 +258,15 @@ def test_a_client_that_does_not_read_is_cut_off():
 
 
 def test_full_house():
-    """While every place is being answered a newcomer is closed at once and counted; a slow reader loses its place."""
+    """While every place is being answered a newcomer is closed at once; later, a slow reader loses its place."""
     with serving(connections=2, patience=1.0) as server, connect(server) as one, connect(server) as two:
         for client in (one, two):
             client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
             assert client.recv(8) == b"HTTP/1.1"
         with connect(server) as newcomer:
             assert closed(newcomer)
-        assert server.refused == 1
         time.sleep(1.1)
         assert get(server)[0].status == 200
-        assert server.refused == 1
 
 
 def test_out_of_file_descriptors():
@@ -346,11 +343,10 @@ def test_close():
     again.close()
 
 
-def test_blanks_in_a_header_cost_nothing():
-    """Thousands of them took seconds in which no other thread ran; the value loses those around it."""
-    blanks = b" \t" * 15_000
-    before = time.thread_time()
-    request = _parse(b"GET / HTTP/1.1\r\nX:" + blanks + b"a" + blanks + b"b" + blanks + b"\r\nY: " + blanks)
-    assert time.thread_time() - before < 0.5
-    assert request.headers["x"] == "a" + " \t" * 15_000 + "b"
-    assert request.headers["y"] == ""
+def test_blanks_in_a_header_cost_nothing(server):
+    """Thousands of them take no time in which no other thread runs."""
+    blanks = b" \t" * 5_000
+    before = time.process_time()
+    answer = say(server, b"GET /accept HTTP/1.0\r\nAccept:" + blanks + b"a" + blanks + b"b" + blanks + b"\r\n\r\n")
+    assert time.process_time() - before < 0.5
+    assert b"\r\n\r\na" + blanks + b"b" in answer
