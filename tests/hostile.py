@@ -266,7 +266,7 @@ def shorter_than_it_is(request: Request) -> bytes:
 
 @hostile("the answer was cut off after")
 def longer_than_it_is(request: Request) -> bytes:
-    return http(json.dumps(honest(request)).encode(), f"Content-Length: {'9' * 5000}")
+    return http(json.dumps(honest(request)).encode(), f"Content-Length: {'9' * 400}")
 
 
 @hostile("refused with 503: it asks to wait for")

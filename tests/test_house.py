@@ -23,7 +23,7 @@ from tests.servers import KINDS, UNKNOWN
 MODULES = sorted(path for package in ("canaryd", "lab/canaryd_lab") for path in (ROOT / package).rglob("*.py"))
 PROBE_FILES = sorted((ROOT / "probes").glob("*.py"))
 TESTS = sorted(path for tests in ("tests", "lab/tests") for path in (ROOT / tests).rglob("test_*.py"))
-HEAVY = {"torch", "numpy", "pynvml", "amdsmi", "scipy", "pandas"}
+HEAVY = {"torch", "numpy", "pynvml", "amdsmi", "urllib3", "scipy", "pandas"}
 
 
 def name(path: Path) -> str:
@@ -66,6 +66,11 @@ def test_a_probe_author_needs_the_standard_library_alone():
     modules = {module.partition(".")[0] for module in loaded("import canaryd.probe")}
     before = {module.partition(".")[0] for module in loaded("pass")}
     assert modules - before - {"canaryd"} <= sys.stdlib_module_names
+
+
+def test_a_probe_that_asks_over_http_is_described_without_urllib3():
+    """`worker.python` describes every probe, and a serving engine's interpreter may lack what canaryd's own has."""
+    assert "urllib3" not in loaded("import canaryd.worker.endpoint.canary, canaryd.worker.endpoint.examiner")
 
 
 @pytest.mark.torch

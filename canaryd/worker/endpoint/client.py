@@ -1,7 +1,7 @@
 """HTTP for endpoint canaries: one request at a time; every failure becomes a readable reason.
 
-Only the standard library. Each request has its own connection, and one deadline that includes all attempts. No message
-contains the API key, and a server's texts are shortened before they are quoted.
+Each request has its own connection, and one deadline that includes all attempts. No message contains the API key, and
+a server's texts are shortened before they are quoted.
 """
 
 from __future__ import annotations

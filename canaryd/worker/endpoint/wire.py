@@ -1,9 +1,12 @@
-"""One exchange over HTTP: every wait ends at one moment, and what is read is bounded, whatever the server sends."""
+"""One exchange through urllib3: it ends at one moment, and an answer is bounded, whatever the server sends.
+
+urllib3 is loaded with the first request: `worker.python`, which may lack it, reads this module to describe the probes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import io
 import json
 import queue
 import socket
@@ -18,10 +21,10 @@ from canaryd.facts import printable
 from canaryd.probe import Skip
 
 CONNECT = 10.0
-"""Seconds to wait for a connection; a server on this host needs almost none."""
+"""Seconds to wait for a connection, TLS included; a server on this host needs almost none."""
 MAX_BYTES = 16 << 20
-"""Most bytes of an answer, status lines and headers included; 1,024 tokens with their alternatives take about 1 MB,
-and 20,000 scored tokens of a prompt about 10 MB."""
+"""Most bytes of an answer; 1,024 tokens with their alternatives take about 1 MB, and 20,000 scored tokens of a prompt
+about 10 MB."""
 OTHER_NAME = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH (x509_vfy.h)."""
 OUT_OF_DATE = (9, 10)
@@ -31,51 +34,6 @@ T = TypeVar("T")
 
 class NotListening(Skip):
     """The connection was refused, so no server received the request."""
-
-
-class _TooLong(Exception):
-    """More than `MAX_BYTES` came."""
-
-
-class _Socket(io.RawIOBase):
-    """A connected socket for `http.client`, whose operations together take no longer than until `end`.
-
-    A socket's own timeout begins anew with every byte, so that a server could drip its answer for ever.
-    """
-
-    def __init__(self, raw: socket.socket, end: float) -> None:
-        self._raw, self._end = raw, end
-        self.received = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._wait()
-        size = self._raw.recv_into(buffer)
-        self.received += size
-        if self.received > MAX_BYTES:
-            raise _TooLong
-        return size
-
-    def sendall(self, data: Any) -> None:
-        self._wait()
-        self._raw.sendall(data)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self, 1 << 16)
-
-    def close(self) -> None:
-        """Do nothing: `http.client` closes before it has read the body; `hang_up` closes."""
-
-    def hang_up(self) -> None:
-        self._raw.close()
-
-    def _wait(self) -> None:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._raw.settimeout(left)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +57,45 @@ class Exchange:
 
         Raises `NotListening` where the connection is refused, `Skip` where no head of an answer comes.
         """
-        self._where, self._timeout, self._size = f"{method} {site.origin}{path}", site.timeout, 0
-        self._socket = _Socket(self._connected(site, end), end)
-        self._connection = http.client.HTTPConnection(*site.address)
-        self._connection.sock = self._socket
+        from urllib3.connection import HTTPConnection, HTTPSConnection
+
+        self._where, self._timeout, self._size, self._late = f"{method} {site.origin}{path}", site.timeout, 0, False
+        wait = max(0.001, min(CONNECT, end - time.monotonic()))
+        host, port = site.address
+        # Not a pool: it reads the whole head out of reach, and a server may drip that for ever. No proxy, no redirect.
+        self._connection = (
+            HTTPSConnection(host, port, timeout=wait, ssl_context=site.tls)
+            if site.tls
+            else HTTPConnection(host, port, timeout=wait)
+        )
         headers = {"Accept": "application/json, text/event-stream", "User-Agent": "canaryd"}
         if site.key:
             headers["Authorization"] = f"Bearer {site.key}"
         if body is not None:
             headers["Content-Type"] = "application/json"
         data = None if body is None else json.dumps(body).encode()
+        self._connect(wait)
+        self._socket, self._connection.timeout = self._connection.sock, None
+        self._timer = threading.Timer(end - time.monotonic(), self._hang_up)
+        self._timer.daemon = True
+        self._timer.start()
         try:
-            self._guarded(lambda: self._connection.request(method, path, data, headers))
-            self._response: http.client.HTTPResponse = self._guarded(self._connection.getresponse)
+            self._guarded(
+                lambda: self._connection.request(
+                    method, path, data, headers, preload_content=False, decode_content=False
+                )
+            )
+            self._response = self._guarded(self._connection.getresponse)
         except BaseException:
-            self._socket.hang_up()
+            self._timer.cancel()
+            self._connection.close()
             raise
 
     def close(self) -> None:
         """Close the connection."""
+        self._timer.cancel()
         self._response.close()
-        self._socket.hang_up()
+        self._connection.close()
 
     @property
     def status(self) -> int:
@@ -128,99 +104,78 @@ class Exchange:
 
     def header(self, name: str) -> str:
         """Return a header of the answer, "" where there is none."""
-        return self._response.getheader(name) or ""
+        return self._response.headers.get(name, "")
 
     def parts(self) -> Iterator[bytes]:
         """Yield the body as it comes; raise `Skip` where it is late, incomplete or too long."""
         while part := self._guarded(lambda: self._response.read1(1 << 16)):
             self._size += len(part)
+            if self._size > MAX_BYTES:
+                raise Skip(f"{self._where}: the answer is longer than the limit of {MAX_BYTES >> 20} MiB")
             yield part
-        wanted = self.header("Content-Length")
-        if wanted.isdecimal() and self._size < int(wanted[:20]):
-            raise Skip(f"{self._where}: the answer was cut off after {self._size} of {wanted[:20]} bytes")
 
-    def _connected(self, site: Site, end: float) -> socket.socket:
-        wait = min(CONNECT, end - time.monotonic())
+    def _hang_up(self) -> None:
+        """End every wait for the server: a socket's timeout begins anew with every byte, so one may drip for ever."""
+        self._late = True
+        with contextlib.suppress(OSError):  # the server was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _connect(self, wait: float) -> None:
+        """Connect beside this thread, which then has a deadline: `socket.getaddrinfo` knows none."""
+        done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                self._connection.connect()
+            except Exception as error:  # noqa: BLE001 - the other thread raises it
+                done.put(error)
+            else:
+                done.put(None)
+
+        threading.Thread(target=connect, daemon=True).start()
         try:
-            raw = _connect(site.address, time.monotonic() + wait)
-        except ConnectionRefusedError:
+            error = done.get(timeout=wait)
+        except queue.Empty:
+            error = TimeoutError()
+        if error is None:
+            return
+        cause, connected = error.__cause__ or error, self._connection.sock is not None
+        self._connection.close()
+        if isinstance(cause, ConnectionRefusedError):
             raise NotListening(
                 f"{self._where}: connection refused: nothing listens there; start the server, or correct url"
             ) from None
-        except TimeoutError:
-            raise Skip(
-                f"{self._where}: no connection within {wait:g} s: wrong address, a firewall, or a silent name server"
-            ) from None
-        except socket.gaierror as error:
-            raise Skip(f"{self._where}: unknown host name: {error.strerror}") from None
-        except OSError as error:
-            raise Skip(f"{self._where}: cannot be reached: {error.strerror or error}") from None
-        if site.tls is None:
-            return raw
-        wait = max(0.001, min(CONNECT, end - time.monotonic()))
-        try:
-            raw.settimeout(wait)  # of the whole handshake
-            return site.tls.wrap_socket(raw, server_hostname=site.address[0])
-        except OSError as error:
-            raw.close()
-            late = f"connected, but no TLS within {wait:.2g} s: a hung server, or one that speaks http"
-            raise Skip(f"{self._where}: {late if isinstance(error, TimeoutError) else _untrusted(error)}") from None
+        if isinstance(cause, TimeoutError):
+            text = (
+                f"connected, but no TLS within {wait:.2g} s: a hung server, or one that speaks http"
+                if connected
+                else f"no connection within {wait:g} s: wrong address, a firewall, or a silent name server"
+            )
+        elif isinstance(cause, socket.gaierror):
+            text = f"unknown host name: {cause.strerror}"
+        elif connected and isinstance(cause, OSError):
+            text = _untrusted(cause)
+        else:
+            text = f"cannot be reached: {getattr(cause, 'strerror', None) or printable(str(cause))}"
+        raise Skip(f"{self._where}: {text}") from None
 
     def _guarded(self, action: Callable[[], T]) -> T:
-        """Return what an action on the connection returns; raise `Skip` where it fails."""
+        """Return what an action on the connection returns; raise `Skip` where it fails, or is late."""
+        from urllib3.exceptions import HTTPError
+
+        failed: BaseException | None = None
         try:
-            return action()
-        except TimeoutError:
+            result = action()
+        except (HTTPError, http.client.HTTPException, OSError) as error:
+            failed = error.__cause__ or error
+        if self._late:
             raise Skip(
                 f"{self._where}: connected, but no complete answer within {self._timeout:g} s "
-                f"({self._socket.received} bytes came): slow, overloaded or hung"
-            ) from None
-        except _TooLong:
-            raise Skip(f"{self._where}: the answer is longer than the limit of {MAX_BYTES >> 20} MiB") from None
-        except http.client.IncompleteRead:
-            raise Skip(f"{self._where}: the answer was cut off after {self._size} bytes") from None
-        except (http.client.HTTPException, OSError) as error:
-            # RemoteDisconnected: a server that crashed on the request, or one that does not speak HTTP.
-            raise Skip(f"{self._where}: {_broken(error, self._size)}") from None
-
-
-def _connect(address: tuple[str, int], end: float) -> socket.socket:
-    """Return a connection to the first address of a name that accepts one until `end`; raise `OSError` for none."""
-    failed: OSError = TimeoutError()
-    for family, kind, protocol, _, place in _resolved(address, end):
-        raw = socket.socket(family, kind, protocol)
-        try:
-            if (left := end - time.monotonic()) <= 0:
-                raise TimeoutError
-            raw.settimeout(left)
-            raw.connect(place)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            raw.close()
-            failed = error
-        else:
-            return raw
-    raise failed
-
-
-def _resolved(address: tuple[str, int], end: float) -> list[Any]:
-    """Return the addresses of a name as `socket.getaddrinfo` does, which itself knows no deadline."""
-    found: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
-
-    def resolve() -> None:
-        try:
-            found.put(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
-        except OSError as error:
-            found.put(error)
-
-    threading.Thread(target=resolve, daemon=True).start()
-    try:
-        answer = found.get(timeout=max(0.0, end - time.monotonic()))
-    except queue.Empty:
-        raise TimeoutError from None
-    if isinstance(answer, OSError):
-        raise answer
-    return answer
+                f"({self._size} bytes came): slow, overloaded or hung"
+            )
+        if failed:
+            raise Skip(f"{self._where}: {_broken(failed, self._size)}")
+        return result
 
 
 def _untrusted(error: OSError) -> str:
@@ -237,9 +192,16 @@ def _untrusted(error: OSError) -> str:
     return f"the connection was lost during the TLS handshake: {error.strerror or error}"
 
 
-def _broken(error: Exception, size: int) -> str:
+def _broken(error: BaseException, size: int) -> str:
+    """Return why no complete answer came after `size` bytes of one."""
+    from urllib3.exceptions import IncompleteRead
+
     if isinstance(error, http.client.RemoteDisconnected):
         return "the server closed the connection without an answer: it crashed on the request, or expects https"
+    if isinstance(error, IncompleteRead):  # urllib3's: fewer bytes than Content-Length says
+        return f"the answer was cut off after {size} of {min(size + error.expected, 10**20)} bytes"
+    if isinstance(error, http.client.IncompleteRead):
+        return f"the answer was cut off after {size} bytes"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed after {size} bytes of the answer: {error.reason or error}"
     if isinstance(error, OSError):

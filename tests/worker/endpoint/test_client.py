@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import socket
@@ -9,7 +10,6 @@ import ssl
 import subprocess
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +17,7 @@ from canaryd.worker.endpoint import client as endpoint_client
 from canaryd.worker.endpoint import wire
 from canaryd.worker.endpoint.client import Client
 from tests.worker.endpoint.asked import KEY, PROMPT, reason, routes_of, run
-from tests.worker.endpoint.served import models, recorded, recordings, served
+from tests.worker.endpoint.served import models, recordings, served
 
 # --- What can go wrong between here and an answer --------------------------------------------------------------------
 
@@ -35,18 +35,40 @@ def test_a_server_that_is_not_there_is_one_line(monkeypatch):
 
 def test_a_server_that_comes_up_is_waited_for():
     """A refused connection has changed nothing and is tried again."""
-    with served(recorded("vllm")) as server:
-        late = Client(url=server.url)
-        there = late._site
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            late._site = replace(there, address=taken.getsockname())
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        with answering(late, b'HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n{"data": []}') as arrive:
+            client = Client(url=f"http://127.0.0.1:{late.getsockname()[1]}/v1", sleep=lambda _: arrive())
+            assert client.api("/models").json() == {"data": []}
 
-            def arrive(_: float) -> None:
-                late._site = there
 
-            late.sleep = arrive
-            assert late.api("/models").json() == models("tiny", owner="vllm")
+@contextlib.contextmanager
+def answering(listener, said):
+    """Yield what makes a bound socket answer its first connection with `said`, and hang up."""
+
+    def answer():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(said)
+
+    thread = threading.Thread(target=answer)
+
+    def arrive():
+        listener.listen()
+        thread.start()
+
+    yield arrive
+    thread.join()
+
+
+def test_no_proxy_of_the_environment_is_asked(monkeypatch):
+    """The answers would be those of another path than the one that is configured."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with served({"GET /v1/models": models("tiny")}) as server:
+        assert Client(url=server.url).api("/models").json() == models("tiny")
 
 
 def test_an_unknown_host_is_one_line():
@@ -57,7 +79,7 @@ def test_an_unknown_host_is_one_line():
 def test_a_silent_name_server_does_not_outlast_the_deadline(monkeypatch):
     """The resolver has no deadline of its own, and waits half a minute for three silent servers (resolv.conf(5))."""
     over = threading.Event()
-    monkeypatch.setattr(wire.socket, "getaddrinfo", lambda *_, **__: over.wait(30))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(30))
     begun = time.monotonic()
     try:
         assert "silent name server" in reason(Client(url="http://model.example/v1", timeout=0.5).api, "/models")
@@ -144,6 +166,17 @@ def test_the_words_of_a_server_hold_neither_prompt_nor_key():
             client = Client(url=server.url, key=KEY)
             text = reason(lambda: client.api("/completions", {"prompt": prompt}).json())  # noqa: B023 - called at once
             assert text.endswith("400: cannot take '…' with …: too long")
+
+
+def test_what_a_slow_name_server_takes_is_missing_later(monkeypatch):
+    """One timeout for all: after two seconds for the name, half a second is left for the answer."""
+    resolve, over = socket.getaddrinfo, threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: time.sleep(2.0) or resolve(*a, **k))
+    with served({"GET /v1/models": lambda _: over.wait(20.0) or {}}) as server:
+        begun = time.monotonic()
+        assert "no complete answer within 2.5 s" in reason(Client(url=server.url, timeout=2.5).api, "/models")
+        over.set()
+        assert time.monotonic() - begun < 4.0
 
 
 def test_a_slow_server_is_told_from_one_that_is_not_there():
