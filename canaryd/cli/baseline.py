@@ -1,4 +1,4 @@
-"""`canaryd baseline`: list, accept, pin and move the baselines of recorded cases."""
+"""`canaryd baseline`: list, accept and move the baselines of recorded cases."""
 
 from __future__ import annotations
 
@@ -37,20 +37,18 @@ DESCRIPTION = """\
 Manage baselines: the earlier results of tests that have no known right answer.
 Each new result is compared with them.
 
-  list    one line per case              pin     accept no further results
-  show    all details                    unpin   undo pin
-  accept  newer results are right too    export  print the baselines as JSON
-                                         import  read what export printed"""
+  list    one line per case              export  print the baselines as JSON
+  accept  newer results are right too    import  read what export printed"""
 
 
 def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
     command = commands.add(
-        *("baseline", baseline_command, "list, accept or pin the baselines of recorded cases", DESCRIPTION),
-        epilog="exit status: 0 done, 3 there is no record, it cannot be read\n"
-        "or written, or too few samples to pin, 64 usage or configuration error",
+        *("baseline", baseline_command, "list, accept or move the baselines of recorded cases", DESCRIPTION),
+        epilog="exit status: 0 done, 3 there is no record, or it cannot be read\n"
+        "or written, 64 usage or configuration error",
     )
-    command.add_argument("what", choices=("list", "show", "accept", "pin", "unpin", "export", "import"))
+    command.add_argument("what", choices=("list", "accept", "export", "import"))
     command.add_argument(
         "device",
         nargs="?",
@@ -64,7 +62,7 @@ def add_parsers(commands: Commands) -> None:
         "--reason",
         default="",
         metavar="TEXT",
-        help="for accept and pin, required: why the results are right; kept as evidence",
+        help="for accept, required: why the results are right; kept as evidence",
     )
     add_json(command)
 
@@ -122,7 +120,7 @@ def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[D
     """Add every selected unknown result to its baseline; return each device, its baseline and the number added.
 
     The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because
-    the chain changed is accepted without adding a result. A pinned baseline takes none.
+    the chain changed is accepted without adding a result.
     """
     changed = []
     for device in (r.device for r in store.devices()):
@@ -135,7 +133,7 @@ def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[D
                 if not selection.picks(device, run.probe, recording.case):
                     continue
                 own = known.get(key_of(run, recording)) or empty_baseline(run, recording)
-                if recording.digest not in own.digests and not own.pinned:
+                if recording.digest not in own.digests:
                     known[own.key] = accept(own, run, recording, why)
                     counts[own.key] += 1
         for own in list(known.values()):
@@ -152,17 +150,6 @@ def _awaits_acceptance(all_: Sequence[Baseline], one: Baseline) -> bool:
     """Whether a baseline was learnt on another chain than an earlier one, and nobody has accepted it yet."""
     same = [b for b in all_ if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
     return one.complete and not one.accepted and any(b.first < one.first for b in same)
-
-
-def pin(store: Store, selection: Selection, why: str) -> list[Listed]:
-    """Pin the selected complete baselines: no result is added to them, and they are never deleted.
-
-    "" for `why` unpins them. Returns those that changed.
-    """
-    found = [one for one in chosen(store, selection) if one.baseline.complete and one.baseline.pinned != why]
-    changed = [one._replace(baseline=replace(one.baseline, pinned=why)) for one in found]
-    store.set_baselines(one.baseline for one in changed)
-    return changed
 
 
 EXPORTED = "name the file that canaryd baseline export wrote"
@@ -251,59 +238,31 @@ def table(found: Sequence[Listed], width: int = 0) -> str:
     """Return baselines as text, one line each; columns that do not fit `width` are left out, 0 for none."""
     if not found:
         return "no baseline matches; canaryd learns baselines while it runs (docs/baselines.md)"
-    rows = [("device", "probe", "case", "results", "samples", "repeats", "confirmed by", "last seen")]
-    for device, b, witness in found:
-        repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
-        repeats = f"{repeats if b.complete else 'unknown yet'}{', text alone' * b.is_text_only}"
-        learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
-        rows.append(
-            (
-                device.name,
-                b.probe,
-                b.case,
-                str(len(b.known)),
-                learnt,
-                repeats,
-                witness,
-                format_time(b.last, seconds=False),
-            )
-        )
-    widths = {name: max(len(row[i]) for row in rows) for i, name in enumerate(rows[0])}
-    kept, left_out = list(rows[0]), []
-    for name in LEAST_TELLING:
-        if width and sum(widths[n] + 2 for n in kept) - 2 > width:
-            kept.remove(name)
-            left_out.append(name)
-    named = (dict(zip(rows[0], row, strict=True)) for row in rows)
-    lines = ["  ".join(row[n].ljust(widths[n]) for n in kept).rstrip() for row in named]
-    lines += [f"not shown: {', '.join(left_out)} (canaryd baseline show)"] if left_out else []
+    rows = [_row(one) for one in found]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    left_out: list[str] = []
+    while width and sum(w + 2 for w in widths.values()) - 2 > width and len(left_out) < len(LEAST_TELLING):
+        left_out.append(LEAST_TELLING[len(left_out)])
+        del widths[left_out[-1]]
+    header = {name: name for name in rows[0]}
+    lines = ["  ".join(row[name].ljust(w) for name, w in widths.items()).rstrip() for row in (header, *rows)]
+    lines += [f"not shown: {', '.join(left_out)} (canaryd baseline export)"] if left_out else []
     return "\n".join(map(printable, lines))
 
 
-def described(found: Sequence[Listed]) -> str:
-    """Return all details of baselines, as text."""
-    lines = []
-    for device, b, witness in found:
-        lines += [f"{device.name}  {b.probe} (version {b.probe_version})  {b.case}"]
-        chain = [(link, value) for link, value in (*b.chain.items(), *b.stack.items())]
-        lines += [f"  {link}: {value}" for link, value in chain]
-        for condition, count in sorted(b.learnt.items()):
-            noise = b.noise(condition)
-            varies = "varies, by an unknown amount so far" if noise is None else f"varies by up to {noise:.3g} nats"
-            steady = "bit-stable" if b.stable(condition) else varies
-            if b.effective_condition(condition) != condition:
-                steady = "too few to compare"
-            lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
-        for k in b.known:
-            times = ", ".join(f"{n} {condition}".strip() for condition, n in sorted(k.counts.items()))
-            text = f"  {k.recording.text[:60]!r}" if k.recording.text else ""
-            lines += [f"  {k.recording.digest}  {times} times, last {format_time(k.last)}{text}"]
-        lines += ["  judged by text alone: no log probabilities"] * b.is_text_only
-        lines += [f"  confirmed by: {witness}"]
-        lines += [f"  accepted by hand: {b.accepted}"] if b.accepted else []
-        lines += [f"  pinned: {b.pinned}"] if b.pinned else []
-        lines += [""]
-    return "\n".join(map(printable, lines)).rstrip() or table(())
+def _row(one: Listed) -> dict[str, str]:
+    b = one.baseline
+    repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
+    return {
+        "device": one.device.name,
+        "probe": b.probe,
+        "case": b.case,
+        "results": str(len(b.known)),
+        "samples": f"{b.learnt.get(EVERY, 0)} of {LEARN}",
+        "repeats": f"{repeats if b.complete else 'unknown yet'}{', text alone' * b.is_text_only}",
+        "confirmed by": one.witness,
+        "last seen": format_time(b.last, seconds=False),
+    }
 
 
 def document(found: Sequence[Listed], met: Sequence[Met] = ()) -> dict[str, Any]:
@@ -326,16 +285,17 @@ def document(found: Sequence[Listed], met: Sequence[Met] = ()) -> dict[str, Any]
 
 
 def baseline_command(options: argparse.Namespace, settings: Config) -> int:
-    """List, show, accept, pin, export or import baselines; return the exit code."""
+    """List, accept, export or import baselines; return the exit code."""
     selection = Selection(device=options.device, probe=options.probe, case=options.case)
     why = options.reason.strip()
-    if options.what in ("accept", "pin") and not (options.device and why):
-        complain(f"baseline {options.what}: name a device and give the reason with --reason; both are kept as evidence")
-        return USAGE
     if options.what == "import":
         return _import_baselines(options, settings)
-    with open_record(settings, to_change=options.what in ("accept", "pin", "unpin")) as store:
-        if options.what in ("list", "show", "export") and not settings.state_dir.exists():
+    accepts = options.what == "accept"
+    if accepts and not (options.device and why):
+        complain("baseline accept: name a device and give the reason with --reason; both are kept as evidence")
+        return USAGE
+    with open_record(settings, to_change=accepts) as store:
+        if not (accepts or settings.state_dir.exists()):
             complain(f"baseline: nothing is recorded in {settings.state_dir}: name the daemon's with --state-dir")
             return exit_code(State.UNKNOWN)
         named = {b.device: b.device for b in store.baselines()} | {
@@ -346,42 +306,23 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
             near = did_you_mean(options.device, [*named, *named.values()])
             complain(f'baseline {options.what}: no device "{options.device}"; baselines exist for {known}{near}')
             return USAGE
-        if changes := options.what in ("accept", "pin", "unpin"):
-            lines, code = (_accept if options.what == "accept" else _pin)(store, selection, why)
-        else:
-            found, met = chosen(store, selection), met_by(store, selection)
-    if changes:
-        for line in lines:
-            say(line)
-        return code
-    if options.json or options.what == "export":
+        accepted = accept_unknown(store, selection, why) if accepts else []
+        found, met = chosen(store, selection), met_by(store, selection)
+    if accepts:
+        _tell_accepted(accepted)
+    elif options.json or options.what == "export":
         print(json.dumps(document(found, met), indent=2))
     else:
-        say(table(found, columns() if sys.stdout.isatty() else 0) if options.what == "list" else described(found))
+        say(table(found, columns() if sys.stdout.isatty() else 0))
     return 0
 
 
-def _accept(store: Store, selection: Selection, why: str) -> tuple[list[str], int]:
-    """Accept what is selected; return what to say about it, and the exit code."""
-    lines = []
-    for device, one, count in accept_unknown(store, selection, why):
+def _tell_accepted(changed: Sequence[tuple[Device, Baseline, int]]) -> None:
+    for device, one, count in changed:
         what = f"{count} result{'s' * (count > 1)} accepted" if count else "accepted with its changed model or software"
-        lines.append(f"{device.name} {one.probe} {one.case}: {what}")
-    nothing = "nothing to accept: no selected case has a result that differs from its baseline, or it is pinned"
-    return [*lines, "the next run updates the verdict" if lines else nothing], 0
-
-
-def _pin(store: Store, selection: Selection, why: str) -> tuple[list[str], int]:
-    """Pin or unpin what is selected; return what to say about it, and the exit code."""
-    what = "pinned: it takes no further result and is never deleted" if why else "no longer pinned"
-    changed = pin(store, selection, why)
-    if changed:
-        return [f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}" for one in changed], 0
-    found = [one.baseline for one in chosen(store, selection)]
-    learning = sum(not b.complete for b in found)
-    what = f"{learning} of {len(found)} have too few samples to be pinned" if learning else ""
-    told = f"nothing changed: {what or 'no matching baseline needs it'} (see canaryd baseline list)"
-    return [told], 0 if found and not learning else exit_code(State.UNKNOWN)
+        say(f"{device.name} {one.probe} {one.case}: {what}")
+    nothing = "nothing to accept: no selected case has a result that differs from its baseline"
+    say("the next run updates the verdict" if changed else nothing)
 
 
 def _import_baselines(options: argparse.Namespace, settings: Config) -> int:

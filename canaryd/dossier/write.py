@@ -164,7 +164,7 @@ def _write_evidence(
     if not document["failures"]:
         why = "there is no failing exact case"
         if any(p["unknown"] for p in document["probes"]):
-            why += "; canaryd baseline show prints the baseline of a recorded case"
+            why += "; canaryd baseline export prints the baseline of a recorded case"
         absent.append(("evidence/", why))
 
 

@@ -56,8 +56,8 @@ class Learning:
             self._store_version, self.unread = found, ""
             self._baselines = {uuid: {} for uuid in self._host.devices}
             for baseline in (b for b in baselines if b.device in self._host.devices):
-                # What a device computed before its repair does not count, unless an operator pinned it as right.
-                if baseline.first > self._acks.evidence_since(baseline.device) or baseline.pinned:
+                # What a device computed before its repair does not count.
+                if baseline.first > self._acks.evidence_since(baseline.device):
                     self._baselines[baseline.device][baseline.key] = baseline
             self.imported = tuple(b for b in baselines if b.imported)
             self.version += 1

@@ -41,7 +41,7 @@ BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body 
 PLAIN = "whole = 1 AND outcome = 'completed'"
 """Of clean runs those of which only the counts matter later."""
 FOREVER = 1e18
-"""When a pinned baseline was last needed, as far as pruning goes."""
+"""When what is never pruned was last needed, as far as pruning goes."""
 
 
 def _ranked(of: str, which: str) -> str:
@@ -213,7 +213,7 @@ class RunTables(BufferedDatabase):
     def _baseline_rows(self, baselines: Iterable[Baseline]) -> list[tuple[Any, ...]]:
         # By the store's time: a clock that was not set must not make a baseline look old enough to go.
         now = self._clock.stamp()
-        return [(b.device, baseline_key(b), FOREVER if b.pinned else max(now, b.used), pack(b)) for b in baselines]
+        return [(b.device, baseline_key(b), max(now, b.used), pack(b)) for b in baselines]
 
     def baselines(self, device: str | None = None) -> list[Baseline]:
         """Return the baselines of a device, or of all, in the order in which they were learnt."""

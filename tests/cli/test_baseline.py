@@ -1,4 +1,4 @@
-"""`canaryd baseline pin|unpin|export|import`, and who witnesses what, as operators meet them."""
+"""`canaryd baseline list|export|import`, and who witnesses what, as operators meet them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, met_by, pin, table
+from canaryd.cli.baseline import Selection, chosen, document, import_document, met_by, table
 from canaryd.facts import Recording
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
 from canaryd.model import Device, Outcome, Run
-from canaryd.store.clock import REACHED_NOTE
-from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 from tests.command import canaryd
 
@@ -58,35 +56,6 @@ def test_siblings_with_a_vector_in_common_are_witnesses(store):
     assert [one.witness for one in chosen(store, EVERYTHING)] == ["nobody", "nobody"]
     store.set_baselines([learnt(GPUS[1], times=LEARN - 1)])
     assert chosen(store, Selection(device="cuda:0"))[0].witness == "nobody"
-
-
-def test_a_pinned_baseline_is_kept_for_good_and_takes_nothing(store):
-    """Pruning passes it by, and so does `accept`; let go, it is as any other."""
-    store.set_baselines([learnt(GPUS[0])])
-    assert len(pin(store, EVERYTHING, "acceptance test of 2026")) == 1
-    assert chosen(store, EVERYTHING)[0].witness == "operator"
-    (mine,) = store.baselines()
-    other = Recording(case=mine.case, digest="c" * 16, chain=mine.chain, values=(9.0, 9.0))
-    run = Run(
-        id="r2",
-        device=mine.device,
-        probe=mine.probe,
-        probe_version=1,
-        started=NOW,
-        seconds=1.0,
-        outcome=Outcome.COMPLETED,
-        recordings=(other,),
-        stack=mine.stack,
-    )
-    store.add_run(run)
-    assert accept_unknown(store, EVERYTHING, "looks right") == []
-    later = NOW + Retention().failures + 2 * DAY
-    store.set_note(REACHED_NOTE, repr(later))
-    store.prune(later)
-    assert len(store.baselines()) == 1
-    assert len(pin(store, EVERYTHING, "")) == 1
-    store.prune(later)
-    assert store.baselines() == []
 
 
 def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
@@ -142,11 +111,12 @@ def test_classes_that_cannot_be_are_refused_whole(store, change):
 
 
 def test_an_export_of_release_0_1_0_is_still_read(store):
-    """It has `imported` where `imported_kind` stands now; the export of today has both."""
+    """It has `imported` where `imported_kind` stands now, and may be pinned; the export of today has both kinds."""
     store.set_baselines([replace(learnt(Device(uuid="GPU-9", backend="cuda", index=0, model="H100")), used=NOW)])
     (one,) = document(chosen(store, EVERYTHING))["baselines"]
     assert one["imported"] == ""
     older = {name: value for name, value in one.items() if name != "imported_kind"}
+    older["pinned"] = "unit of the acceptance test"
     other = {**older, "device": "GPU-7", "backend": "cuda", "model": "H100", "imported": "cuda A100"}
     assert import_document(store, json.dumps({"schema": "canaryd.baselines/1", "baselines": [other]})) == (1, 0)
     assert {b.device: b.imported_kind for b in store.baselines()} == {"GPU-9": None, "GPU-7": ("cuda", "H100")}
@@ -184,16 +154,14 @@ def test_the_list_fits_the_terminal(store, width):
 
 
 def test_the_commands(store, tmp_path):
-    """Export goes to standard output, import takes a file; pin wants a device and a reason."""
+    """Export goes to standard output, import takes a file; what is not a subcommand is a usage error."""
     store.set_baselines([learnt(GPUS[0])])
     common = ("--state-dir", tmp_path / "state")
     listed = canaryd("baseline", "list", *common)
     assert "confirmed by" in listed.out.splitlines()[0]
     assert "nobody" in listed.out
-    assert canaryd("baseline", "pin", "cuda:0", *common).code == 64
-    assert "pinned" in canaryd("baseline", "pin", "cuda:0", "--reason", "golden unit", *common).out
-    assert "pinned: golden unit" in canaryd("baseline", "show", "cuda:0", *common).out
-    assert "no longer pinned" in canaryd("baseline", "unpin", "cuda:0", *common).out
+    gone = canaryd("baseline", "pin", "cuda:0", *common)
+    assert (gone.code, "choose from list, accept, export, import" in gone.err) == (64, True)
     file = Path(tmp_path / "baselines.json")
     file.write_text(canaryd("baseline", "export", *common).out)
     other = ("--state-dir", tmp_path / "other")

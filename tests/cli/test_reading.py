@@ -26,15 +26,13 @@ NOBODY = 65534
 AS_ANOTHER = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: to become another user needs root")
 SHOWING = (
     *(("status",), ("status", "--json"), ("status", "-v"), ("history",), ("history", "--json"), ("gate",)),
-    *(("baseline", "list"), ("baseline", "show"), ("baseline", "export"), ("devices",), ("probes",)),
+    *(("baseline", "list"), ("baseline", "export"), ("devices",), ("probes",)),
 )
 """Commands that only show something."""
 CHANGING = (
     ("report", "cuda:9"),
     ("ack", "cpu:0", "--reason", "seen"),
     ("baseline", "accept", "cpu:0", "--reason", "right"),
-    ("baseline", "pin", "cpu:0", "--reason", "right"),
-    ("baseline", "unpin", "cpu:0"),
     ("release",),
     ("release", "--end"),
 )

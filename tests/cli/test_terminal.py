@@ -65,7 +65,7 @@ def test_every_line_fits_the_terminal(tmp_path, columns):
     commands = (
         ("check",),  # the first one finds an empty record
         *(("check",), ("status",), ("status", "-v"), ("history",), ("gate",), ("probes",), ("baseline", "list")),
-        *(("baseline", "show"), ("release",), ("ack", "cpu:0", "--reason", "seen"), ("gate", "--device", "cuda:9")),
+        *(("release",), ("ack", "cpu:0", "--reason", "seen"), ("gate", "--device", "cuda:9")),
         *(("ack", "cuda:9", "--reason", "seen"), ("config", "check"), ("drill", "--probe", "mismatches")),
         *(("check", "--level", "quickly"), ("baseline", "list", "cuda:9"), ("--help",), ("check", "--probe", LONG)),
     )

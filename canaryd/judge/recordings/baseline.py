@@ -97,15 +97,14 @@ class Baseline:
     """Id of the newest of them."""
     referenced: bool = False
     """Whether a reference confirmed the same results, within an error bound, in every run it was learnt from."""
-    pinned: str = ""
-    """Why an operator pinned it (no vector is added, and it is kept forever); "" where that never happened."""
 
     @staticmethod
     def upgrade_json(data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the JSON of a stored or exported baseline with the fields of today.
 
-        Release 0.1.0 wrote `imported`, "BACKEND MODEL" or "", where `imported_kind` stands now.
+        Release 0.1.0 wrote `imported`, "BACKEND MODEL" or "", where `imported_kind` stands now, and `pinned`.
         """
+        data = {name: value for name, value in data.items() if name != "pinned"}
         older = data.get("imported")
         if not isinstance(older, str):
             return data

@@ -128,7 +128,7 @@ class Record:
         own, variant = key_of(run, recording), _variant(run, recording)
         others = [b for b in self.complete.get(variant, ()) if b.key != own]
         if intended:
-            stands = [b for b in others if b.accepted or b.pinned or self.now - b.first > self.policy.week]
+            stands = [b for b in others if b.accepted or self.now - b.first > self.policy.week]
             others = stands or sorted(others, key=lambda b: b.first)[:1]
         order = self.keys_in_order.get(variant, [])
         return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)

@@ -116,9 +116,9 @@ def _groups(voters: Sequence[Baseline]) -> list[list[Baseline]]:
 
 
 def witnesses(own: Baseline, voters: Iterable[tuple[str, Baseline]]) -> str:
-    """Return who has confirmed a baseline (siblings with all its vectors, a reference, an operator); "" for none."""
+    """Return who has confirmed a baseline (siblings with all its vectors, a reference); "" for none."""
     names = sorted(name for name, b in voters if own.digests <= b.digests)
-    found = [", ".join(names)] * bool(names) + ["reference"] * own.referenced + ["operator"] * bool(own.pinned)
+    found = [", ".join(names)] * bool(names) + ["reference"] * own.referenced
     return " and ".join(found)
 
 
