@@ -7,55 +7,19 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from canaryd.cli.common import say
 from canaryd.config import values
-from canaryd.formatting import did_you_mean
 
 T = TypeVar("T")
-FEW = 8
-"""Choices up to which a mistake lists them all."""
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
 EXIT_STATUS = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage or configuration error"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with `USAGE` on a mistake, and says which known word is nearest."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As usual, but "-5m" is a value: no option here begins with a digit."""
-        super().__init__(*args, **kwargs)
-        self._negative_number_matcher = re.compile(r"-[0-9]")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = list(map(str, action.choices))
-            near = did_you_mean(str(value), known)
-            # A few words are listed also beside the nearest: "healthy" is like "faulty", and not meant by it.
-            hint = f" (choose from {', '.join(known)}){near}" if len(known) <= FEW or not near else near
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as usual; what is not known is a mistake in the command that it was given to."""
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            named: Any = [self]
-            for action in self._actions:
-                if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  it has no public name
-                    named += filter(None, [action.choices.get(getattr(options, action.dest))])
-            there = [word for each in named for word in each._option_string_actions if word.startswith("--")]  # noqa: SLF001
-            alike = did_you_mean(unknown[0].lstrip("-"), [word[2:] for word in there])  # dashes make no likeness
-            hint = did_you_mean(unknown[0], there) if alike else ""
-            if unknown[0] in there:
-                hint = f"; write it after the command: {named[-1].prog} {unknown[0]}"
-            if getattr(options, "of_one_device", "") and not unknown[0].startswith("-"):
-                hint = f"; for one device: {options.of_one_device} {unknown[0]}"
-            named[-1].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        if "command" in options and options.command is None:
-            self.error("the following arguments are required: COMMAND")
-        return options
+    """A parser that says a mistake in one sentence and exits with `USAGE`."""
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake as one sentence, and exit; the usage is one --help away."""
@@ -68,7 +32,7 @@ class Commands:
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
         """There is none yet."""
-        self._commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+        self._commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
 
     def add(
         self, name: str, function: Callable[..., int], told: str, description: str = "", *, epilog: str | None = None

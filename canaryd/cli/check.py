@@ -162,7 +162,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     complain(*store.problems)
     if is_released(options.command, store):
         return exit_code(State.UNKNOWN)
-    again = repeat.recorded(options, store, options.parser.parse_args([])) if options.repeat else None
+    again = repeat.recorded(options, store) if options.repeat else None
     if options.repeat and again is None:
         return USAGE
     printer = ProgressPrinter()
@@ -186,7 +186,7 @@ def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinte
     """Find the devices and test those that were asked for; return the result, or the exit code of a refusal."""
     engine.discover(complain, keep=True)
     if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
-        complain(repeat.elsewhere(again, engine.store))
+        complain(f"check: --repeat {again.id}: it tested {again.device}, which this host does not have")
         return USAGE
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):

@@ -47,7 +47,6 @@ def _add_status(commands: Commands) -> None:
     )
     add_verbose(command, "the evidence of each finding and the age of each probe's newest result")
     add_json(command)
-    command.set_defaults(of_one_device="canaryd history")
 
 
 def status_command(options: argparse.Namespace, settings: Config) -> int:

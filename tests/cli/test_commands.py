@@ -265,12 +265,9 @@ def test_config_schema_is_a_json_schema():
 
 WRONG_USE = (
     ((), "the following arguments are required: COMMAND"),
-    (("chekc",), "invalid choice: 'chekc'; did you mean \"check\"?"),
+    (("chekc",), "invalid choice: 'chekc' (choose from "),
     (("check", "--levle", "quick"), "unrecognized arguments: --levle quick"),
-    (
-        ("check", "--level", "quickly"),
-        "invalid choice: 'quickly' (choose from quick, standard, deep); did you mean \"quick\"?",
-    ),
+    (("check", "--level", "quickly"), "invalid choice: 'quickly' (choose from "),
     (("check", "--for", "1yr"), '"1yr" is not a duration; write e.g. "15m"'),
     (("check", "--for", "30"), '"30" has no unit; write "30s"'),
     (("check", "--wait", "-1s"), "--wait"),
@@ -281,13 +278,9 @@ WRONG_USE = (
     (("drill", "--fault", "fire"), "invalid choice: 'fire'"),
     (("run", "--listen", "19469"), '"19469" is not HOST:PORT'),
     (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
-    (("config", "chekc"), "invalid choice: 'chekc' (choose from check, example, schema); did you mean \"check\"?"),
-    (("gate", "--on", "healthy"), "(choose from degraded, unknown, suspect, faulty)"),
-    (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
-    (
-        ("drill", "--fault", "fire"),
-        "(choose from flip, zero, swap, nan, stuck, consistent, wrong-row, stale-row, wrong-column, stuck-at-1, ",
-    ),
+    (("config", "chekc"), "invalid choice: 'chekc' (choose from "),
+    (("gate", "--on", "healthy"), "invalid choice: 'healthy' (choose from "),
+    (("statsu",), '; type "canaryd --help"'),
     (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
     (("check", "--config", "/"), "/: is a directory"),
     (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
