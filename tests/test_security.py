@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+from canaryd import hidden
 from canaryd.config import load, permissions, settings
 from canaryd.config.load import ConfigError
 from canaryd.engine import catalogue
@@ -550,6 +551,24 @@ def test_planted_secrets_are_told_nowhere(tmp_path, state):
     for file in stored:
         leaks += holds_secret(f"record: {file.name}", file.read_bytes(), secrets)
     assert leaks == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("wrong key sk-a/b+c~90 given", "wrong key … given"),
+        ("?key=sk-a%2Fb%2bc~90&x", "?key=…&x"),
+        ("Basic " + base64.b64encode(b"user:sk-a/b+c~90").decode(), "Basic dXNlcjp…A=="),
+        ({"sk-a/b+c~90": ["x", ("sk-a/b+c~90", 1)]}, {"…": ["x", ["…", 1]]}),
+        ("Bearer EMPTY; API key provided: EMPTY; EMPTY", "Bearer …; API key provided: …; EMPTY"),
+        ("the basket is EMPTY", "the basket is EMPTY"),
+    ],
+)
+def test_a_key_that_a_server_repeats_is_hidden(text, told):
+    """As it is, percent-encoded and in base64; one that is a plain word only where it is called a key."""
+    hidden.keep("sk-a/b+c~90")
+    hidden.keep("EMPTY")
+    assert hidden.hide(text) == told
 
 
 def test_a_worker_elsewhere_is_told_its_environment_by_no_command_line(tmp_path, state):

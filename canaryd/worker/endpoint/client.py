@@ -225,7 +225,7 @@ def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
     words = _message(data)
     if not words and data is None and text.lstrip()[:1] != "<":
         words = text
-    words = hide(printable(" ".join(words[:MOST_WORDS].split())))[:1000]
+    words = printable(" ".join(hide(words)[:MOST_WORDS].split()))[:1000]
     return _without(words, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
 
 

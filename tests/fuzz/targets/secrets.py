@@ -1,14 +1,12 @@
 """What a server may echo of a configured key, and what of it leaves a worker: its protocol and its standard error.
 
-However the key is spelled (any case, escapes, base64 after anything, look-alikes, apart, token by token) and wherever
-it stands or is cut off, neither the messages of `Runner` nor its lines hold half of it. A message stays JSON of the
-same shape, and a text without the key stays as it is.
+Wherever the key stands, as it is, percent-encoded or in base64 after anything, neither the messages of `Runner` nor its
+lines hold it. A message stays JSON of the same shape, and a text without the key stays as it is.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import io
 import json
 import os
@@ -30,32 +28,20 @@ def _keep() -> None:
         keep(key)
 
 
-def _base64(key: str, choices: Choices) -> str:
-    return base64.b64encode((choices.of(("", "a", "ab")) + key).encode()).decode()
-
-
-def _spelled(key: str, choices: Choices) -> str:
-    """Return a spelling of a key that a server could echo."""
+def _spelled(key: str, choices: Choices) -> tuple[str, str]:
+    """Return a form of a key that a server could echo, and what of it must be gone."""
+    before = choices.of(("", "a", "ab"))
+    encoded = base64.b64encode((before + key).encode()).decode().rstrip("=")
+    sure = encoded[4 if before else 0 : -1]  # at the edges a digit depends on what stands beside the key
+    web = str.maketrans("+/", "-_")
     ways = (
-        lambda: key,
-        lambda: choices.of((key.upper(), key.lower(), key.title(), key.swapcase())),
-        lambda: _base64(key, choices),
-        lambda: _base64(key, choices).translate(str.maketrans("+/", "-_")),
-        lambda: urllib.parse.quote(_base64(key, choices), safe=""),
-        lambda: key.encode().hex(choices.of(" :-,")),
-        lambda: key.encode().hex(),
-        lambda: urllib.parse.quote(key, safe=""),
-        lambda: "".join(f"%{ord(c):02X}" for c in key),
-        lambda: "".join(choices.of((c, f"\\u{ord(c):04x}", f"\\x{ord(c):02x}", f"&#{ord(c)};")) for c in key),
-        lambda: html.escape(key),
-        lambda: json.dumps(key)[1:-1].replace("/", "\\/"),
-        lambda: " ".join(key),
-        lambda: choices.of(("\u200b", "\0", "\x1b[1m", ".", "][", "\u0301")).join(key),
-        lambda: "".join(chr(ord(c) + 0xFEE0) for c in key),
-        lambda: "".join(f"\\{ord(c):03o}" for c in key),
-        lambda: "".join(f"={ord(c):02X}" for c in key),
-        lambda: str(list(key.encode())),
-        lambda: base64.b64encode(key.encode("utf-16-le")).decode(),
+        lambda: (key, key),
+        lambda: (encoded, sure),
+        lambda: (encoded.translate(web), sure.translate(web)),
+        lambda: (whole := urllib.parse.quote(key, safe=""), whole),
+        lambda: (whole := urllib.parse.quote(key), whole),
+        lambda: (whole := "".join(f"%{ord(c):02x}" for c in key), whole),
+        lambda: (whole := "".join(choices.of((c, f"%{ord(c):02X}", f"%{ord(c):02x}")) for c in key), whole),
     )
     return choices.of(ways)()
 
@@ -73,22 +59,12 @@ def _sent(message: dict[str, Any]) -> Any:
     return json.loads(line.partition(b" ")[2])
 
 
-def _without(text: str, spelled: str) -> None:
-    half = (len(spelled) + 1) // 2 + 3  # of base64 the edges that depend on what stands beside it may stay
-    for at in range(len(spelled) - half + 1):
-        assert spelled[at : at + half].lower() not in text.lower(), (spelled, text)
-
-
 def _placed(data: bytes) -> None:
-    """In a message of any shape: a text, a name, an item, or cut off at its end."""
+    """In a message of any shape: a text, a name or an item."""
     _keep()
     choices = Choices(data)
-    key = choices.of(KEYS)
-    spelled = _spelled(key, choices)
-    before, after = choices.of(AROUND), choices.of(AROUND)
-    text = before + spelled + after
-    if choices.flag():
-        text = before + spelled[: choices.below(len(spelled)) + 1]
+    spelled, secret = _spelled(choices.of(KEYS), choices)
+    text = choices.of(AROUND) + spelled + choices.of(AROUND)
     value: Any = {"a": 1, "case": "completions/reef/fresh", "values": [1.5, None, True]}
     where = choices.below(4)
     value["text" if where != 1 else text] = text if where != 2 else [choices.of(("a", "b")), text, {"x": [text]}]
@@ -96,30 +72,23 @@ def _placed(data: bytes) -> None:
     assert said["value"]["case"] == "completions/reef/fresh"
     assert said["value"]["values"] == [1.5, None, True]
     assert len(said["value"]) == len(value)
-    _without(json.dumps(said, ensure_ascii=False), spelled)
+    assert secret not in json.dumps(said, ensure_ascii=False)
 
 
-def _apart(data: bytes) -> None:
-    """In tokens that spell it together, and in writes to standard error."""
+def _in_parts(data: bytes) -> None:
+    """On standard error, in several writes of one line."""
     _keep()
     choices = Choices(data)
-    key = choices.of(KEYS)
-    tokens, rest = [choices.of(("The", " key", ""))], key
-    while rest:
-        size = choices.below(min(len(rest), 6)) + 1
-        tokens.append(rest[:size])
-        rest = rest[size:]
-    tokens.append(choices.of(("", " is", "!")))
-    said = _sent({"value": {"tokens": tokens}})["value"]["tokens"]
-    assert len(said) == len(tokens)
-    _without("".join(said), key)
+    key = rest = choices.of(KEYS)
     written = io.BytesIO()
     stream = Lines(io.TextIOWrapper(written, "utf-8"))
-    for token in tokens:
-        stream.write(token)
+    while rest:
+        size = choices.below(min(len(rest), 6)) + 1
+        stream.write(rest[:size])
+        rest = rest[size:]
     stream.write("\n")
     stream.flush()
-    _without(written.getvalue().decode(), key)
+    assert key not in written.getvalue().decode()
 
 
 def _any(data: bytes) -> None:
@@ -133,12 +102,12 @@ def _any(data: bytes) -> None:
     assert WORD not in hide(f"Invalid API key provided: {WORD}, Authorization: Bearer {WORD}")
 
 
-target = modes(_placed, _apart, _any)
+target = modes(_placed, _in_parts, _any)
 
 
 def seeds() -> list[bytes]:
     return [
-        *(seed(0, bytes([key, way, *range(n, n + 12)])) for key in range(5) for way in range(19) for n in (0, 7)),
+        *(seed(0, bytes([key, way, *range(n, n + 12)])) for key in range(5) for way in range(7) for n in (0, 7)),
         *(seed(1, bytes([key, *range(n, n + 40)])) for key in range(5) for n in (0, 9)),
         *(seed(2, key.encode() * 3) for key in KEYS),
         seed(2, "c2stWnE5" * 20),
