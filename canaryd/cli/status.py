@@ -63,8 +63,8 @@ def status_command(options: argparse.Namespace, settings: Config) -> int:
 def _add_history(commands: Commands) -> None:
     command = commands.add(
         *("history", history_command),
-        "show what happened to a device and how its readings changed",
-        "Show what happened to a device and how its readings changed. Touches no device.",
+        "show what happened to a device",
+        "Show what happened to a device, newest first. Touches no device.",
         epilog="exit status: 0 shown, whatever happened, 3 the record cannot be read, 64 usage or configuration error",
     )
     command.add_argument("device", nargs="?", default="", metavar="DEV", help="uuid or name (default: every device)")

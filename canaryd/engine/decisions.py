@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from canaryd.config.settings import Config
 from canaryd.engine import endpoints
+from canaryd.engine.days import Days
 from canaryd.engine.discovery import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence, last_pass
 from canaryd.engine.host import Host
 from canaryd.engine.learning import Learning
 from canaryd.engine.polling import Watch
-from canaryd.engine.trends import Trends
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.case import Case
 from canaryd.judge.node import Node, node
@@ -53,7 +53,7 @@ class Decisions:
         evidence: Evidence,
         acknowledgements: Acknowledgements,
         learning: Learning,
-        trends: Trends,
+        days: Days,
         discovery: Discovery,
     ) -> None:
         """Judge nothing yet."""
@@ -62,7 +62,7 @@ class Decisions:
         self._evidence = evidence
         self._acks = acknowledgements
         self._learning = learning
-        self._trends = trends
+        self._days = days
         self._discovery = discovery
         self._doubted: frozenset[str] = frozenset()
         """Devices with something against them in their newest verdict; they are no evidence on others."""
@@ -168,7 +168,7 @@ class Decisions:
                 acks=() if drill else self._acks.in_force(uuid),
                 history_lost=None if drill else self._lost,
                 unread="" if drill else self._unread(uuid),
-                trends=() if drill else self._trends.findings(device),
+                slower=() if drill else self._days.findings(device),
                 compared=host.compared.get(uuid),
                 behind=self._behind(device) if served else (),
                 serving={} if served else self._served_endpoints(device, drill=drill),
@@ -187,7 +187,7 @@ class Decisions:
             runs: dict[str, Sequence[Run]] = {
                 u: [r for r in self._evidence.of(u) if r.started >= since] for u in devices
             }
-            summed = {} if drill else {u: self._trends.tested(u) for u in devices}
+            summed = {} if drill else {u: self._days.tested(u) for u in devices}
         if host.restricted:  # the verdict is about the part that was asked for, so runs of that part count as complete
             part = host.cases, host.intensity
             for uuid, listed in runs.items():
@@ -282,7 +282,7 @@ class Decisions:
             policy=host.config.judge,
             now=host.clock(),
             reached=host.certain_time(),
-            tested={} if drill else days_of_tests(self._evidence.of(device.uuid), self._trends.tested(device.uuid)),
+            tested={} if drill else days_of_tests(self._evidence.of(device.uuid), self._days.tested(device.uuid)),
             wanted=host.periods(device),
             peers={
                 d.name: Peer(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from canaryd.engine import budget, endpoints, schedule
+from canaryd.engine.days import Days
 from canaryd.engine.decisions import Decisions
 from canaryd.engine.discovery import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence
@@ -23,7 +24,6 @@ from canaryd.engine.met import MetClasses
 from canaryd.engine.polling import Watch, poll_tasks
 from canaryd.engine.room import CONTEXT, Room
 from canaryd.engine.schedule import Plan, Step
-from canaryd.engine.trends import Trends
 from canaryd.engine.workers import Workers
 from canaryd.free_memory import available
 from canaryd.judge.recordings.baseline import Baseline
@@ -95,10 +95,10 @@ class Engine(Host):
         self._met = MetClasses(self)
         self._evidence = Evidence(self, self._acks, self._met)
         self._learning = Learning(self, self._evidence, self._acks, self._met)
-        self._trends = Trends(self, self._acks)
+        self._days = Days(self, self._acks)
         self._discovery = Discovery(self, self.workers, self.watch, self._evidence, self._learning)
         self._decisions = Decisions(
-            self, self.watch, self._evidence, self._acks, self._learning, self._trends, self._discovery
+            self, self.watch, self._evidence, self._acks, self._learning, self._days, self._discovery
         )
         self._follow_ups = FollowUps(self, self._evidence)
 
@@ -193,7 +193,7 @@ class Engine(Host):
 
     def sum_up(self) -> bool:
         """Sum up one past day of one device that has no summary yet; return whether there was one."""
-        return self._trends.sum_up()
+        return self._days.sum_up()
 
     # -- running ------------------------------------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ class Case:
     """When this machine's records were lost, and which file keeps what is left; None where they were not."""
     unread: str = ""
     """Why runs of this device that may be on record could not be read; "" where all were."""
-    trends: Sequence[Finding] = ()
-    """What the rules for trends found of this device."""
+    slower: Sequence[Finding] = ()
+    """What the days of this device show of its speed."""
     compared: tuple[int, int] | None = None
     """Results that a check compared, and the least that it has to; None where nobody asks for a number."""
 

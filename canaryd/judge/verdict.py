@@ -57,9 +57,9 @@ def recordings(case: Case) -> Iterator[Finding]:
     yield from case.recordings
 
 
-def drift(case: Case) -> Iterator[Finding]:
-    """How the device's days compare with earlier days and with its siblings' (docs/judgement.md)."""
-    yield from case.trends
+def slower(case: Case) -> Iterator[Finding]:
+    """How fast the device is beside its own earlier days and its siblings' (docs/judgement.md)."""
+    yield from case.slower
 
 
 def endpoint_departed(case: Case) -> Iterator[Finding]:
@@ -139,7 +139,7 @@ RULES: tuple[Rule, ...] = (
     host_in_doubt,
     golden_in_doubt,
     recordings,
-    drift,
+    slower,
     endpoint_departed,
     uncharacterised_mismatch,
     not_completed,

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from canaryd.facts import SELF_TEST, TRIALS
+from canaryd.facts import SELF_TEST, SPEEDS, TRIALS
 from canaryd.formatting import DAY
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.judge.trends.followed import followed
 from canaryd.model import Outcome, Run
 
 LOOKED = "looked"
 """Reading of a run whose results are no longer kept: they showed that it had looked at its device."""
 JUDGED = frozenset({*READINGS, SELF_TEST})
-"""Readings that are judged as they are; others are followed over time."""
+"""Readings that are judged as they are; speeds are judged over days."""
 
 
 def has_looked(run: Run) -> bool:
@@ -25,7 +24,7 @@ def has_looked(run: Run) -> bool:
     names = {r.name for r in run.readings}
     if run.trials or run.recordings or LOOKED in names:
         return True
-    return TRIALS not in names and any(n in JUDGED or followed(n) is not None for n in names)
+    return TRIALS not in names and any(n in JUDGED or n.startswith(SPEEDS) for n in names)
 
 
 def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None = None) -> dict[str, frozenset[int]]:

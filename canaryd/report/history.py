@@ -1,29 +1,20 @@
-"""`canaryd history`: what happened to a device, newest first, and its readings over time.
-
-Everything comes from the store, without touching a device. Older readings come from the summaries of days
-(`canaryd.judge.trends.days.Day`), so that two months take seconds.
-"""
+"""`canaryd history`: what happened to a device, newest first. Everything comes from the store, no device is touched."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
 from canaryd.config.settings import Config
-from canaryd.formatting import DAY, HOUR, format_duration
+from canaryd.formatting import DAY, format_duration
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count, reason_of
-from canaryd.judge.trends import change as trends_change
-from canaryd.judge.trends import days as trends_days
-from canaryd.judge.trends.change import Change
-from canaryd.judge.trends.days import Key, Point
-from canaryd.judge.trends.followed import HEAT, SHOWN, followed
+from canaryd.judge.slower import Day, Stack, stacks
 from canaryd.model import AckKind, Device, Event, EventKind, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
@@ -31,17 +22,15 @@ from canaryd.report.incidents import headline, incidents_json
 from canaryd.report.terminal import verdict_note
 from canaryd.store.store import Store
 
-SCHEMA = "canaryd.history/1"
+SCHEMA = "canaryd.history/2"
 POLLS, RUNS, FAILED = 600, 400, 500
 """Polls, runs and failed runs of all devices together that are read (ours): about three seconds."""
 LEAST_READ = 50
 """The same for one device at least."""
-HOURLY = 3 * DAY
-"""Span up to which readings are shown by the hour, and by the day beyond (ours)."""
 MOST_PAUSES = 5
 """Pauses that are listed one by one (ours); more of them are summed up in one line."""
-MOST_ITEMS, MOST_READINGS = 25, 20
-"""Lines of each kind that a terminal shows per device; JSON has all."""
+MOST_ITEMS = 25
+"""Lines that a terminal shows per device; JSON has all."""
 BAD = frozenset(
     {
         *("xid", "sxid", "mce", "edac", "aer", EventKind.OFF_BUS, "pcie", "port", "unplaced", "oom", "thermal"),
@@ -72,25 +61,6 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trend:
-    """One reading over time."""
-
-    key: Key
-    unit: str
-    step: float
-    """Seconds that one point covers: an hour or a day."""
-    points: tuple[Point, ...]
-    """Oldest first, dated at the middle of their hour or day; never empty."""
-    changes: tuple[Change, ...]
-    """Where it changed to another level; days since the epoch."""
-
-    @property
-    def values(self) -> list[float]:
-        """The points without their times."""
-        return [p.value for p in self.points]
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeviceHistory:
     """The history of one device."""
 
@@ -99,10 +69,6 @@ class DeviceHistory:
     verdict: Verdict
     items: tuple[Item, ...]
     """Newest first."""
-    trends: tuple[Trend, ...]
-    """Those that changed first."""
-    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Id of a stack → its parts, as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +90,7 @@ def gather(
     device: str | None,
     since: float,
     now: float,
-    days: Mapping[str, Sequence[trends_days.Day]] | None = None,
+    days: Mapping[str, Sequence[Day]] | None = None,
 ) -> History:
     """Read the history of one device (uuid or name), or of all, from `since` on; times in seconds since the epoch.
 
@@ -141,7 +107,6 @@ def gather(
         polls = store.polls(uuid, since=since, completed=True, limit=most_polls)
         runs = store.runs(uuid, since=since, limit=most_runs)
         failed = store.runs(uuid, since=since, failed=True, limit=max(LEAST_READ, FAILED // share))
-        stacks = [*(s for day in summed for s in day.stacks), *trends_days.stacks(runs)]
         full = [part for part, most in ((polls, most_polls), (runs, most_runs)) if len(part) == most]
         read_from = max((min(r.started for r in part) for part in full), default=since)
         items = [
@@ -150,20 +115,10 @@ def gather(
             *_failures(failed),
             *_events(store.events(since, uuid)),
             *_acks(store, uuid),
-            *_stacks(stacks),
+            *_stacks([*(s for day in summed for s in day.stacks), *stacks(runs)]),
         ]
         shown = sorted((i for i in items if since <= i.at <= now), key=lambda i: i.at, reverse=True)
-        courses = _trends(summed, runs, polls, since, now)
-        found.append(
-            DeviceHistory(
-                device=one.device,
-                present=one.present,
-                verdict=one.verdict,
-                items=tuple(shown),
-                trends=tuple(courses),
-                stacks={s.id: s.parts for s in stacks},
-            )
-        )
+        found.append(DeviceHistory(device=one.device, present=one.present, verdict=one.verdict, items=tuple(shown)))
     return History(now=now, since=since, devices=tuple(found), problems=seen.problems, asked=device)
 
 
@@ -238,9 +193,7 @@ def _acks(store: Store, uuid: str) -> Iterator[Item]:
         yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=label, text=text)
 
 
-def _pauses(
-    days: Sequence[trends_days.Day], seen: Sequence[Run], read_from: float, now: float, limit: float
-) -> Iterator[Item]:
+def _pauses(days: Sequence[Day], seen: Sequence[Run], read_from: float, now: float, limit: float) -> Iterator[Item]:
     """Yield the times of more than `limit` seconds in which nothing was recorded, after the device's first record.
 
     `seen` are its runs and polls, complete from `read_from` on. On a day of which only the summary is left, something
@@ -248,7 +201,7 @@ def _pauses(
     """
     spans = [(r.started, r.started + r.seconds) for r in seen if r.started <= now]
     own = {int(start // DAY) for start, _ in spans}
-    kept = (d.day for d in days if (d.levels or d.stacks) and (d.day not in own or d.day * DAY < read_from))
+    kept = (d.day for d in days if (d.levels or d.stacks or d.tested) and (d.day not in own or d.day * DAY < read_from))
     spans += [(day * DAY, (day + 1) * DAY) for day in kept]
     found: list[tuple[float, float]] = []
     reached = math.inf  # there is no pause before the first record
@@ -270,9 +223,9 @@ def _pause(start: float, end: float, what: str, count: int) -> Item:
     return Item(at=end, first=start, kind="pause", role="calm", label="nothing recorded", text=text, count=count)
 
 
-def _stacks(seen: Iterable[trends_days.Stack]) -> Iterator[Item]:
+def _stacks(seen: Iterable[Stack]) -> Iterator[Item]:
     """Yield the changes of the software stack; each CPU instruction set has a stack of its own."""
-    newest: dict[str, trends_days.Stack] = {}
+    newest: dict[str, Stack] = {}
     known: set[str] = set()
     for stack in sorted(seen, key=lambda s: s.at):
         kind = stack.parts.get("instruction_set", "")
@@ -284,55 +237,6 @@ def _stacks(seen: Iterable[trends_days.Stack]) -> Iterator[Item]:
             yield Item(at=stack.at, first=stack.at, kind="stack", role="calm", label=moved, text=text)
         known.add(stack.id)
         newest[kind] = stack
-
-
-def _trends(
-    days: Sequence[trends_days.Day], runs: Sequence[Run], polls: Sequence[Run], since: float, now: float
-) -> list[Trend]:
-    """Return each followed reading over time: those that changed first, then those that a rule judges."""
-    daily = trends_days.courses(days, runs, polls)
-    hourly = now - since <= HOURLY
-    points: dict[Key, tuple[str, list[Point]]] = {}
-    if hourly:
-        for key, track in trends_days.tracks(runs, polls).items():
-            by_hour: dict[int, list[float]] = defaultdict(list)
-            for at, value in track.points:
-                by_hour[int(at // HOUR)].append(value)
-            how = followed(key.reading) or SHOWN
-            points[key] = (
-                track.unit,
-                [Point((h + 0.5) * HOUR, trends_days.level(v, how)) for h, v in sorted(by_hour.items())],
-            )
-    else:
-        for key, course in daily.items():
-            points[key] = course.unit, [Point((d + 0.5) * DAY, v) for d, v in sorted(course.days.items())]
-    step = HOUR if hourly else DAY
-    found = []
-    for key, (unit, all_) in points.items():
-        inside = tuple(p for p in all_ if since <= p.at + step / 2 and p.at - step / 2 <= now)
-        changes = trends_change.marks(daily[key], key.reading) if key in daily else []
-        shown = tuple(c for c in changes if c.since * DAY >= since - DAY)
-        if inside:
-            found.append(Trend(key=key, unit=unit, step=step, points=inside, changes=shown))
-    return sorted(found, key=_importance)
-
-
-def _importance(one: Trend) -> tuple[Any, ...]:
-    how = followed(one.key.reading) or SHOWN
-    return not one.changes, how is HEAT, not how.rule, one.key
-
-
-def is_telling(one: Trend) -> bool:
-    """Whether a reading is worth a line. Counters that stayed zero and unchanged heat by power are not."""
-    if one.changes:
-        return True
-    return followed(one.key.reading) is not HEAT and (any(one.values) or not counter(one))
-
-
-def counter(one: Trend) -> bool:
-    """Whether a trend follows a counter."""
-    how = followed(one.key.reading)
-    return how is not None and how.level == "mean"
 
 
 def as_json(history: History) -> dict[str, Any]:
@@ -355,27 +259,8 @@ def as_json(history: History) -> dict[str, Any]:
                 "incidents": incidents_json(one.verdict, one.device),
                 "findings": [finding_json(f) for f in one.verdict.findings],
                 "timeline": [to_json(item) for item in one.items],
-                "readings": [_reading(t) for t in one.trends],
             }
             for one in history.devices
         ],
         "problems": list(history.problems),
-    }
-
-
-def _reading(one: Trend) -> dict[str, Any]:
-    return {
-        "probe": one.key.probe,
-        "reading": one.key.reading,
-        "basis": one.key.basis,
-        "unit": one.unit,
-        "step": one.step,
-        "min": min(one.values),
-        "median": statistics.median(one.values),
-        "max": max(one.values),
-        "last": one.values[-1],
-        "points": [[p.at, p.value] for p in one.points],
-        "changes": [
-            {"at": c.since * DAY, "before": c.before, "after": c.after, "chance": c.chance} for c in one.changes
-        ],
     }

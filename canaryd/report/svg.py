@@ -73,7 +73,7 @@ def plot(title: str, unit: str, points: Sequence[Point], marks: Sequence[Mark] =
     if not points:
         return f'<figure class="plot">{caption}</figure>'
     first, last = _span(points, marks)
-    low, high = value_range([value for _, value in points])
+    low, high = _value_range([value for _, value in points])
     across, bottom = (W - LEFT - RIGHT) / max(last - first, 1e-9), H - BOTTOM
 
     def x(at: float) -> float:
@@ -120,7 +120,7 @@ def _summary(title: str, unit: str, points: Sequence[Point]) -> str:
     return f"{title}: {values_text} ({start} to {end})"
 
 
-def value_range(values: Sequence[float]) -> tuple[float, float]:
+def _value_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the ends of an axis for values, no nearer to each other than `FLAT` allows."""
     low, high = min(values), max(values)
     least = FLAT * max(abs(low), abs(high)) or 1.0

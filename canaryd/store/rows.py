@@ -18,8 +18,8 @@ from canaryd.facts import whole
 from canaryd.judge.brief import brief
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
+from canaryd.judge.slower import Day
 from canaryd.judge.telemetry.readings import split_key
-from canaryd.judge.trends.days import Day
 from canaryd.model import Ack, Device, Event, Run, Verdict
 from canaryd.store import release_0_1
 

@@ -12,7 +12,7 @@ from canaryd.formatting import DAY
 from canaryd.judge.brief import SHOWN
 from canaryd.judge.characterised import Line, Met
 from canaryd.judge.recordings.baseline import Baseline
-from canaryd.judge.trends.days import Day
+from canaryd.judge.slower import Day
 from canaryd.model import Outcome, Run
 from canaryd.store.buffered import BufferedDatabase
 from canaryd.store.rows import (

@@ -23,6 +23,7 @@ ALERTMANAGER = ROOT / "deploy/alertmanager/alertmanager.yml"
 RULES = sorted(PROMETHEUS.glob("*.rules.yml"))
 OURS = PROMETHEUS / "canaryd.rules.yml"
 VIEWS = PROMETHEUS / "canaryd-views.rules.yml"
+TRENDS = PROMETHEUS / "canaryd-trends.rules.yml"
 UNITS = sorted((ROOT / "tests/deploy/rules").glob("*.yml"))
 RUNBOOK = "https://github.com/canaryd/canaryd/blob/main/docs/runbook.md#"
 TARGET = {"job", "instance"}
@@ -183,7 +184,7 @@ def expectations() -> Iterator[tuple[str, list[str]]]:
                     yield case["expr"], [sample["labels"] for sample in case["exp_samples"]]
 
 
-@pytest.mark.parametrize("name", sorted({a["alert"] for a in rules(OURS, "alert")}))
+@pytest.mark.parametrize("name", sorted({a["alert"] for path in (OURS, TRENDS) for a in rules(path, "alert")}))
 def test_every_alert_is_seen_to_fire_and_to_stay_silent(name):
     """Neither an alert that cannot fire nor one that always does is shipped."""
     word = f'alertname="{name}"'

@@ -6,7 +6,7 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.engine.inventory import bus_key, changes, merge, remembered
-from canaryd.judge.trends.days import Day
+from canaryd.judge.slower import Day
 from canaryd.model import UNDRIVEN, UNSEEN, Cause, Device, State, Verdict
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store

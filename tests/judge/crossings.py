@@ -15,18 +15,15 @@ from canaryd.facts import Reading
 from canaryd.judge.clock import EPOCH, POLL_AHEAD
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.judge.recordings import baseline, rules, speed, triage
+from canaryd.judge.slower import SPAN, TIME, Course
 from canaryd.judge.statistics import RULE_OF_THREE, tail
 from canaryd.judge.telemetry.rules import STRETCH
-from canaryd.judge.trends import change
-from canaryd.judge.trends.days import LEAST_POLLS, LOADED, STEADY, STEADY_BANDS, Course, courses, tracks
-from canaryd.judge.trends.rules import PEERS_DAYS
 from canaryd.model import INTENSITIES, State
 from tests.engine import test_schedule
-from tests.judge import made, test_cause
+from tests.judge import made, test_cause, test_slower
 from tests.judge.recordings import made as recorded
 from tests.judge.recordings import test_baseline, test_triage
 from tests.judge.telemetry import made as telemetry
-from tests.judge.trends import test_rules as test_trend
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 POLICY = JudgePolicy()
@@ -175,70 +172,28 @@ def farthest(shares):
     return t.learnt(*vectors, *odd).noise("") > 1.0
 
 
-def slower(values, now=test_trend.NOW):
-    return "slower-than-before" in test_trend.found({test_trend.KERNEL: test_trend.course(values)}, now=now)
-
-
-def after_two_weeks(days):
-    """Whether so many slow days after 14 usual ones are a finding: by chance once in C(14 + days, days) looks."""
-    return slower([0.01 + n * 1e-7 for n in range(14)] + [0.02 + n * 1e-7 for n in range(days)])
-
-
-def slow_week_ago(days):
-    """Whether it is slower than ever when it was as slow for a week that ended so many days before the change."""
-    usual = [0.01 + (n * 37 % 80) * 1e-7 for n in range(80)]
-    first = len(usual) - days - change.WEEK
-    usual[first : first + change.WEEK] = [0.0131] * change.WEEK
-    return slower(usual + [0.013 + n * 1e-7 for n in range(max(change.SPLITS))])
-
-
-def slow_days_in_a_week(days):
-    """Whether it is slower than in its slowest week when so many days of one were as slow."""
-    usual = [0.01 + n * 1e-7 for n in range(56)]
-    usual[-3 * change.WEEK : -3 * change.WEEK + days] = [0.0131] * days
-    return slower(usual + [0.013 + n * 1e-7 for n in range(28)])
-
-
-def common_day(oldest):
-    """Whether the third day that it has in common with its peers counts when it is so many days ago."""
-    t = test_trend
-    days = (t.TODAY - 1, t.TODAY - 2, t.TODAY - oldest)
-    own, *peers = ({t.KERNEL: Course(unit="s", days=dict.fromkeys(days, v))} for v in (0.014, 0.01, 0.01))
-    return "slower-than-peers" in t.found(own, {str(n): p for n, p in enumerate(peers)})
+def slow_days_ago(oldest):
+    """Whether it is slower than before when the first of the 14 days before was so many days ago."""
+    t = test_slower
+    usual = [t.TODAY - oldest, *range(t.TODAY - 20, t.TODAY - 7)]
+    days = {**dict.fromkeys(usual, 0.01), **dict.fromkeys(range(t.TODAY - 7, t.TODAY), 0.013)}
+    return t.found({t.KERNEL: Course(unit="s", days=days)}) is not None
 
 
 def best_of_eight(fast):
     """Whether so many fast runs of eight stand for the day."""
     times = [0.01] * fast + [0.03] * (8 - fast)
-    runs = [test_trend.run(5 * DAY + n, Reading(name="kernel_seconds", value=v)) for n, v in enumerate(times)]
-    ((day,),) = (c.days.values() for c in courses(runs=runs).values())
-    return day == 0.01
+    runs = [test_slower.run(n, Reading(name=TIME, value=v)) for n, v in enumerate(times)]
+    return test_slower.levels(*runs)[TIME] == 0.01
 
 
 def peer_days(late):
-    """Return the state where the only peer became slow too, and has values on `late` of the ten days since."""
-    t = test_trend
-    peer = t.stepped(0.01, 0.013, seed=7)
+    """Return the state where the only peer became slow too, and has values on `late` of the seven days since."""
+    t = test_slower
+    peer = t.stepped(0.01, 0.013, late=7, seed=7)
     days = sorted(peer.days)
-    peer = Course(unit="s", days={d: peer.days[d] for d in [*days[:-10], *days[-late:]]})
-    return t.found({t.KERNEL: t.stepped(0.01, 0.013)}, {"cuda:1": {t.KERNEL: peer}})["slower-than-before"].state
-
-
-def marked(early):
-    """Return how many changes are marked where 8 days of another level follow so many of one."""
-    values = [0.01 + n * 1e-7 for n in range(early)] + [0.02 + n * 1e-7 for n in range(8)]
-    return len(change.marks(test_trend.course(values), test_trend.KERNEL.reading))
-
-
-def settled(powers, step=300.0):
-    """Return the keys of temperatures under these powers, at steps of so many seconds."""
-    polls = [test_trend.poll(n * step, heat=70.0, power=p, limit=700.0) for n, p in enumerate(powers)]
-    return frozenset(k.reading for k in tracks(polls=polls) if "power=" in k.reading)
-
-
-def day_of_heat(polls):
-    runs = [test_trend.poll(5 * DAY + 300.0 * n, heat=70.0, power=610.0, limit=700.0) for n in range(polls)]
-    return any("power=" in k.reading for k in courses(polls=runs))
+    peer = Course(unit="s", days={d: peer.days[d] for d in [*days[:-7], *days[-late:]]})
+    return t.found({t.KERNEL: t.stepped(0.01, 0.013, late=7)}, {"cuda:1": {t.KERNEL: peer}}).state
 
 
 def told(*found, **fields):
@@ -379,29 +334,10 @@ CROSSINGS: Mapping[str, Crossing] = {
     "judge.recordings.votes.outvoted": Crossing(voters, 2, False, 3, True),
     "judge.recordings.baseline.Baseline.noise: vectors": Crossing(noise, 2, False, 3, True),
     "judge.recordings.baseline.Baseline.noise: farthest": Crossing(farthest, 1, False, 2, True),
-    # trends
-    "judge.trends.change.FALSE_ALARMS": Crossing(after_two_weeks, 7, False, 8, True),
-    "judge.trends.change.BEFORE": Crossing(slow_week_ago, change.BEFORE - change.WEEK, False, change.BEFORE, True),
-    "judge.trends.change.WEEK": Crossing(slow_days_in_a_week, change.WEEK // 2, True, change.WEEK // 2 + 1, False),
-    "judge.trends.rules.PEERS_DAYS": Crossing(common_day, PEERS_DAYS, True, PEERS_DAYS + 1, False),
-    "judge.trends.days.BAND": Crossing(
-        lambda p: settled([1.05**133 * 1.001] * 3) == settled([p] * 3),
-        1.05**133 * 1.001 * 1.048, True, 1.05**133 * 1.001 * 1.05, False,
-    ),
-    "judge.trends.days.LOADED": Crossing(
-        lambda p: bool(settled([p] * 3)), 700 * LOADED - 0.1, False, 700 * LOADED, True
-    ),
-    "judge.trends.days.STEADY": Crossing(
-        lambda s: bool(settled([610.0] * 3, s)), STEADY / 2, True, STEADY / 2 + 1, False
-    ),
-    "judge.trends.days.STEADY_BANDS": Crossing(
-        lambda n: bool(settled([1.05**131 * 1.001, 1.05 ** (131 + n) * 1.001, 1.05**131 * 1.001])),
-        STEADY_BANDS, True, STEADY_BANDS + 1, False,
-    ),
-    "judge.trends.days.LEAST_POLLS": Crossing(day_of_heat, LEAST_POLLS + 1, False, LEAST_POLLS + 2, True),
-    "judge.trends.days.level": Crossing(best_of_eight, 1, False, 2, True),
-    "judge.trends.rules._moved": Crossing(peer_days, 4, State.DEGRADED, 5, State.HEALTHY),
-    "judge.trends.change.marks": Crossing(marked, 15, 0, 16, 1),
+    # slower than before
+    "judge.slower.SPAN": Crossing(slow_days_ago, SPAN, True, SPAN + 1, False),
+    "judge.slower.level": Crossing(best_of_eight, 1, False, 2, True),
+    "judge.slower._moved": Crossing(peer_days, 3, State.DEGRADED, 4, State.HEALTHY),
     # telemetry
     "judge.telemetry.link_rules.pcie_errors: link not known": Crossing(lambda n: replays(n, None, None), 310, False, 311, True),  # noqa: E501
     "judge.telemetry.link_rules.replay_limit": Crossing(lambda n: replays(n, 9, 16), 310, False, 311, True),

@@ -488,7 +488,7 @@ EVIDENCE = {
     "an endpoint's own troubles are none of its devices'": lambda: (
         ask(fresh(), serving={"endpoint:main": (1, [CHANGED])}), HEALTHY, Cause.NONE, set(),
     ),
-    "slower than before": lambda: (ask(fresh(), trends=[SLOWER]), State.DEGRADED, E, {"slower-than-before"}),
+    "slower than before": lambda: (ask(fresh(), slower=[SLOWER]), State.DEGRADED, E, {"slower-than-before"}),
     "results alone do not outlast a fault that strikes uploads": lambda: (
         ask(
             run(31 * DAY, wrong(trials=3, wrong_trials=3)), run(HOUR, right(trials=1000, uploads=1)), fresh(),

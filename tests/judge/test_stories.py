@@ -31,7 +31,7 @@ TOLD_BY = {
     "host_in_doubt": "bad-host-ram",
     "golden_in_doubt": "dead-reference",
     "recordings": "drift",
-    "drift": "slower-than-peers",
+    "slower": "slower-than-before",
     "endpoint_departed": "endpoint-departs",
     "uncharacterised_mismatch": "new-model-alone-wrong",
     "not_completed": "probe-times-out",

@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from statistics import NormalDist
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,8 +23,6 @@ from canaryd.judge.recordings import baseline, rules, speed
 from canaryd.judge.statistics import RULE_OF_THREE, rate_bound, tail
 from canaryd.judge.telemetry import link_rules, xid_rules
 from canaryd.judge.telemetry.memory_rules import LEAST_STEP
-from canaryd.judge.trends import change
-from canaryd.judge.trends.rules import PEERS_SLOWER
 from tests.command import ROOT
 from tests.judge import made, scenarios
 from tests.judge.crossings import CROSSINGS, DAY, HOUR, MINUTE, POLICY
@@ -58,8 +55,6 @@ NOT_THRESHOLDS = {
     "telemetry.kernel_log": "a path",
     "telemetry.keep": "how often a poll is stored; what rises or changes is stored whatever it says",
     "telemetry.xids": "the operator's own grades; there is none by default",
-    "judge.trends.rules.NO_END": "stands for a ratio to nothing",
-    "judge.trends.change.NORMAL": "a constant of the normal distribution",
     "judge.telemetry.events.LARGEST": "what no counter of a driver can show is no number",
     "judge.telemetry.events.NVLINK5": "Xids",
     "judge.telemetry.signals.OFF_BUS": "an Xid",
@@ -116,10 +111,6 @@ def rate_for(seen: int, tries: int) -> float:
     return low
 
 
-def slow_unit(scatter: float, peers: int) -> float:
-    return 1 - NormalDist().cdf(math.log(PEERS_SLOWER) / (scatter * math.sqrt(1 + 1 / peers)))
-
-
 BOUND = rate_bound(baseline.LEARN - 1)
 FORMULAS: Mapping[str, Callable[[], float]] = {
     "transients": lambda: LIMIT,
@@ -146,11 +137,7 @@ FORMULAS: Mapping[str, Callable[[], float]] = {
     "unsteady": lambda: 2 / (baseline.LEARN + 1),
     "unsteady-reruns": lambda: (2 / (baseline.LEARN + 1)) ** POLICY.confirm_runs,
     "two-of-three": lambda: tail(2, speed.NEWEST, 0.01),
-    "trend-split": lambda: change.FALSE_ALARMS / change.LOOKS / len(change.SPLITS),
-    "trend-seven": lambda: 1 / math.comb(21, 7),
-    "trend-eight": lambda: 1 / math.comb(22, 8),
-    "trend-simulated": lambda: rate_bound(80),
-    "slow-unit": lambda: slow_unit(0.04, 2),
+    "slow-simulated": lambda: rate_bound(80),
     "step": lambda: poisson(LEAST_STEP, 10),
     "corrected": lambda: poisson(1000, 500),
     "ten-a-day": lambda: poisson(10, 1),
@@ -248,12 +235,9 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.node.Node.shared": {2},  # of one device nothing is shared
     "judge.vanishing.outages": {2},  # found and gone take turns
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface
-    "judge.trends.days.tracks": {2},  # polls that are remembered
-    "judge.trends.change._ways": {4096},  # a cache
     "judge.statistics._at_most": {1e-17},  # where a sum is cut off
     "judge.statistics._solve": {2, 100},  # halvings of an interval
     "judge.statistics.interval": {2},  # tails
-    "judge.trends.change.chance": {4},  # above it 1 is returned without counting: far from every threshold
     "judge.telemetry.xid_rules.xid_repeated": {13, 31},  # Xids with a workflow of NVIDIA's
     "judge.telemetry.xid_rules._repeated": {45},  # an Xid
     "judge.telemetry.rules.throttled": {2},  # how far back events are taken, beyond the window that is counted

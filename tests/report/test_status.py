@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from canaryd.config.settings import Config, ProbeSettings
-from canaryd.judge.trends.days import Day
+from canaryd.judge.slower import Day
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, State, Verdict
 from canaryd.report import status, status_page
 from canaryd.report.advice import advice

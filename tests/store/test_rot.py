@@ -8,7 +8,7 @@ import pytest
 from canaryd.config.settings import Config
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
-from canaryd.judge.trends.days import Day
+from canaryd.judge.slower import Day
 from canaryd.model import Ack, AckKind, Outcome
 from canaryd.report import status
 from canaryd.store import notes

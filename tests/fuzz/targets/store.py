@@ -24,7 +24,7 @@ from canaryd.judge.case import Case
 from canaryd.judge.characterised import Met
 from canaryd.judge.node import node
 from canaryd.judge.recordings.baseline import empty_baseline, learn
-from canaryd.judge.trends.days import Day
+from canaryd.judge.slower import Day
 from canaryd.judge.verdict import decide
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.store.store import Store

@@ -8,18 +8,17 @@ from dataclasses import replace
 from canaryd.engine.evidence import Acknowledgements
 from canaryd.engine.host import Host
 from canaryd.formatting import DAY, HOUR
+from canaryd.judge import slower
 from canaryd.judge.brief import sign
-from canaryd.judge.trends import days
-from canaryd.judge.trends.rules import findings
 from canaryd.model import Device, Finding
 
 BACK = 14
 """Days for which runs and polls are kept, and so can be summed up."""
 SEEN = 90 * DAY
-"""Seconds for which summaries are read: more than the rules of docs/judgement.md need."""
+"""Seconds for which summaries are read: more than the rule of docs/judgement.md needs."""
 
 
-class Trends:
+class Days:
     """The days of each device in memory, and the findings of today."""
 
     def __init__(self, host: Host, acknowledgements: Acknowledgements) -> None:
@@ -27,7 +26,7 @@ class Trends:
         self._host = host
         self._acks = acknowledgements
         self._acks_version = acknowledgements.version
-        self._courses: dict[str, dict[days.Key, days.Course]] = {}
+        self._courses: dict[str, dict[slower.Key, slower.Course]] = {}
         """Device → its readings day by day."""
         self._tested: dict[str, dict[str, frozenset[int]]] = {}
         """Device → probe → the days on which it was tested, as far as they are summed up."""
@@ -62,7 +61,7 @@ class Trends:
         polls = store.polls(uuid, since=begin, until=end)
         if store.failed_reads != failed:
             return False
-        store.add_day(days.summary(uuid, day, runs, polls))
+        store.add_day(slower.summary(uuid, day, runs, polls))
         with self._host.mutex:
             self._courses.pop(uuid, None)
             self._tested.pop(uuid, None)
@@ -107,10 +106,10 @@ class Trends:
         if before[0] != today:
             kin, failed = host.kin(device.uuid), host.store.failed_reads
             for uuid in kin - set(self._courses):
-                self._courses[uuid] = days.courses(host.store.days(uuid, self._since(uuid)))
+                self._courses[uuid] = slower.courses(host.store.days(uuid, self._since(uuid)))
             if host.store.failed_reads != failed:
                 self._courses.clear()
                 return before[1]  # read again at the next look
             peers = {host.devices[u].name: self._courses[u] for u in kin - {device.uuid}}
-            self._found[device.uuid] = today, tuple(findings(self._courses[device.uuid], peers, now))
+            self._found[device.uuid] = today, tuple(slower.findings(self._courses[device.uuid], peers, now))
         return self._found[device.uuid][1]

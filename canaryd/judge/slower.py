@@ -1,0 +1,303 @@
+"""Whether a device became slower than it was and than identical devices of this node, judged day by day.
+
+All pure functions. Neighbouring runs depend on each other, so a day counts as one value. Slow is not wrong: the rule
+never makes a device worse than degraded. docs/judgement.md has the rule and what it does to healthy devices.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from canaryd.facts import SPEEDS, Reading
+from canaryd.formatting import DAY, number, quantity
+from canaryd.judge.findings import finding
+from canaryd.judge.telemetry.readings import in_words, split_key
+from canaryd.judge.watch import days_of_tests
+from canaryd.model import Cause, Finding, Outcome, Rival, Run, State
+
+SPAN = 60
+"""Days that are looked at (ours): older ones may be another season."""
+LATE = 7
+"""The newest of them, each of which must be slower than the usual (ours): a whole week, so that no weekend decides."""
+LEAST_BEFORE = 14
+"""Days before them that must be known (ours): fewer do not show what is usual."""
+SLOWER = 1.10
+"""Times as long as the median of the days before (ours): healthy GPUs of one model differ by 8 % on average (Sinha et
+al., SC 2022), and a device differs less from itself. False alarms: 0 in the simulations of the tests."""
+SHARED = 0.5
+"""Share of a change from which on, if peers show it too, it is not the device's own (ours)."""
+POWER_LIMIT_MOVED = 0.02
+"""Relative fall of the power limit that may explain slowness (ours): limits are set, not measured."""
+LOAD_MOVED = 0.2
+"""Rise of the share of time in use, or of the load per 1.0, that may explain slowness (ours)."""
+FRESH = 3
+"""Days after which a series without a new value shows nothing about today (ours)."""
+TIME, LIMIT, LOAD = "kernel_seconds", "power_limit_watts{limit=enforced}", "load_average"
+WORK = {"utilization_ratio": "the share of time in use", LOAD: "the load per core"}
+"""Readings that show other work on the device, in words."""
+
+
+class Key(NamedTuple):
+    """What makes values comparable."""
+
+    probe: str
+    reading: str
+    """`Reading.key`; a load is told per core."""
+    basis: str
+    """Version and level of the probe, and the stack: each begins a series of its own."""
+
+    @property
+    def is_speed(self) -> bool:
+        """Whether less of it is slower."""
+        return self.reading.startswith(SPEEDS)
+
+    @property
+    def judged(self) -> bool:
+        """Whether it tells how fast the device is, and not what may explain that."""
+        return self.is_speed or split_key(self.reading)[0] == TIME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One series on one day."""
+
+    probe: str
+    reading: str
+    basis: str
+    unit: str
+    value: float
+    """The edge of the best quarter, because other work on the device only makes it slower; else the median."""
+    count: int
+    """How many values it was made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The software under some runs."""
+
+    id: str
+    """`Run.stack_id`."""
+    at: float
+    """When the first of the runs on it started, in seconds since the epoch."""
+    parts: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Day:
+    """One device on one day of UTC; it outlives the runs and polls that it was made of."""
+
+    device: str
+    """`Device.uuid`."""
+    day: int
+    """Days since the epoch."""
+    levels: tuple[Level, ...]
+    stacks: tuple[Stack, ...] = ()
+    """The stacks of the day's runs, in order of their first run."""
+    tested: tuple[str, ...] = ()
+    """The probes that completed a whole run on it."""
+
+
+@dataclass(kw_only=True)
+class Course:
+    """One series, day by day."""
+
+    unit: str
+    days: dict[int, float] = field(default_factory=dict)
+    """Days since the epoch → level."""
+
+
+Courses = Mapping[Key, Course]
+
+
+class Change(NamedTuple):
+    """A series that became slower."""
+
+    early: Sequence[int]
+    """The days that show what is usual, since the epoch."""
+    late: Sequence[int]
+    """The days on which it was slower."""
+    before: float
+    after: float
+    """Medians of these days."""
+    times: float
+    """How many times as slow it is."""
+
+
+# --- What a day leaves ------------------------------------------------------------------------------------------------
+
+
+def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) -> Day:
+    """Return the summary of a day (since the epoch, UTC), from all runs and polls that began on it.
+
+    Only usual, whole runs count: no drill, confirmation, retest at another intensity or baselining.
+    """
+    here = [[r for r in of if int(r.started // DAY) == day] for of in (runs, polls)]
+    found: dict[Key, tuple[str, list[float]]] = {}
+    for run in (r for of in here for r in of if _counts(r)):
+        for reading, unit, value in _values(run):
+            key = Key(run.probe, reading, f"{run.probe_version}/{run.level}/{run.stack_id}")
+            found.setdefault(key, (unit, []))[1].append(value)
+    levels = tuple(
+        Level(probe=k.probe, reading=k.reading, basis=k.basis, unit=unit, value=level(k, values), count=len(values))
+        for k, (unit, values) in sorted(found.items())
+    )
+    tested = tuple(days_of_tests(here[0]))
+    return Day(device=device, day=day, levels=levels, stacks=tuple(stacks(here[0])), tested=tested)
+
+
+def stacks(runs: Iterable[Run]) -> list[Stack]:
+    """Return each stack of these runs once, in order of their first run; drills count too."""
+    first: dict[str, Stack] = {}
+    for run in sorted(runs, key=lambda r: r.started):
+        if run.stack:
+            first.setdefault(run.stack_id, Stack(id=run.stack_id, at=run.started, parts=run.stack))
+    return list(first.values())
+
+
+def courses(days: Iterable[Day]) -> dict[Key, Course]:
+    """Return each series day by day."""
+    found: dict[Key, Course] = {}
+    for day in days:
+        for of in day.levels:
+            found.setdefault(Key(of.probe, of.reading, of.basis), Course(unit=of.unit)).days[day.day] = of.value
+    return found
+
+
+def level(key: Key, values: Sequence[float]) -> float:
+    """Return the one value that stands for several of a day."""
+    if key.judged:
+        return sorted(values, reverse=key.is_speed)[(len(values) - 1) // 4]
+    return statistics.median(values)
+
+
+def _counts(run: Run) -> bool:
+    odd = run.drill or run.intensity or run.baselining
+    return run.outcome is Outcome.COMPLETED and run.whole and not odd
+
+
+def _values(run: Run) -> Iterator[tuple[str, str, float]]:
+    """Yield (reading, unit, value) of what tells or explains a device's speed."""
+    cores = next((r.value for r in run.readings if r.key == "cpu_cores{state=online}"), 0)
+    for reading in run.readings:
+        if (value := _number(reading)) is None:
+            continue
+        if reading.name == LOAD:
+            if isinstance(cores, (int, float)) and cores > 0:
+                yield f"{LOAD}{{per=core}}", "1", value / cores
+        elif reading.name == TIME or reading.name.startswith(SPEEDS) or reading.name in WORK or reading.key == LIMIT:
+            yield reading.key, reading.unit, value
+
+
+def _number(reading: Reading) -> float | None:
+    """Return a reading's value where it is a finite number."""
+    if isinstance(reading.value, (str, bool)) or not math.isfinite(reading.value):
+        return None
+    return float(reading.value)
+
+
+# --- The rule ---------------------------------------------------------------------------------------------------------
+
+
+def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator[Finding]:
+    """Yield the finding that a device is slower than it was; only days that are over count.
+
+    A note where its peers became slower as well, or where its power limit or other work explains it. `peers` are the
+    other devices of this node that have the same backend and model, by name.
+    """
+    changes = {key: _change(key, course, int(now // DAY)) for key, course in own.items() if key.judged}
+    slower = {key: change for key, change in changes.items() if change is not None}
+    if not slower:
+        return
+    key, change = max(slower.items(), key=lambda item: item[1].times)
+    unit, since = own[key].unit, f"{datetime.fromtimestamp(change.late[0] * DAY, tz=timezone.utc):%Y-%m-%d}"
+    reasons = [_beside(peers, key, change), _limit(own, change), _work(own, change)]
+    explained = "; ".join(why for why, explains in reasons if explains)
+    evidence = [
+        *([f"Not counted against the device: {explained}."] if explained else []),
+        f"Median of {len(change.early)} days before: {quantity(change.before, unit)}.",
+        *([f"{len(slower) - 1} more readings of it are worse."] if len(slower) > 1 else []),
+        f"Limit: {SLOWER:g} times as slow on each of {LATE} days.",
+        "The results are still right.",
+    ]
+    yield finding(
+        "slower-than-before",
+        *((State.HEALTHY, Cause.NONE) if explained else (State.DEGRADED, Cause.ENVIRONMENT)),
+        f"Slower since {since} or before: {in_words(key.reading)} is {quantity(change.after, unit)}, "
+        f"{number(change.times)} times as slow as usual ({quantity(change.before, unit)}).",
+        "" if explained else "Check clocks, heat, power limit and other work on the device.",
+        *evidence,
+        probe=key.probe,
+        rivals=[
+            *(Rival(cause=Cause.ENVIRONMENT, why=why, rejected=explains is False) for why, explains in reasons),
+            Rival(cause=Cause.SOFTWARE, why="the software is the same before and after", rejected=True),
+            Rival(cause=Cause.HARDWARE, why="a worn part that repeats work: its clocks show it", rejected=False),
+        ],
+    )
+
+
+def _change(key: Key, course: Course, today: int) -> Change | None:
+    """Return how much slower each of the newest days was than the median of the days before; None if it was not."""
+    days = sorted(day for day in course.days if today - SPAN <= day < today)
+    early, late = days[:-LATE], days[-LATE:]
+    if len(early) < LEAST_BEFORE or late[-1] < today - FRESH:
+        return None
+    before, after = (statistics.median(course.days[d] for d in part) for part in (early, late))
+    if min(_times(key, before, course.days[day]) for day in late) < SLOWER:
+        return None
+    return Change(early, late, before, after, _times(key, before, after))
+
+
+def _times(key: Key, before: float, after: float) -> float:
+    """Return how many times as slow `after` is; 1.0 where one of them shows no speed."""
+    if before <= 0 or after <= 0:
+        return 1.0
+    return before / after if key.is_speed else after / before
+
+
+def _moved(of: Courses, key: Key, change: Change) -> tuple[float, float] | None:
+    """Return a series' medians before and after a change; None where it has less than half of the days."""
+    if key not in of:
+        return None
+    early, late = ([of[key].days[d] for d in days if d in of[key].days] for days in (change.early, change.late))
+    if 2 * len(early) < len(change.early) or 2 * len(late) < len(change.late):
+        return None
+    return statistics.median(early), statistics.median(late)
+
+
+def _beside(peers: Mapping[str, Courses], key: Key, change: Change) -> tuple[str, bool | None]:
+    """Return what the peers show, in words, and whether it explains the change; None where there is none."""
+    theirs = [_times(key, *moved) for peer in peers.values() if (moved := _moved(peer, key, change))]
+    if not theirs:
+        return "something that all devices of the node share: there is no peer to compare with", None
+    usual = statistics.median(theirs)
+    alike = usual > 1 and math.log(usual) >= SHARED * math.log(change.times)
+    why = f"something that all devices of the node share: {len(theirs)} peers changed by a factor of {number(usual)}"
+    return why, alike
+
+
+def _limit(own: Courses, change: Change) -> tuple[str, bool | None]:
+    """Return what the power limit shows, as `_beside` does."""
+    moved = next((m for key in own if key.reading == LIMIT and (m := _moved(own, key, change))), None)
+    if moved is None:
+        return "a lower power limit: the limit is unknown here", None
+    why = f"the power limit: {quantity(moved[1], 'watts')} now, {quantity(moved[0], 'watts')} before"
+    return why, moved[1] < moved[0] * (1 - POWER_LIMIT_MOVED)
+
+
+def _work(own: Courses, change: Change) -> tuple[str, bool | None]:
+    """Return what other work shows, as `_beside` does."""
+    moved = [
+        (is_ - was, f"other work on the device: {WORK[name]} is {number(is_)}, {number(was)} before")
+        for key in own
+        if (name := split_key(key.reading)[0]) in WORK and (seen := _moved(own, key, change))
+        for was, is_ in [seen]
+    ]
+    if not moved:
+        return "other work on the device: its load is unknown", None
+    rise, why = max(moved)
+    return why, rise >= LOAD_MOVED

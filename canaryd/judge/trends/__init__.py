@@ -1,1 +1,0 @@
-"""Judge slow changes, day by day."""
