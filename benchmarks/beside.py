@@ -50,7 +50,7 @@ THROUGHPUT, LATENCY = 0.995, 1 / 1.01
 """Least ratios: throughput with canaryd over without; latency without over with."""
 SIZE, LAYERS, BATCH = 4096, 32, 16
 """Of the stack on an accelerator."""
-PROBES = ("exact_integer", "exact_matmul", "exact_attention", "exact_canary", "canary_prompts", "recorded_kernels")
+PROBES = ("exact_integer", "exact_matmul", "exact_attention", "exact_canary", "recorded_kernels")
 """What a round is made of."""
 SCRAPE = 15.0
 """Seconds between two scrapes."""

@@ -34,11 +34,10 @@ from canaryd_lab.worker.exact_canary.quantised import FORMS
 
 from benchmarks import common, exact_onnx
 from benchmarks.clean_runs import of_runtime
-from canaryd.facts import Comparison
+from canaryd.facts import DTYPES, Comparison
 from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker.canary.fixed import compiler
-from canaryd.worker.canary.model import DTYPES
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import load

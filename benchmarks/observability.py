@@ -1,11 +1,9 @@
-"""Which single-bit faults change a logit of the exact canary, by operator, format and bit; beside it what others see.
+"""Which single-bit faults change a logit of the exact canary, by operator, format and bit.
 
 One bit of one element is flipped in an activation, a weight that is not 0, or an entry of the KV cache; the inference
 is one pass over a prompt and its continuation, and all its logits are compared bit for bit. Elements are drawn evenly.
 
-Beside it: the same faults as an endpoint's log probabilities would show them (float32, eight candidates), and as the
-trained canary of `canary_prompts` shows them, by its tolerance, and by any bit of its logits, which is what a baseline
-of recordings compares once it is learnt. Last: how many low bits of every result a unit must lose until each sees it.
+Beside it: the same faults as an endpoint's log probabilities would show them (float32, eight candidates).
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, become_worker, machine, options, table, write
-from canaryd.worker.canary.golden import Golden, load_golden, look
-from canaryd.worker.canary.model import Canary, Watch, score
+from benchmarks.common import become_worker, machine, options, table, write
 from canaryd.worker.endpoint.answers import Answer, Position
 from canaryd.worker.endpoint.marking import mark
 from canaryd.worker.exact_canary.cases import text
@@ -27,7 +23,7 @@ from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import Expected, Question
 from canaryd.worker.exact_canary.golden import answer, codes
 from canaryd.worker.exact_canary.prove import Walk
-from canaryd.worker.exact_canary.run import Runner
+from canaryd.worker.exact_canary.run import Runner, Watch
 from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.numeric.tensors import FORMATS, bits, strict_switches, torch
 
@@ -205,51 +201,6 @@ def _as_printed(chances: Any) -> Answer:
     return Answer(text="", positions=positions, scored=True)
 
 
-def trained(golden: Golden, form: str, count: int, places: Sequence[str]) -> Iterator[tuple[str, Count]]:
-    """Yield the same of the trained canary: any bit of its logits, and beside it what leaves its tolerance."""
-    model = golden.model.to("cpu", form)
-    prompt, tokens = (t[:1].expand(ROWS, -1) for t in (golden.prompts, golden.tokens))
-
-    def inference(watch: Watch) -> Any:
-        return score(Canary(model.shape, model.weights, watch), prompt, tokens)[1]
-
-    def shows(logits: Any) -> list[bool]:
-        return [look(golden, [0], form, "forced", row[None].argmax(-1), row[None]).wrong for row in logits]
-
-    yield from strikes(inference, count, lambda _: [], shows, places)
-
-
-def losing(low: int) -> Watch:
-    """Return a watch that loses the lowest bits of every result: it rounds towards 0."""
-
-    def lose(_: str, tensor: Any) -> Any:
-        out = tensor.clone()
-        bits(out).bitwise_and_(-1 << low)
-        return out
-
-    return lose
-
-
-def lost(model: Model, golden: Golden, form: str, whole: list[int]) -> list[object]:
-    """Return the fewest low bits that every result must lose until exact, trained and recorded canary see it."""
-    kind, small = getattr(torch, form), golden.model.to("cpu", form)
-    weights = {name: w.to(kind) for name, w in model.weights.items()}
-    tokens, prompt, following = torch.tensor([whole]), golden.prompts[:1], golden.tokens[:1]
-    found: dict[str, int] = {}
-    good = Runner(model.shape, weights).forward(tokens), score(small, prompt, following)[1]
-    for low in range(1, MANTISSA[form] + 1):
-        mine = Runner(model.shape, weights, watch=losing(low)).forward(tokens)
-        theirs = score(Canary(small.shape, small.weights, losing(low)), prompt, following)[1]
-        for name, seen in (
-            ("exact", not torch.equal(mine, good[0])),
-            ("trained", look(golden, [0], form, "forced", theirs.argmax(-1), theirs).wrong),
-            ("recorded", not torch.equal(theirs, good[1])),
-        ):
-            if seen:
-                found.setdefault(name, low)
-    return [form, MANTISSA[form], *(found.get(name, "never") for name in ("exact", "trained", "recorded"))]
-
-
 def live_weights(model: Model, form: str, whole: list[int], count: int, seed: int = 0) -> Iterator[tuple[str, Count]]:
     """Yield what was seen of about `count` faults in each kind of weight that is not 0; and of all, by their number.
 
@@ -301,15 +252,10 @@ def row(place: str, form: str, found: Count) -> list[object]:
     return [place, form, *("-" if s is None else f"{100 * s:.1f} %" for s in shares), reached]
 
 
-def compared(place: str, form: str, mine: Count, theirs: Count) -> list[object]:
-    """Return a line of the report that has other measures beside."""
-    shares = (
-        mine.share(),
-        mine.other / sum(mine.tried.values()),
-        theirs.share(),
-        theirs.other / sum(theirs.tried.values()),
-    )
-    return [place, form, *(f"{100 * (s or 0):.1f} %" for s in shares)]
+def printed_share(place: str, form: str, found: Count) -> list[object]:
+    """Return a line of the report that has what an endpoint prints beside all logits."""
+    shares = found.share() or 0.0, found.other / sum(found.tried.values())
+    return [place, form, *(f"{100 * share:.1f} %" for share in shares)]
 
 
 def main() -> int:
@@ -318,25 +264,19 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=960, help="faults per place and format (default: %(default)s)")
     parser.add_argument("--formats", nargs="+", default=list(MANTISSA), choices=list(MANTISSA))
     parser.add_argument("--places", nargs="+", default=[], help="these activations alone, into a result of their own")
-    parser.add_argument("--lost", action="store_true", help="lost low bits alone, into a result of their own")
     parser.add_argument("--seed", type=int, default=7)
     words = parser.parse_args()
     model = construct(TINY, words.seed)
     whole = text(model, words.seed, 0, model.program.steps)
-    golden = load_golden(ROOT / "probes" / "canary")
-    faults, beside, lossy = [], [], []
+    faults, beside = [], []
     with strict_switches(), torch.inference_mode():
         for form in words.formats:
-            found = [] if words.lost else list(activations(model, form, whole, words.faults, words.places))
-            if not words.places and not words.lost:
-                found += live_weights(model, form, whole, words.faults // 4)
-            if not words.lost:
-                theirs = dict(trained(golden, form, words.faults // 2, words.places))
-                beside += [compared(place, form, count, theirs[place]) for place, count in found if place in theirs]
+            found = list(activations(model, form, whole, words.faults, words.places))
+            beside += [printed_share(place, form, count) for place, count in found]
             if not words.places:
-                lossy.append(lost(model, golden, form, whole))
+                found += live_weights(model, form, whole, words.faults // 4)
             faults += [row(place, form, count) for place, count in found]
-            print(form, *faults[-len(found) :], *lossy[-1:], sep="\n", file=sys.stderr)
+            print(form, *faults[-len(found) :], sep="\n", file=sys.stderr)
     body = "".join(
         f"\n## {title}\n\n{table(heads, lines)}"
         for title, heads, lines in (
@@ -346,21 +286,16 @@ def main() -> int:
                 faults,
             ),
             (
-                "Beside what others see (all bits, all elements)",
-                ("place", "format", "exact", "exact, printed", "trained, any bit (recorded)", "trained, tolerance"),
+                "Beside what an endpoint prints (all bits, all elements)",
+                ("place", "format", "all logits", "printed"),
                 beside,
-            ),
-            (
-                "Low bits of every result that must be lost until it is seen",
-                ("format", "mantissa", "exact", "trained, tolerance", "trained, any bit (recorded)"),
-                lossy,
             ),
         )
         if lines
     )
     title = "Which single-bit faults change a logit of the exact canary"
-    name = "-".join(("observability", *(["lost"] if words.lost else words.places)))
-    data = {"faults": faults, "beside": beside, "lost": lossy, "seed": words.seed}
+    name = "-".join(("observability", *words.places))
+    data = {"faults": faults, "beside": beside, "seed": words.seed}
     write(Path(words.out), name, title, machine(), f"{model.shape}\n{body}", data)
     return 0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Reading, Skip, Skipped
 from canaryd.worker.canary.checkpoint import BadCheckpoint, links
-from canaryd.worker.canary.golden import PATHS
 from canaryd.worker.canary.hugging_face import (
+    PATHS,
     Checkpoint,
     Model,
     Prompt,

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from canaryd.worker.canary.model import KeyValues, read_safetensors
+from canaryd.worker.canary.safetensors import read_safetensors
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
 from canaryd.worker.exact_canary.run import Runner
+from canaryd.worker.runtime.key_values import KeyValues
 
 GENERATED: dict[tuple[object, ...], dict[tuple[int, ...], list[tuple[int, Any]]]] = {}
 """What a model is → prompt → the words that follow it: a server that computes as one before it need not do so again."""

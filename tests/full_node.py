@@ -14,7 +14,7 @@ from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 
 NOW = 1_790_000_000.0
 PROBES = (
-    *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul", "model_canary"),
+    *("exact_attention", "exact_canary", "exact_integer", "exact_matmul", "model_canary"),
     *("exact_units", "host_transfer", "memory_sweep", "recorded_kernels"),
 )
 KERNELS = (
@@ -122,7 +122,7 @@ def view(part: Device, text: str = "") -> tuple[DeviceView, dict]:
         Finding(rule=f"rule-{n}", state=State.SUSPECT, cause=Cause.HARDWARE, message=f"{n} {text}", repro=text)
         for n in range(RULES)
     )
-    kinds = [("canary_prompts", dtype) for dtype in FORMATS] + [("recorded_kernels", kind) for kind in KERNELS]
+    kinds = [("model_canary", dtype) for dtype in FORMATS] + [("recorded_kernels", kind) for kind in KERNELS]
     status = {"known": 3, "unknown": 1, "learning": 0}
     verdict = Verdict(
         device=part.uuid, state=State.SUSPECT, cause=Cause.HARDWARE, findings=findings, decided=NOW, since=NOW - 900

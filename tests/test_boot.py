@@ -34,7 +34,7 @@ LIGHT = {
 QUICK = "[Service]\nRestartSec=1s\nWatchdogSec=5s\n"
 """A drop-in, so that a test need not wait for the unit's own times."""
 ON_CPU = {
-    *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul"),
+    *("exact_attention", "exact_canary", "exact_integer", "exact_matmul"),
     *("exact_units", "host_telemetry", "memory_sweep", "recorded_kernels"),
 }
 """Probes that every processor must have evidence of."""

@@ -97,7 +97,7 @@ def test_an_installation_has_every_part_in_its_place(tmp_path, wheels):
 
 
 def test_the_wheel_has_the_probes_and_none_of_the_tools(wheels):
-    """Probes and their data ship; the scripts that make goldens, the canary model and previews do not."""
+    """Probes and their data ship; the scripts that make goldens and previews do not."""
     (wheel,) = wheels.glob("canaryd-*.whl")
     with zipfile.ZipFile(wheel) as content:
         names = {name for name in content.namelist() if ".dist-info/" not in name}
@@ -106,7 +106,7 @@ def test_the_wheel_has_the_probes_and_none_of_the_tools(wheels):
     here = {path.relative_to(ROOT / "probes") for path in (ROOT / "probes").rglob("*") if path.is_file()}
     assert shipped == {str(path) for path in here if "__pycache__" not in path.parts}
     assert {name for name in shipped if name.endswith(".py") and "/" in name} == set()
-    assert {name for name in names if "make_goldens" in name or "make_canary" in name or "preview" in name} == set()
+    assert {name for name in names if "make_goldens" in name or "preview" in name} == set()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from canaryd.worker.canary.model import read_safetensors
+from canaryd.worker.canary.safetensors import read_safetensors
 from tests import checkpoints
 from tests.servers import KINDS, serving
 

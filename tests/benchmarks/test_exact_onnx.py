@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="the exact canary is made with torch
 pytestmark = [pytest.mark.torch, pytest.mark.runtimes]
 
 from benchmarks import exact_onnx  # noqa: E402  it needs torch
-from canaryd.worker.canary.model import DTYPES  # noqa: E402
+from canaryd.facts import DTYPES  # noqa: E402
 from canaryd.worker.exact_canary import cases  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.prove import Walk  # noqa: E402

@@ -351,8 +351,8 @@ READINGS_LEFT = tuple(
             "temperature_margin_threshold",
         ),
         *("fan_", "energy", "throttle_seconds", "throttle_events", "performance_state", "pcie_generation", "fabric"),
-        *("persistence", "compute_", "mig_", "device_health", "device_fault", "device_recoveries", "canary_margin"),
-        *("canary_first", "canary_sensitive", "endpoint_prompt", "endpoint_start", "endpoint_nonfinite"),
+        *("persistence", "compute_", "mig_", "device_health", "device_fault", "device_recoveries"),
+        *("endpoint_prompt", "endpoint_start", "endpoint_nonfinite"),
         *("edac_controllers", "ras", "cpu_cores", "load_average", "swap", "clock_source", "boot_time", "crash_records"),
         *("retired_pages_pending", "memory_available", "memory_used", "memory_total"),
     )

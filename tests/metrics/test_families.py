@@ -91,7 +91,7 @@ def example():
             fingerprints={("exact_matmul", stack_id): 123_456_789},
             drifts=[
                 Drift(
-                    probe="canary_prompts",
+                    probe="model_canary",
                     reading="bfloat16",
                     status={"known": 3, "unknown": 1, "learning": 0},
                     ratio=math.inf,

@@ -144,7 +144,6 @@ def test_no_context_is_opened_on_another_device(tmp_path, listed, count):
         *(
             pytest.param(*rest, marks=pytest.mark.slow)
             for rest in (
-                ("canary_prompts", ("float32/decode",)),
                 ("exact_attention", ("float32/onehot/prefill/math",)),
                 ("exact_canary", ("float32/decode/b1/eager",)),
                 ("exact_integer", ()),

@@ -126,19 +126,6 @@ READINGS: Mapping[str, Kind] = {
         "Times that the driver had to restart the device to free it.", volatile=True, event=True
     ),
     # What canaries give.
-    "canary_token_agreement": _gauge("Share of tokens that are the right ones.", "dtype", "path", "batch"),
-    "canary_logit_distance": _gauge(
-        "Largest distance of a logit from its golden, over its tolerance.", "dtype", "path", "batch"
-    ),
-    "canary_margin_min": _gauge(
-        "Smallest lead of the best token over the second, in logits.", "dtype", "path", "batch"
-    ),
-    "canary_first_difference": _gauge(
-        "Position of the first wrong token; absent where there is none.", "dtype", "path", "batch"
-    ),
-    "canary_sensitive_margin": _gauge(
-        "Lead of the first of two nearly tied tokens, in logits; nothing is compared with it.", "dtype", "prompt"
-    ),
     "recorded_error_ratio": _gauge("Largest error of a float32 result over its bound, by kind of kernel.", "kind"),
     "kernel_seconds": _gauge("Time of one call, the mean over the kind's cases of their medians.", "kind"),
     "endpoint_first_token_seconds": _gauge("From a request to its first token.", "api"),

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from canaryd.facts import beginning
-from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.graphs import try_aside
+from canaryd.worker.runtime.key_values import KeyValues
 from canaryd.worker.telemetry.command import output
 from canaryd.worker.telemetry.sysfs import Unreadable
 from canaryd.worker.temporary import temporary_directory

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import Reading, Recording, beginning
+from canaryd.facts import DTYPES, Reading, Recording, beginning
 from canaryd.free_memory import of_host
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import checkpoint
-from canaryd.worker.canary.model import DTYPES
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.seeds import mix64
@@ -33,6 +32,8 @@ from canaryd.worker.runtime import interface
 from canaryd.worker.telemetry.sysfs import path_setting
 
 ATTENTION = ("sdpa", "eager")
+PATHS = ("decode", "forced")
+"""How a continuation comes about: token by token from the KV cache, or given and scored in one pass."""
 MEMORY = 0.9
 """Share of the free memory that a model may take by default (our choice)."""
 HEADROOM = 512 << 20

@@ -5,13 +5,15 @@ Eager attention writes its scores in the model's format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from canaryd.worker.canary.model import Watch
 from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
 from canaryd.worker.runtime.interface import Cache, Operators
 from canaryd.worker.runtime.torch import OPERATORS
+
+Watch = Callable[[str, Any], Any]
+"""Called with every tensor where its format rounds it ("2.query", "logits"); returns the tensor to go on with."""
 
 
 class Runner:

@@ -15,10 +15,10 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.probe import Skip
-from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import bytes_of, flat_bits, torch, visible_cores
 from canaryd.worker.runtime.interface import Cache, Change, Operation, Packing, Runtime, Unsupported
+from canaryd.worker.runtime.key_values import KeyValues
 
 mx: Any = None
 _why_not = ""

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from canaryd.model import TORCH, Device
-from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import indexing, stack
 from canaryd.worker.numeric import tensors as door
 from canaryd.worker.numeric.attention import attend
@@ -17,6 +16,7 @@ from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
 from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Repeated, Runtime
+from canaryd.worker.runtime.key_values import KeyValues
 
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""

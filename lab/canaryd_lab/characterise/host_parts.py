@@ -22,10 +22,10 @@ SECONDS: Mapping[str, float] = {
 }  # fmt: skip
 """The most that every case of a probe may take once; of any other probe `OTHERS`."""
 OTHERS = 15.0
-CANARY: Mapping[str, tuple[str, ...]] = {"graph": ("graph",), "compiled": ("compiled/b1",)}
-"""Part → the canary's cases in each format; what is not here runs as at level standard, while time lasts."""
+CANARY: Mapping[str, str] = {"graph": "graph", "compiled": "compiled/b1"}
+"""Part → the canary's cases in each format."""
 GRAPHS = ("cuda", "rocm")
-"""Backends that record the canary's step as a graph (probes/canary_prompts.py)."""
+"""Backends that record the canary's step as a graph (probes/exact_canary.py)."""
 KILLED_WITHIN = 5.0
 """Seconds after SIGKILL within which a worker has to be gone: `WAKE` of the supervisor is longer (ours)."""
 
@@ -35,15 +35,14 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
     entries = conversation.engine.entries
     found: list[tuple[Part, CarryOut]] = []
     for turn, (name, entry) in enumerate(sorted(entries.items(), key=lambda e: (e[1].spec.order, e[0]))):
-        own = name == "canary_prompts" or entry.spec.opt_in  # it has parts of its own; or a model of the user's
-        if entry.spec.numeric and not own and schedule.applies(entry, conversation.device):
+        if entry.spec.numeric and not entry.spec.opt_in and schedule.applies(entry, conversation.device):
             part = Part(name=f"cases/{name}", title=f"Every case of {name} once", rank=20 + min(turn, 9),
                         seconds=SECONDS.get(name, OTHERS), workers=1)  # fmt: skip
             found.append((part, every_case))
     if conversation.device.runtime != TORCH:  # the others call torch, in the worker or in their probes
         return {part.name: (part, carry_out) for part, carry_out in found}
-    if "canary_prompts" in entries:
-        for path, rank, seconds in (("eager", 29, 20.0), ("graph", 61, 10.0), ("compiled", 95, 100.0)):
+    if "exact_canary" in entries:
+        for path, rank, seconds in (("graph", 61, 10.0), ("compiled", 95, 100.0)):
             title = f"Canary: {path}"
             found.append((Part(name=f"canary/{path}", title=title, rank=rank, seconds=seconds, workers=1), canary))
     if "recorded_kernels" in entries:
@@ -70,9 +69,8 @@ def canary(part: Part, conversation: Conversation) -> Result:
     if part.name == "canary/graph" and conversation.device.backend not in GRAPHS:
         text = f"not offered here: only {', '.join(GRAPHS)} record graphs"
         return result(part, Outcome.SKIPPED, text)
-    paths = CANARY.get(part.name.partition("/")[2], ())
-    cases = tuple(f"{dtype}/{path}" for dtype in DTYPES for path in paths)
-    return _probe(part, conversation, "canary_prompts", cases, "quick" if cases else "standard")
+    cases = tuple(f"{dtype}/{CANARY[part.name.partition('/')[2]]}" for dtype in DTYPES)
+    return _probe(part, conversation, "exact_canary", cases)
 
 
 def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, ...], level: str = "quick") -> Result:

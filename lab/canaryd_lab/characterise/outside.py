@@ -1,22 +1,19 @@
-"""Parts that hold the device against something else: the CPU's capture, and the vendor's own tool."""
+"""Parts that hold the device against something else: the truth about the exact canary, and the vendor's own tool."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from canaryd.codec import to_json
 from canaryd.facts import Claim, Observation, Seen
-from canaryd.model import TORCH, Device, Outcome, Run
+from canaryd.model import TORCH, Outcome, Run
 from canaryd_lab.characterise.conversation import MODULE, Conversation, result
 from canaryd_lab.characterise.host_parts import CarryOut
 from canaryd_lab.characterise.results import Part, Result
 
 CAPTURES = ("float32", "bfloat16")
-"""Formats in which the built-in model is captured."""
+"""Formats in which the exact canary is captured."""
 TOOLS: Mapping[str, str] = {"cuda": "nvidia-smi"}
 """Backend → the vendor's tool that telemetry is compared with."""
 TELEMETRY: Mapping[str, str] = {
@@ -30,62 +27,31 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
     if conversation.device.runtime != TORCH:  # captures call torch; telemetry is that of the card
         return {}
     found: list[tuple[Part, CarryOut]] = [
-        (Part(name="capture", title="Capture compared with the CPU's", rank=77, seconds=16, workers=4), capture),
+        (Part(name="capture", title="Every operator compared with the truth", rank=77, seconds=16, workers=1), capture),
         (Part(name="telemetry", title="Telemetry against the vendor's tool", rank=80, seconds=5, workers=1), telemetry),
     ]
     return {part.name: (part, carry_out) for part, carry_out in found}
 
 
 def capture(part: Part, conversation: Conversation) -> Result:
-    """Capture the built-in model on the device and on the CPU, layer by layer, and compare the two.
-
-    A CPU is compared with its own plainest instruction set.
-    """
-    conversation.close()  # the device may admit one process alone
+    """Run the exact canary on the device and compare every operator's result with the truth."""
     seen: list[Observation] = []
-    worst, detail = Outcome.COMPLETED, ""
-    cpu = next((d for d in conversation.engine.devices.values() if d.backend == "cpu"), None)
-    if cpu is None:
-        return result(part, Outcome.SKIPPED, "not offered here: canaryd finds no CPU to compare with")
-    with tempfile.TemporaryDirectory(prefix="canaryd-") as directory:
+    series = conversation.start()
+    try:
         for dtype in CAPTURES:
-            outcome, why, found = _captured(conversation, cpu, dtype, Path(directory))
-            seen += found
+            arguments = {"device": to_json(conversation.device), "out": "", "dtype": dtype, "seed": 0, "drill": ""}
+            outcome, answer, detail = series.answer("exact_capture", arguments, conversation.within(120.0))
             if outcome is not Outcome.COMPLETED:
-                worst, detail = outcome, why
-    return result(part, worst, detail, tuple(seen))
-
-
-def _captured(
-    conversation: Conversation, cpu: Device, dtype: str, directory: Path
-) -> tuple[Outcome, str, list[Observation]]:
-    """Return what became of two captures in one format and their comparison."""
-    sides = {"device": (conversation.device, ""), "cpu": (cpu, "baseline")}
-    for name, (device, instruction_set) in sides.items():
-        own = replace(conversation, device=device)
-        series = own.start(instruction_set if device.backend == "cpu" else "")
-        arguments = {
-            "device": to_json(device), "out": str(directory / f"{dtype}-{name}"), "model": "", "dtype": dtype,
-            "prompts": [], "operators": False, "forced": True, "drill": "",
-        }  # fmt: skip
-        try:
-            outcome, _, detail = series.answer("capture", arguments, conversation.within(120.0))
-            if outcome is Outcome.COMPLETED and name == "cpu":
-                paths = {"a": str(directory / f"{dtype}-cpu"), "b": str(directory / f"{dtype}-device")}
-                outcome, answer, detail = series.answer("compare", paths, conversation.within(120.0))
-        finally:
-            conversation.engine.workers.end(series)
-        if outcome is not Outcome.COMPLETED:
-            return outcome, detail, []
-    kind = str(answer["verdict"]["kind"])
-    rows = answer["rows"]
-    excess = max((float(r["excess"]) for r in rows if r.get("excess") is not None), default=0.0)
-    values: dict[str, float | int | str] = {
-        "tensors": len(rows), "equal": sum(bool(r["equal"]) for r in rows), "largest_excess": excess, "verdict": kind,
-    }  # fmt: skip
-    state = {"equal": Seen.RIGHT, "rounding": Seen.RIGHT, "fault": Seen.WRONG}.get(kind, Seen.MEASURED)
-    text = str(answer["verdict"].get("why", ""))
-    return outcome, "", [Observation(name=dtype, claim=Claim.STRICT, seen=state, detail=text, values=values)]
+                return result(part, outcome, detail, tuple(seen))
+            values: dict[str, float | int | str] = {
+                "inferences": len(answer["ran"]),
+                **{name: sum(int(ran[name]) for ran in answer["ran"]) for name in ("values", "wrong", "faults")},
+            }
+            state = Seen.RIGHT if answer["verdict"] == "right" else Seen.WRONG
+            seen.append(Observation(name=dtype, claim=Claim.STRICT, seen=state, values=values))
+    finally:
+        conversation.engine.workers.end(series)
+    return result(part, Outcome.COMPLETED, "", tuple(seen))
 
 
 def telemetry(part: Part, conversation: Conversation) -> Result:

@@ -46,7 +46,7 @@ def _add_capture(commands: Commands) -> None:
     command = commands.add(
         *("capture", capture_command),
         "record what a device computes, layer by layer, to compare devices",
-        "Record what a device computes for a model, layer by layer, in one safetensors file. With "
+        "Record what a device computes for your model, layer by layer, in one safetensors file. With "
         "--exact, compare it with the known right values instead: no other device is needed.",
         epilog=CAPTURE_EXIT_STATUS,
     )
@@ -63,7 +63,7 @@ def _add_capture(commands: Commands) -> None:
         "--device", metavar="DEV", help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)"
     )
     command.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary model)"
+        "--model", type=Path, metavar="DIR", help="the Hugging Face directory to run; --exact has a model of its own"
     )
     command.add_argument(
         "--dtype",
@@ -129,7 +129,7 @@ def _capture(options: argparse.Namespace, engine: Engine) -> int:
     arguments = {
         "device": to_json(found[0]),
         "out": str(options.out.absolute()),
-        "model": str(options.model.absolute()) if options.model else "",
+        "model": str(options.model.absolute()),
         "dtype": options.dtype or "float32",
         "prompts": options.prompt,
         "operators": options.operators,
@@ -150,11 +150,13 @@ def _contradiction(options: argparse.Namespace) -> str:
     """Return which options do not go together, and what to do about it."""
     without = [name for name in ("model", "prompt", "operators", "decode") if getattr(options, name)]
     alone = [f"--{name}" for name in ("json", "seed") if getattr(options, name) not in (None, False)]
-    if options.exact and without:
-        return f"--exact has a model and prompts of its own; leave out --{without[0]}"
-    if not options.exact and alone:
+    if options.exact:
+        return f"--exact has a model and prompts of its own; leave out --{without[0]}" if without else ""
+    if alone:
         return f"{alone[0]}: only with --exact"
-    return "" if options.exact or options.out else "name the file to write: -o FILE"
+    if not options.model:
+        return "name a model: --model DIR, a Hugging Face directory; or use --exact, which needs none"
+    return "" if options.out else "name the file to write: -o FILE"
 
 
 def _capture_exactly(options: argparse.Namespace, engine: Engine, device: Device) -> int:

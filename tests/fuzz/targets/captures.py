@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,25 +16,13 @@ from canaryd_lab.worker.canary import capture, compare
 
 from canaryd.codec import to_json
 from canaryd.model import Device
-from canaryd.worker.canary.golden import load_golden
-from canaryd.worker.canary.model import BadFile, load, read_safetensors, write_safetensors
+from canaryd.worker.canary.safetensors import BadFile, read_safetensors, write_safetensors
 from canaryd.worker.numeric.evidence import collect
 from canaryd.worker.numeric.tensors import FORMATS, bits
 from tests.fuzz.material import Choices, dumps, modes, seed, warped
 from tests.fuzz.properties import in_time, one_line, plain, scratch
 
 torch.set_num_threads(1)
-_GOLDEN, DIGEST = capture.built_in()
-
-
-def _sound() -> bytes:
-    """A real capture: hidden states of two steps of the built-in model's first prompt."""
-    with tempfile.TemporaryDirectory() as place:
-        device = Device(uuid="CPU-0", backend="cpu", index=0, model="a processor")
-        arguments = {"device": to_json(device), "out": f"{place}/a", "model": "", "dtype": "float32",
-                     "prompts": [_GOLDEN.names[0]], "operators": False, "forced": True, "drill": ""}  # fmt: skip
-        capture.answer(arguments, lambda *_: None)
-        return Path(place, "a").read_bytes()
 
 
 def _taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -44,8 +30,7 @@ def _taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(data[8 : 8 + size]), data[8 + size :]
 
 
-REAL = _sound()
-PROMPT = _GOLDEN.names[0]
+PROMPT = "reef"
 SMALL = write_safetensors(
     {
         f"{PROMPT}/input": torch.tensor([[1, 2, 3]]),
@@ -90,26 +75,10 @@ def _bytes(data: bytes) -> None:
     assert all(torch.equal(bits(again[name]), bits(tensors[name])) for name in tensors)
 
 
-def _model(data: bytes) -> None:
-    """A file of weights: a model with sizes that fit together, or `BadFile`."""
-    choices = Choices(data)
-    sizes = {"layers": "1", "hidden": "8", "heads": "2", "kv_heads": "1", "inner": "8", "vocabulary": "16"}
-    header = {
-        "__metadata__": warped(sizes, choices),
-        "embedding": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-    }
-    try:
-        load(_put_together(header, b"\0" * 8))
-    except BadFile as error:
-        one_line(str(error))
-
-
 def _spoilt(data: bytes) -> None:
     """A capture whose header, texts or bytes are spoilt, against the sound one and against itself."""
     choices = Choices(data)
-    real = not choices.below(8)
-    sound = REAL if real else SMALL
-    header, body = _taken_apart(sound)
+    header, body = _taken_apart(SMALL)
     about = header["__metadata__"]
     for name in ("device", "prompts", "order", "environment"):
         if choices.flag():
@@ -123,7 +92,7 @@ def _spoilt(data: bytes) -> None:
         for _ in range(choices.below(4)):
             flipped[choices.below(len(flipped))] ^= 1 << choices.below(8)
         body = bytes(flipped)
-    _compared(sound, _put_together(header, body))
+    _compared(SMALL, _put_together(header, body))
 
 
 FORMATTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
@@ -136,8 +105,6 @@ def _renamed(data: bytes) -> None:
     about = dict(header["__metadata__"])
     about["path"] = choices.of(("decode", "forced"))
     about["operators"] = choices.of(("yes", "no"))
-    if choices.flag():
-        about |= {"model": capture.BUILT_IN, "digest": DIGEST}
     tensors: dict[str, Any] = {}
     for name in (f"{PROMPT}/input", f"{PROMPT}/tokens"):
         tensors[name] = torch.tensor([[int(choices.below(300)) - 20 for _ in range(choices.below(4) + 1)]])
@@ -202,32 +169,17 @@ def _evidence(data: bytes) -> None:
     assert all(0 < count <= differ for count in found.bits.values())
 
 
-def _golden(data: bytes) -> None:
-    """The goldens that canaryd ships, damaged: `BadFile`, whatever a digest in the same file says."""
-    choices = Choices(data)
-    source = capture.files()
-    with scratch.fresh() as place:
-        said = json.loads((source / "golden.json").read_bytes())
-        (place / "golden.json").write_text(dumps(warped(said, choices)))
-        for name in ("weights", "reference"):
-            (place / f"{name}.safetensors").symlink_to(source / f"{name}.safetensors")
-        try:
-            load_golden(place)
-        except BadFile as error:
-            one_line(str(error))
-
-
 def _capture(data: bytes) -> None:
     """Any bytes as a capture."""
     _compared(SMALL, data)
 
 
-target = modes(_bytes, _model, _spoilt, _renamed, _evidence, _golden, _capture)
+target = modes(_bytes, _spoilt, _renamed, _evidence, _capture)
 
 
 def seeds() -> list[bytes]:
     return [
         seed(0, SMALL),
-        seed(6, SMALL),
-        *(seed(mode, bytes(range(n, n + 60))) for mode in range(1, 6) for n in range(0, 190, 30)),
+        seed(4, SMALL),
+        *(seed(mode, bytes(range(n, n + 60))) for mode in range(1, 4) for n in range(0, 190, 30)),
     ]

@@ -20,7 +20,7 @@ from tests.command import ROOT, environment
 torch = pytest.importorskip("torch", reason="tiny checkpoints are made with torch")
 pytestmark = pytest.mark.torch
 
-from canaryd.worker.canary.model import read_safetensors, write_safetensors  # noqa: E402
+from canaryd.worker.canary.safetensors import read_safetensors, write_safetensors  # noqa: E402
 from tests import checkpoints  # noqa: E402
 
 WEIGHTS = "model.safetensors"

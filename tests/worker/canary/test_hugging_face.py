@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch", reason="the numeric worker is tested where 
 transformers = pytest.importorskip("transformers", reason="the user's own model needs transformers, an extra")
 pytestmark = pytest.mark.torch
 
-from canaryd.worker.canary.model import read_safetensors, write_safetensors  # noqa: E402
+from canaryd.worker.canary.safetensors import read_safetensors, write_safetensors  # noqa: E402
 from tests import checkpoints  # noqa: E402
 
 PROBE = Path(__file__).resolve().parents[3] / "probes" / "model_canary.py"

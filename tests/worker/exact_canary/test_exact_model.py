@@ -15,11 +15,11 @@ from canaryd.worker.numeric.operands import Inexact
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
-from canaryd.worker.canary.model import KeyValues  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, strict_switches  # noqa: E402
+from canaryd.worker.runtime.key_values import KeyValues  # noqa: E402
 
 FORMATS = ("float64", "float32", "bfloat16", "float16")
 QWEN = replace(TINY, family="qwen2")

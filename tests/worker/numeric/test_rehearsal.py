@@ -17,8 +17,6 @@ import pytest
 from canaryd.probe import Context, Device
 from canaryd.supervisor.environment import SCRUBBED
 from canaryd.worker.canary.fixed import FIXED, Decoder
-from canaryd.worker.canary.golden import PATHS, load_golden
-from canaryd.worker.canary.model import decode, score
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.numeric import attention, characterised, indexing, products, sizes, stack
 from canaryd.worker.numeric import cases as numeric_cases
@@ -30,7 +28,7 @@ from canaryd.worker.numeric.operands import build, make_pools
 from canaryd.worker.numeric.recording import Made, Recorder
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, form_of, strict_switches, torch_device, upload
+from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, form_of, strict_switches, upload
 from canaryd.worker.runtime import interface
 from tests.command import ROOT
 from tests.worker.numeric.cuda import AMPERE, DEVICES, HOPPER, MI300X, fake, stand_in
@@ -352,56 +350,6 @@ def test_every_recorded_kernel_runs(device):
     assert ran == len(kernels) == len({k.name for k in kernels})
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_inference_of_the_canary_runs(level):
-    """Decoding, scoring, the calls that are compiled or captured, the sensitive prompts, and the weights read back."""
-    module = load("canary_prompts")
-    golden = load_golden(module.FILES)
-    count = 2  # of the tokens: all steps after the first are alike
-    tasks = [
-        task
-        for seed in range(8 if level == "deep" else 1)
-        for task in module.every_task(context(HOPPER, level, seed), golden)
-    ]
-    assert {task.path for task in tasks} == {
-        *PATHS,
-        "sensitive",
-        "weights",
-        *(FIXED if level == "deep" else ("graph",) if level == "standard" else ()),
-    }
-    modes, ran = {}, 0
-    for task in tasks:
-        modes.setdefault(task.mode, []).append(task)
-    for mode, tasks_of_mode in modes.items():
-        ran += len(tasks_of_mode)
-        if mode in REHEARSED:
-            continue
-        REHEARSED.add(mode)
-        task = tasks_of_mode[0]
-        rows = len(task.rows)
-        with fake(torch), torch.inference_mode():
-            target = torch_device(HOPPER)
-            model = golden.model.to(target, task.dtype)
-            prompts, wanted = (t[: max(1, rows)].to(target) for t in (golden.prompts, golden.tokens[:, :count]))
-            if task.path == "weights":
-                assert {n: t.cpu().shape for n, t in model.weights.items()} == model.shape.tensors()
-            elif task.path == "sensitive":
-                logits = model.forward(golden.sensitive.clone().to(target))
-                assert logits.shape == (*golden.sensitive.shape, model.shape.vocabulary)
-            else:
-                tokens, logits = (
-                    decode(model, prompts, count) if task.path == "decode"
-                    else score(model, prompts, wanted) if task.path == "forced"
-                    else Decoder(model, rows, prompts.shape[1], count)(prompts)
-                )  # fmt: skip
-                assert (tokens.shape, tokens.dtype) == ((rows, count), torch.int64)
-                assert (logits.shape, str(logits.dtype)) == (
-                    (rows, count, model.shape.vocabulary),
-                    f"torch.{task.dtype}",
-                )
-    assert ran == len(tasks)
-
-
 def test_every_inference_of_the_exact_canary_runs(monkeypatch):
     """Every format, path, number of rows and kernel: deep has those of all levels, and what it compiles, captures."""
     for made in ("compile", "capture"):  # fake tensors have no compiler and no graph
@@ -448,7 +396,6 @@ def test_no_numeric_probe_is_left_out():
         "exact_matmul",
         "exact_integer",
         "recorded_kernels",
-        "canary_prompts",
         "exact_canary",
     }
     assert numeric == rehearsed | {"model_canary", "memory_sweep", "exact_units", "host_transfer", "collectives"}

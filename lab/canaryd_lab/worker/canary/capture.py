@@ -6,27 +6,26 @@ A capture is data for `canaryd.worker.compare`; it judges nothing. docs/compare.
 from __future__ import annotations
 
 import errno
-import functools
-import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import canaryd
 from canaryd import __version__
 from canaryd.codec import from_json, to_json
-from canaryd.facts import beginning, printable
+from canaryd.facts import DTYPES, beginning, printable
 from canaryd.files import write_whole
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import hugging_face
 from canaryd.worker.canary.checkpoint import HEADER_LIMIT, links
-from canaryd.worker.canary.golden import Golden, load_golden
-from canaryd.worker.canary.model import DTYPES, BadFile, Canary, decode, read_safetensors, score, write_safetensors
+from canaryd.worker.canary.safetensors import BadFile, read_safetensors, write_safetensors
+from canaryd.worker.endpoint.prompts import load
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import (
     as_text,
@@ -35,13 +34,10 @@ from canaryd.worker.numeric.tensors import (
     need_torch,
     strict_switches,
     torch,
-    torch_device,
 )
 from canaryd.worker.runtime import interface
 
 SCHEMA = "canaryd.capture/1"
-BUILT_IN = "canary"
-"""Value of `model` for the built-in model."""
 HIDDEN = ("embedding", "out", "logits")
 """Operators that a capture without operators keeps: the hidden states before the first layer and after each."""
 ABOUT = (
@@ -71,7 +67,7 @@ class Capture:
 
 
 def place_of(point: str) -> tuple[str, str]:
-    """Return layer and operator of a rounding point of the built-in model: "2.query" → ("2", "query")."""
+    """Return layer and operator of a rounding point of the exact canary: "2.query" → ("2", "query")."""
     layer, dot, operator = point.rpartition(".")
     return (layer, operator) if dot else ("input" if point == "embedding" else "head", point)
 
@@ -120,98 +116,45 @@ def _spoilt(tensor: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The built-in model.
+# The user's own model.
 
 
 def files() -> Path:
-    """Return the directory of the built-in model: the checkout's or the wheel's."""
-    package = Path(__file__).resolve().parents[2]
-    checkout = package.parent / "probes" / "canary"
-    return checkout if checkout.is_dir() else package / "probes.d" / "canary"
-
-
-@functools.lru_cache(maxsize=1)
-def built_in() -> tuple[Golden, str]:
-    """Return the built-in model with its prompts, and its digest; raise `ValueError` where it is damaged."""
-    directory = files()
-    try:
-        golden = load_golden(directory)
-    except BadFile as error:
-        raise ValueError(f"{directory}: {error}. This installation is damaged: install canaryd again") from error
-    return golden, hashlib.sha256((directory / "weights.safetensors").read_bytes()).hexdigest()[:16]
-
-
-def record(
-    model: Canary,
-    golden: Golden,
-    names: list[str],
-    recorder: Recorder,
-    *,
-    forced: bool,
-    progress: Progress = lambda _fraction, _text: None,
-) -> None:
-    """Run prompts `names` of the built-in model, one after the other, past the recorder.
-
-    `forced` scores the known continuation in one pass; otherwise it is decoded from the KV cache.
-    """
-    place = model.weights["embedding"].device
-
-    def watch(point: str, tensor: Any) -> Any:
-        if point == "embedding" and not forced:  # a forward pass begins with it
-            recorder.step = str(int(recorder.step) + 1)
-        return recorder.see(*place_of(point), tensor)
-
-    watched = Canary(model.shape, model.weights, watch)
-    for done, name in enumerate(names):
-        progress(done / len(names), f"prompt {name}")
-        row = golden.names.index(name)
-        prompt, continuation = (t[row : row + 1].to(place) for t in (golden.prompts, golden.tokens))
-        recorder.prompt, recorder.step = name, "forced" if forced else "-1"
-        if forced:
-            recorder.keep(f"{name}/input", torch.cat((prompt, continuation[:, :-1]), 1))
-            tokens, _ = score(watched, prompt, continuation)
-        else:
-            recorder.keep(f"{name}/input", prompt)
-            tokens, _ = decode(watched, prompt, continuation.shape[1])
-        recorder.keep(f"{name}/tokens", tokens)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The user's own model.
+    """Return the file of the prompts that a capture asks: the checkout's or the wheel's."""
+    package = Path(canaryd.__file__).resolve().parent
+    probes = package.parent / "probes"
+    return (probes if probes.is_dir() else package / "probes.d") / "endpoint" / "prompts.json"
 
 
 def record_directory(
     checkpoint: hugging_face.Checkpoint,
     device: Device,
-    names: list[str],
+    names: Sequence[str],
     recorder: Recorder,
     *,
     forced: bool,
     progress: Progress,
 ) -> None:
-    """Run the texts of the built-in prompts through a Hugging Face model, past the recorder.
+    """Run the shipped prompts through a Hugging Face model, past the recorder.
 
     Operators are the leaf modules of every decoder layer, under their own names, and the layer itself as "out".
-    `forced` scores prompt and continuation in one pass. Raises `Skip` where the model does not run or fit here.
+    `forced` takes a prompt in one pass. Raises `Skip` where the model does not run or fit here.
     """
-    golden, _ = built_in()
     prompts = []
-    for name in names:
-        row = golden.names.index(name)
-        texts = [bytes(part[row].tolist()).decode("ascii") for part in (golden.prompts, golden.tokens)]
-        count = 1 if forced else golden.tokens.shape[1]
-        prompts.append(checkpoint.tokens(name, "".join(texts) if forced else texts[0], count))
-        if reason := checkpoint.room(prompts[-1]):
-            raise Skip(f"{checkpoint.settings.directory}: prompt {name}: {reason}")
+    for prompt in load(files()):
+        if prompt.name in names:
+            prompts.append(checkpoint.tokens(prompt.name, prompt.text, 1 if forced else prompt.tokens))
+            if reason := checkpoint.room(prompts[-1]):
+                raise Skip(f"{checkpoint.settings.directory}: prompt {prompt.name}: {reason}")
     hugging_face.check_memory(checkpoint, device, checkpoint.need(prompts))
     model = checkpoint.load(device)
     _hook(model.model, recorder)
-    for done, prompt in enumerate(prompts):
-        progress(done / len(prompts), f"prompt {prompt.name}")
-        recorder.prompt, recorder.step = prompt.name, "forced" if forced else "-1"
-        recorder.keep(f"{prompt.name}/input", torch.tensor([prompt.ids]))
-        seen = model.score(prompt, (0,)) if forced else model.decode(prompt)
-        recorder.keep(f"{prompt.name}/tokens", seen.logits.argmax(-1)[None])
+    for done, asked in enumerate(prompts):
+        progress(done / len(prompts), f"prompt {asked.name}")
+        recorder.prompt, recorder.step = asked.name, "forced" if forced else "-1"
+        recorder.keep(f"{asked.name}/input", torch.tensor([asked.ids]))
+        seen = model.score(asked, (0,)) if forced else model.decode(asked)
+        recorder.keep(f"{asked.name}/tokens", seen.logits.argmax(-1)[None])
     model.close()
 
 
@@ -263,11 +206,11 @@ class _Request:
 
     device: Device
     out: Path
-    directory: Path | None
-    """A Hugging Face checkpoint; None for the built-in model."""
+    directory: Path
+    """A Hugging Face checkpoint."""
     dtype: str
     names: tuple[str, ...]
-    """Prompts of the built-in model."""
+    """Prompts of the shipped file."""
     forced: bool
 
     @classmethod
@@ -276,15 +219,15 @@ class _Request:
         dtype = arguments["dtype"]
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: wanted one of {', '.join(DTYPES)}")
-        golden, _ = built_in()
-        names = tuple(arguments["prompts"]) or tuple(golden.names)
-        unknown = [name for name in names if name not in golden.names]
+        shipped = tuple(prompt.name for prompt in load(files()))
+        names = tuple(arguments["prompts"]) or shipped
+        unknown = [name for name in names if name not in shipped]
         if unknown:
-            raise ValueError(f"prompt {unknown[0]!r}: wanted one of {', '.join(golden.names)}")
+            raise ValueError(f"prompt {unknown[0]!r}: wanted one of {', '.join(shipped)}")
         return cls(
             device=from_json(Device, arguments["device"]),
             out=file_to_write(arguments["out"]),
-            directory=Path(arguments["model"]) if arguments["model"] else None,
+            directory=Path(arguments["model"]),
             dtype=dtype,
             names=names,
             forced=bool(arguments["forced"]),
@@ -303,26 +246,24 @@ def file_to_write(name: str) -> Path:
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """Capture as requested and write the file; return its "file", "bytes", number of "tensors", and "seconds".
 
-    Arguments: device (a `Device` as JSON), out (path), model ("" for the built-in one, or a Hugging Face directory),
+    Arguments: device (a `Device` as JSON), out (path), model (a Hugging Face directory),
     dtype, prompts (names; none for all), operators (true: all operators; false: hidden states, logits and tokens only),
-    forced (true: one pass over a known continuation; false: decoding), drill ("" or a place such as "2.query", where
+    forced (true: one pass over the prompt; false: decoding), drill ("" or a place such as "2.query", where
     one element is changed). Raises `ValueError` for a wrong argument, `Skip` for what cannot run here.
     """
     need_torch()
     started = time.monotonic()
     request = _Request.read(arguments)
-    checkpoint, digest = None, built_in()[1]
-    if request.directory:
-        settings = {"directory": str(request.directory), "dtype": request.dtype}
-        checkpoint = hugging_face.Checkpoint(hugging_face.read_settings(settings))
-        digest = links(request.directory)["checkpoint"]
+    settings = {"directory": str(request.directory), "dtype": request.dtype}
+    checkpoint = hugging_face.Checkpoint(hugging_face.read_settings(settings))
+    digest = links(request.directory)["checkpoint"]
     recorder = Recorder(operators=bool(arguments["operators"]), drill=arguments["drill"])
     switches = _compute(request, checkpoint, recorder, progress)
     texts = {
         "device": json.dumps(to_json(request.device)),
         "environment": json.dumps(environment(request.device, switches, checkpoint)),
         "dtype": request.dtype,
-        "model": str(request.directory) if request.directory else BUILT_IN,
+        "model": str(request.directory),
         "digest": digest,
         "prompts": json.dumps(request.names),
         "path": "forced" if request.forced else "decode",
@@ -337,18 +278,13 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def _compute(
-    request: _Request, checkpoint: hugging_face.Checkpoint | None, recorder: Recorder, progress: Progress
+    request: _Request, checkpoint: hugging_face.Checkpoint, recorder: Recorder, progress: Progress
 ) -> dict[str, str]:
     """Run the model past the recorder; return the switches that were set."""
-    device, names, forced = request.device, list(request.names), request.forced
+    device, names, forced = request.device, request.names, request.forced
     with strict_switches() as switches, torch.inference_mode():
         try:
-            if checkpoint:
-                record_directory(checkpoint, device, names, recorder, forced=forced, progress=progress)
-            else:
-                golden, _ = built_in()
-                model = golden.model.to(torch_device(device), request.dtype)
-                record(model, golden, names, recorder, forced=forced, progress=progress)
+            record_directory(checkpoint, device, names, recorder, forced=forced, progress=progress)
         except RuntimeError as error:
             if is_refusal(error):
                 reason = beginning(str(error), 300)
@@ -461,10 +397,6 @@ def _read(path: Path) -> Capture:
         raise ValueError(f"{path} is not a capture of canaryd: its texts and tensors disagree: {error}") from error
     if any(tensor.dtype != torch.int64 or tensor.dim() != 2 for tensor in named.values()):
         raise ValueError(f"{path} is not a capture of canaryd: its tokens are not rows of integers")
-    if about["model"] == BUILT_IN:
-        most = built_in()[0].model.shape.vocabulary
-        if any(bool(((tensor < 0) | (tensor >= most)).any()) for tensor in named.values()):
-            raise ValueError(f"{path} is not a capture of canaryd: its tokens are not those of the built-in model")
     if not all(_rows_of_logits(held, prompt, forced=about["path"] == "forced") for prompt in prompts):
         raise ValueError(
             f"{path} is not a capture of canaryd: its logits are not rows over a vocabulary with its tokens"

@@ -1,13 +1,10 @@
 """Find where two captures differ first, and whether that is rounding or a fault: `canaryd compare A B`.
 
-The strongest of three rules that applies is used (docs/compare.md derives them and gives measurements):
+The stronger of two rules that applies is used (docs/compare.md derives them and gives measurements):
 
 same stack   Stack, device model and format are equal, so every bit must be equal. The fault is in the first operator
              that differs.
-replay       The built-in model on any stacks: float64 repeats every operator from the inputs in the capture itself.
-             What remains is the rounding of that operator alone, which is bounded; earlier differences do not count.
-             This needs no second capture, so it shows which of the two is wrong.
-difference   Other models on different stacks: rounding makes differences of one size all over a tensor, growing slowly
+difference   Different stacks: rounding makes differences of one size all over a tensor, growing slowly
              from operator to operator. An element far outside, or a size that jumps, is a fault.
 """
 
@@ -19,19 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary.model import Canary, KeyValues
 from canaryd.worker.numeric.tensors import FORMATS, bits, form_of, need_torch, torch
-from canaryd_lab.worker.canary.capture import BUILT_IN, Capture, built_in, name_of, place_of, read
+from canaryd_lab.worker.canary.capture import Capture, name_of, read
 
 SCHEMA = "canaryd.compare/1"
-OPERATOR = 4.0
-"""Replay: roundings that one operator may show. It has at most two; up to 1.63 were measured in 16-bit formats."""
-LAYER = 64.0
-"""Replay of a whole layer, for captures of hidden states only; up to 15.8 were measured."""
-COLUMN = 0.3
-"""Share of these that a column's root mean square may reach; up to 0.14 was measured. Finds single wrong weights."""
-ROWS = 8
-"""Fewest rows for which the mean of a column is judged."""
 PEAK = 16.0
 """Difference: largest element over the noise of its tensor; up to 8.4 was measured between healthy stacks."""
 GROWTH = 4.0
@@ -81,14 +69,12 @@ def compare(a: Capture, b: Capture) -> dict[str, Any]:
         return {**result, "verdict": _verdict("incomparable", why)}
     result["tokens"] = [found for prompt in _shared_prompts(a, b) if (found := _first_token(prompt, a, b))]
     result["rows"] = rows = [_row(name, a.tensors[name], b.tensors[name]) for name in names]
-    same, replayable = _stack(a) == _stack(b), _replayable(a)
-    result["rule"] = "same stack" if same else "replay" if replayable else "difference"
-    if replayable:
-        _judge_replay(a, b, rows)
-    elif not same:
-        _judge_difference(a, b, rows)
+    same = _stack(a) == _stack(b)
+    result["rule"] = "same stack" if same else "difference"
     if same:
         _judge_same(rows)
+    else:
+        _judge_difference(a, b, rows)
     _judge_tokens(a, b, rows)
     return {**result, "verdict": _conclude(result)}
 
@@ -282,10 +268,10 @@ def _hex(element: Any) -> str:
 
 
 def _judge_same(rows: list[dict[str, Any]]) -> None:
-    """Mark the first row that differs, unless the replay has marked it; later differences may be consequences."""
+    """Mark the first row that differs; later differences may be consequences."""
     first = next((row for row in rows if not row["equal"]), None)
     if first:
-        first["departs"] = first["departs"] or "A or B"
+        first["departs"] = "A or B"
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -297,74 +283,7 @@ def _which_exceeds(one: float, two: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rule 2: replay.
-
-
-def _replayable(capture: Capture) -> bool:
-    return capture.about["model"] == BUILT_IN and capture.about["digest"] == built_in()[1]
-
-
-def _judge_replay(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Mark the rows in which a capture is inconsistent with its own inputs."""
-    model = built_in()[0].model.to("cpu", "float64")
-    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
-    one, two = ({name: e for prompt in prompts for name, e in _replay(c, model, prompt).items()} for c in (a, b))
-    for row in rows:
-        name = _name(row)
-        if name in one and name in two:
-            row["excess"], row["departs"] = _finite(max(one[name], two[name])), _which_exceeds(one[name], two[name])
-
-
-def _replay(capture: Capture, model: Canary, prompt: str) -> dict[str, float]:
-    """Return the excess of every tensor of one prompt."""
-    forced = capture.about["path"] == "forced"
-    allowed = OPERATOR if capture.about["operators"] == "yes" else LAYER
-    step = 0 if forced else -1
-    excesses: dict[str, float] = {}
-
-    def watch(point: str, given: Any) -> Any:
-        """Compare the captured tensor with the float64 result from captured inputs; continue from the captured one."""
-        nonlocal step
-        step += point == "embedding" and not forced
-        name = name_of(prompt, "forced" if forced else str(step), *place_of(point))
-        held = capture.tensors.get(name)
-        if held is None or held.shape != given.shape:
-            return given
-        copied = name.rpartition("/")[2] in ("embedding", "keys", "values", "logits")
-        excesses[name] = _excess(held, given, OPERATOR if copied else allowed, model.shape.inner)
-        return held.to(torch.float64)
-
-    watched = Canary(model.shape, model.weights, watch)
-    tokens, chosen = capture.tensors[f"{prompt}/input"], capture.tensors[f"{prompt}/tokens"]
-    with torch.inference_mode():
-        if forced:
-            watched.forward(tokens)
-        else:
-            cache = KeyValues(*watched.cached(1, tokens.shape[1] + chosen.shape[1] - 1))
-            watched.forward(tokens, cache)
-            for i in range(chosen.shape[1] - 1):
-                watched.forward(chosen[:, i : i + 1], cache)
-    return excesses
-
-
-def _excess(held: Any, exact: Any, allowed: float, longest: int) -> float:
-    """Return how far a captured tensor is from its exact value, over what rounding explains; infinite where it is NaN.
-
-    One rounding errs by up to u |y|, a sum of n products by about √n u (N. J. Higham, T. Mary, SIAM J. Sci. Comput. 41,
-    2019, section 3) of its terms, whose size the root mean square of the row stands for. Sums are kept in float32 at
-    least, so that √n counts little in 16-bit formats.
-    """
-    kind = form_of(held.dtype)
-    off = (held.to(torch.float64) - exact).abs()
-    scale = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt() + 2.0**kind.emin
-    off = off / (allowed * _roundoff(kind, longest) * scale)
-    if bool(torch.isnan(off).any()):
-        return math.inf
-    columns = off.reshape(-1, off.shape[-1])
-    worst = float(off.max())
-    if len(columns) >= ROWS:
-        worst = max(worst, float(columns.square().mean(0).sqrt().max()) / COLUMN)
-    return worst
+# Rule 2: difference.
 
 
 def _roundoff(kind: Any, longest: int) -> float:
@@ -374,10 +293,6 @@ def _roundoff(kind: Any, longest: int) -> float:
 
 def _finite(value: float) -> float:
     return min(1e300, value)  # JSON has no infinity and no NaN; min returns 1e300 for both
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rule 3: difference.
 
 
 def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
@@ -472,8 +387,8 @@ def _conclude(result: Mapping[str, Any]) -> dict[str, Any]:
     elif rule == "same stack" and not at["equal"]:
         why = "device model, stack and format are the same, so every bit must be equal"
     else:
-        basis = "its own inputs" if rule != "difference" else "the differences around and before it"
-        why = f"the difference is {at['excess']:.3g} times the rounding expected from {basis} (limit 1)"
+        expected = "the rounding expected from the differences around and before it"
+        why = f"the difference is {at['excess']:.3g} times {expected} (limit 1)"
     wrong = {
         "A": "A is wrong; B is consistent with its inputs.",
         "B": "B is wrong; A is consistent with its inputs.",

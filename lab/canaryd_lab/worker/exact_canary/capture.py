@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Evidence
+from canaryd.facts import DTYPES, Evidence
 from canaryd.model import Device
 from canaryd.probe import Skip
-from canaryd.worker.canary.model import DTYPES, Watch
 from canaryd.worker.exact_canary.cases import EAGER, PATHS, Inference, kernels, steps
-from canaryd.worker.exact_canary.run import Runner
+from canaryd.worker.exact_canary.run import Runner, Watch
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.cases import why_refused

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary.model import parts_of_safetensors
+from canaryd.worker.canary.safetensors import parts_of_safetensors
 from canaryd.worker.exact_canary import golden
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word

@@ -11,9 +11,11 @@ import pytest
 from canaryd_lab.worker.canary import capture
 
 from canaryd.codec import to_json
+from canaryd.facts import DTYPES
 from canaryd.probe import Skip
-from canaryd.worker.canary.model import DTYPES, read_safetensors, write_safetensors
+from canaryd.worker.canary.safetensors import read_safetensors, write_safetensors
 from canaryd.worker.numeric.stack import cpu
+from lab.tests.captures import STEPS, exact
 from tests.command import ROOT
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -27,15 +29,15 @@ def silent(fraction, text):
 
 def wish(out, **changes):
     """The arguments of a small capture."""
-    usual = {"device": to_json(cpu()), "model": "", "dtype": "float32", "prompts": ["pier"], "operators": True}
-    return {**usual, "out": str(out), "forced": True, "drill": "", **changes}
+    usual = {"device": to_json(cpu()), "model": "/models/none", "dtype": "float32", "prompts": ["reef"]}
+    return {**usual, "operators": True, "out": str(out), "forced": True, "drill": "", **changes}
 
 
 def taken(out, **changes):
-    """A capture, through its file."""
+    """A capture of a directory, through its file."""
     answered = capture.answer(wish(out, **changes), silent)
     assert answered["bytes"] == out.stat().st_size
-    return capture.read(out), answered
+    return capture.read(out)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -44,68 +46,39 @@ def taken(out, **changes):
 
 def test_a_capture_has_every_operator_in_computing_order(tmp_path):
     """One pass: input, embedding, nineteen operators per layer, the head, tokens; and everything about it."""
-    found, answered = taken(tmp_path / "a.safetensors")
-    golden, digest = capture.built_in()
+    found = exact(tmp_path / "a.safetensors")
     names = list(found.tensors)
-    per_layer = 19
-    assert answered["tensors"] == len(names) == 1 + 1 + golden.model.shape.layers * per_layer + 2 + 1
-    assert names[:4] == [
-        *("pier/input", "pier/forced/input/embedding", "pier/forced/0/attention_norm", "pier/forced/0/query"),
-    ]
-    assert names[-3:] == ["pier/forced/head/norm", "pier/forced/head/logits", "pier/tokens"]
-    row = golden.names.index("pier")
-    assert found.tensors["pier/tokens"].tolist() == [golden.tokens[row].tolist()]
+    assert len(names) == 1 + 3 * 19 + 2 + 2
+    assert names[:3] == ["exact/forced/input/embedding", "exact/forced/0/attention_norm", "exact/forced/0/query"]
+    assert names[-4:] == ["exact/forced/head/norm", "exact/forced/head/logits", "exact/input", "exact/tokens"]
     about = found.about
     assert set(about) == set(capture.ABOUT)
-    assert (about["schema"], about["dtype"], about["digest"]) == ("canaryd.capture/1", "float32", digest)
-    assert (about["path"], about["operators"], about["drill"], about["model"]) == ("forced", "yes", "", "canary")
+    assert (about["schema"], about["dtype"]) == ("canaryd.capture/1", "float32")
+    assert (about["path"], about["operators"], about["drill"]) == ("forced", "yes", "")
     assert json.loads(about["device"])["uuid"] == cpu().uuid
     assert json.loads(about["environment"])["torch"] == torch.__version__
     assert datetime.now(timezone.utc) - datetime.fromisoformat(about["date"]) < timedelta(minutes=1)
 
 
-def test_a_capture_is_what_the_model_computes(tmp_path):
-    """Tensors are those of a run that nobody watches, bit for bit; a second capture is the same file but its date."""
-    found, _ = taken(tmp_path / "a.safetensors", dtype="bfloat16")
-    golden, _ = capture.built_in()
-    model = golden.model.to("cpu", "bfloat16")
-    with torch.inference_mode():
-        logits = model.forward(found.tensors["pier/input"])
-    assert torch.equal(logits, found.tensors["pier/forced/head/logits"])
-    again, _ = taken(tmp_path / "b.safetensors", dtype="bfloat16")
-    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in found.tensors.items())
-    assert {**again.about, "date": ""} == {**found.about, "date": ""}
-
-
 def test_decoding_is_captured_step_by_step(tmp_path):
     """The prompt is step 0; each step's logits choose its token; keys grow by one position a step."""
-    found, _ = taken(tmp_path / "a.safetensors", forced=False, operators=True)
-    chosen = found.tensors["pier/tokens"][0].tolist()
-    assert len(chosen) == 40
-    length = found.tensors["pier/input"].shape[1]
+    found = exact(tmp_path / "a.safetensors", forced=False)
+    chosen = found.tensors["exact/tokens"][0].tolist()
+    assert len(chosen) == STEPS
+    length = found.tensors["exact/input"].shape[1]
     for step, token in enumerate(chosen):
-        assert int(found.tensors[f"pier/{step}/head/logits"][0, -1].argmax()) == token
-        assert found.tensors[f"pier/{step}/2/keys"].shape[2] == length + step
+        assert int(found.tensors[f"exact/{step}/head/logits"][0, -1].argmax()) == token
+        assert found.tensors[f"exact/{step}/2/keys"].shape[2] == length + step
     assert found.about["path"] == "decode"
-
-
-def test_a_capture_without_operators_is_small(tmp_path):
-    """Hidden states, logits and tokens; no prompts named means all of them."""
-    found, answered = taken(tmp_path / "a.safetensors", operators=False, prompts=[])
-    golden, _ = capture.built_in()
-    assert tuple(found.prompts) == golden.names
-    assert len(found.tensors) == len(golden.names) * (1 + 1 + golden.model.shape.layers + 1 + 1)
-    assert {name.rpartition("/")[2] for name in found.tensors} == {"input", "embedding", "out", "logits", "tokens"}
-    assert answered["bytes"] < 2_000_000
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_drill_spoils_one_element_of_one_place(tmp_path, dtype):
     """The largest element of that operator, once; everything before it is as it was."""
-    clean, _ = taken(tmp_path / "a.safetensors", dtype=dtype)
-    spoilt, _ = taken(tmp_path / "b.safetensors", dtype=dtype, drill="2.mixed")
+    clean = exact(tmp_path / "a.safetensors", dtype)
+    spoilt = exact(tmp_path / "b.safetensors", dtype, drill="2.mixed")
     differ = [name for name, tensor in clean.tensors.items() if not torch.equal(tensor, spoilt.tensors[name])]
-    assert differ[0] == "pier/forced/2/mixed"
+    assert differ[0] == "exact/forced/2/mixed"
     one, two = clean.tensors[differ[0]], spoilt.tensors[differ[0]]
     assert int((one != two).sum()) == 1
     assert float(one.abs().max()) == float(one[one != two].abs())
@@ -121,8 +94,7 @@ def test_a_drill_spoils_one_element_of_one_place(tmp_path, dtype):
     ("changes", "reason"),
     [
         ({"dtype": "float8"}, "dtype 'float8': wanted one of float64, float32, bfloat16, float16"),
-        ({"prompts": ["pier", "nobody"]}, "prompt 'nobody': wanted one of pier, matrix"),
-        ({"drill": "9.query"}, r"drill '9\.query': no such place; there are input\.embedding, 0\.attention_norm"),
+        ({"prompts": ["reef", "nobody"]}, "prompt 'nobody': wanted one of reef, ledger"),
         ({"device": {"uuid": "x"}}, "Device"),
     ],
 )
@@ -142,13 +114,13 @@ def test_a_place_to_write_that_is_none_is_named_before_anything_runs(tmp_path):
         capture.answer(wish(tmp_path / "nowhere" / "a.safetensors"), silent)
 
 
-def test_a_device_that_is_not_there_is_a_reason_to_skip(tmp_path):
+def test_a_device_that_is_not_there_is_a_reason_to_skip(tmp_path, checkpoint):
     """With its uuid."""
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
     gone = {**to_json(cpu()), "backend": "cuda", "uuid": "GPU-gone"}
     with pytest.raises(Skip, match="GPU-gone is not visible"):
-        capture.answer(wish(tmp_path / "a.safetensors", device=gone), silent)
+        capture.answer(wish(tmp_path / "a.safetensors", device=gone, model=str(checkpoint)), silent)
 
 
 LIMITED = """
@@ -229,15 +201,15 @@ def test_a_written_file_has_the_rights_that_the_user_wants(tmp_path):
         (lambda data: write_safetensors({"x": torch.ones(2)}, {}), "not a capture of canaryd: it has no schema"),
         (lambda data: changed(data, schema="canaryd.capture/9"), "its schema is 'canaryd.capture/9'"),
         (lambda data: changed(data, order=None), "it lacks order"),
-        (lambda data: changed(data, order='["pier/none"]'), "its texts and tensors disagree"),
+        (lambda data: changed(data, order='["exact/none"]'), "its texts and tensors disagree"),
         (lambda data: changed(data, device="{}"), "its texts and tensors disagree"),
-        (lambda data: changed(data, prompts="pier"), "its texts and tensors disagree"),
+        (lambda data: changed(data, prompts="exact"), "its texts and tensors disagree"),
     ],
 )
 def test_a_file_that_is_no_capture_is_told_in_one_line(tmp_path, damage, reason):
     """With its path."""
     path = tmp_path / "a.safetensors"
-    capture.answer(wish(path, operators=False), silent)
+    exact(path, operators=False)
     damaged = damage(path.read_bytes())
     path.unlink()
     if damaged is not None:
@@ -271,28 +243,31 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("forced", [True, False])
 def test_a_directory_is_captured_by_its_modules(tmp_path, checkpoint, forced):
     """Every layer's leaf modules under their own names, the layer as "out", logits and tokens that belong together."""
-    found, _ = taken(tmp_path / "a.safetensors", model=str(checkpoint), forced=forced)
+    found = taken(tmp_path / "a.safetensors", model=str(checkpoint), forced=forced)
     step = "forced" if forced else "0"
-    operators = [name.split("/")[3] for name in found.tensors if name.startswith(f"pier/{step}/3/")]
+    operators = [name.split("/")[3] for name in found.tensors if name.startswith(f"reef/{step}/3/")]
     assert operators[0] == "input_layernorm"
     assert operators[-2:] == ["mlp.down_proj", "out"]
     assert {f"self_attn.{c}_proj" for c in "qkvo"} < set(operators)
-    assert list(found.tensors)[1] == f"pier/{step}/input/embedding"
-    chosen = found.tensors["pier/tokens"][0].tolist()
+    assert list(found.tensors)[1] == f"reef/{step}/input/embedding"
+    chosen = found.tensors["reef/tokens"][0].tolist()
     for position, token in enumerate(chosen):
-        logits = found.tensors["pier/forced/head/logits" if forced else f"pier/{position}/head/logits"][0]
+        logits = found.tensors["reef/forced/head/logits" if forced else f"reef/{position}/head/logits"][0]
         assert int(logits[position if forced else -1].argmax()) == token
     assert json.loads(found.about["environment"])["server"].startswith("transformers ")
-    assert found.about["digest"] != capture.built_in()[1]
+    again = taken(tmp_path / "b.safetensors", model=str(checkpoint), forced=forced)
+    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in found.tensors.items())
+    with pytest.raises(ValueError, match=r"drill '9\.query': no such place; there are input\.embedding"):
+        taken(tmp_path / "c.safetensors", model=str(checkpoint), drill="9.query")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_drill_reaches_into_a_directory(tmp_path, checkpoint):
     """One element of one module's result."""
-    clean, _ = taken(tmp_path / "a.safetensors", model=str(checkpoint))
-    spoilt, _ = taken(tmp_path / "b.safetensors", model=str(checkpoint), drill="2.mlp.up_proj")
+    clean = taken(tmp_path / "a.safetensors", model=str(checkpoint))
+    spoilt = taken(tmp_path / "b.safetensors", model=str(checkpoint), drill="2.mlp.up_proj")
     differ = [name for name, tensor in clean.tensors.items() if not torch.equal(tensor, spoilt.tensors[name])]
-    assert differ[:2] == ["pier/forced/2/mlp.up_proj", "pier/forced/2/mlp.down_proj"]
+    assert differ[:2] == ["reef/forced/2/mlp.up_proj", "reef/forced/2/mlp.down_proj"]
 
 
 def test_a_directory_that_is_no_model_is_a_reason_to_skip(tmp_path, checkpoint):

@@ -20,7 +20,7 @@ from canaryd_lab.worker.exact_canary.export import answer, export  # noqa: E402
 
 from canaryd.probe import Skip  # noqa: E402
 from canaryd.worker.canary import checkpoint  # noqa: E402
-from canaryd.worker.canary.model import read_safetensors  # noqa: E402
+from canaryd.worker.canary.safetensors import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
