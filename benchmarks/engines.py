@@ -29,7 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.export import export
+from canaryd_lab.worker.exact_canary.prove import Walk
 from canaryd_lab.worker.exact_canary.quantised import FORMS
 
 from benchmarks import common, exact_onnx
@@ -39,11 +41,10 @@ from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker.canary.fixed import compiler
 from canaryd.worker.exact_canary import cases
-from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import load
-from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import EXPERTS, FAMILIES, TINY, Shape
+from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.tensors import bits, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Unsupported

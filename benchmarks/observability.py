@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from canaryd_lab.worker.exact_canary.construct import construct
+from canaryd_lab.worker.exact_canary.prove import Walk
+
 from benchmarks.common import become_worker, machine, options, table, write
 from canaryd.worker.endpoint.answers import Answer, Position
 from canaryd.worker.endpoint.marking import mark
 from canaryd.worker.exact_canary.cases import text
-from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import Expected, Question
 from canaryd.worker.exact_canary.golden import answer, codes
-from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.run import Runner, Watch
 from canaryd.worker.exact_canary.shape import TINY
+from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.tensors import FORMATS, bits, strict_switches, torch
 
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}

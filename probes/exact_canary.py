@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 from canaryd.probe import Context, Device, Fact, NoCase, ProbeSpec, Skipped
 from canaryd.worker.canary.fixed import FIXED, cannot_be_fixed, compiler, why_not
@@ -34,12 +35,13 @@ SPEC = ProbeSpec(
     every_instruction_set=True,
     order=20,
 )
+MODELS = Path(__file__).parent / "exact_models"
 FORMATS = ("float64", "float32", "bfloat16", "float16")
 ROWS = (1, MOST_ROWS)
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify inferences of a model and prompts that the run's seed gives; what torch does not support is skipped."""
+    """Verify inferences of a model and prompts that the run's seed chooses; what torch does not support is skipped."""
     need_torch()
     asked = [i for i in every_inference(ctx) if chosen(ctx, i.name)]
     if not asked:
@@ -59,7 +61,7 @@ def run(ctx: Context) -> Iterator[Fact]:
                     raise
                 taken = [i for i in taken if i.path != "compiled"]
                 yield Skipped(case="compiled", reason=f"this torch cannot compile: {why_not(error)}")
-        yield from verify_all(ctx, [case(ctx.device, i, ctx.seed) for i in taken], [], None)
+        yield from verify_all(ctx, [case(ctx.device, i, ctx.seed, MODELS) for i in taken], [], None)
 
 
 def every_inference(ctx: Context) -> list[Inference]:

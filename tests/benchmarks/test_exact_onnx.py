@@ -7,11 +7,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the exact canary is made with torch")
 pytestmark = [pytest.mark.torch, pytest.mark.runtimes]
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
+
 from benchmarks import exact_onnx  # noqa: E402  it needs torch
 from canaryd.facts import DTYPES  # noqa: E402
 from canaryd.worker.exact_canary import cases  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.shape import FAMILIES, TINY  # noqa: E402
 from canaryd.worker.numeric.tensors import bits  # noqa: E402
 from canaryd.worker.runtime.interface import Unsupported  # noqa: E402

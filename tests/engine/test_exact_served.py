@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
 pytestmark = pytest.mark.torch
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
 
 from canaryd.config import load  # noqa: E402
@@ -19,7 +20,6 @@ from canaryd.engine import schedule  # noqa: E402
 from canaryd.engine.engine import Engine  # noqa: E402
 from canaryd.model import Cause, Outcome, State  # noqa: E402
 from canaryd.store.store import Store  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from tests.command import configure  # noqa: E402
 from tests.exact_server import serving  # noqa: E402

@@ -1,22 +1,23 @@
-"""The exact canary's inferences as cases for `verify_all`: build weights, prompt and answer; run one inference."""
+"""The exact canary's inferences as cases for `verify_all`: a shipped model, a proved prompt and its answer."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from canaryd.facts import Exactness
 from canaryd.model import Device
 from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, time_limit, why_not
-from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.golden import continuation, prompt
-from canaryd.worker.exact_canary.prove import Proof, Walk
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY, Shape, plan
+from canaryd.worker.exact_canary.shipped import Model, Shipped, load, logits
 from canaryd.worker.numeric.cases import QUOTED, Case
 from canaryd.worker.numeric.characterised import accumulator
+from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch, visible_cores
 from canaryd.worker.runtime import interface
@@ -30,6 +31,8 @@ PATHS = ("decode", "forced")
 to continue by calls of fixed shapes."""
 MOST_ROWS = 2
 """Rows of a batch."""
+WITHIN = 64
+"""Seeds that choose a model, before they choose its prompts: more than there are models."""
 NORM = "model.norm.weight"
 """The operand that an injected operand fault strikes: every bit of it reaches every logit's sum."""
 
@@ -61,13 +64,13 @@ class Inference:
         return f"{self.form}/{self.path}/b{self.rows}/{self.label}@{self.steps}"
 
 
-def case(device: Device, inference: Inference, seed: int) -> Case:
-    """Return an inference with the model and prompts of a run's seed as a case."""
+def case(device: Device, inference: Inference, seed: int, models: Path) -> Case:
+    """Return an inference as a case: a run's seed chooses among the `models` and their prompts; raises `Skip`."""
     sound = accumulator(device, inference.form).characterised
-    names = tuple(model(inference.shape, seed, inference.anchored, visible_cores()).weights)
+    names = tuple(shipped(models, inference.shape, seed, inference.anchored, visible_cores()).model.weights)
     return Case(
         inference.name,
-        partial(build, inference, seed),
+        partial(build, inference, seed, models),
         partial(infer, inference, names, operators=interface.operators_of(device)),
         sound,
         struck=names.index(NORM),
@@ -80,17 +83,9 @@ def kernels(device: Device) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def model(shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Model:  # noqa: ARG001
-    """Return a model; made once by each set of `cores` that asks."""
-    return construct(shape, seed, anchored=anchored)
-
-
-@functools.lru_cache(maxsize=4)
-def proofs(shape: Shape, seed: int, anchored: bool, steps: int, cores: tuple[int, ...]) -> list[Proof]:
-    """Return the proofs of all rows' prompts and continuations; made once by each set of `cores` that asks."""
-    made = model(shape, seed, anchored, cores)
-    walk = Walk(shape, made.weights)
-    return [walk.prove(text(made, seed, row, steps), steps) for row in range(MOST_ROWS)]
+def shipped(models: Path, shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Shipped:  # noqa: ARG001
+    """Return the model that a seed chooses; read once by each set of `cores` that asks. Raises `Skip`."""
+    return load(models, shape, seed, anchored=anchored)
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
@@ -99,27 +94,35 @@ def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
     return words + continuation(made.program, made.shape.layers, words, steps)[:-1]
 
 
-def build(inference: Inference, seed: int, _: int) -> Problem:
+def build(inference: Inference, seed: int, models: Path, _: int) -> Problem:
     """Return weights and tokens, and the logits: of the generated words, or where all is given of every position.
 
-    Operands: the weights by name order of the model, then tokens (rows, T). Golden (rows, positions, vocabulary).
+    Operands: the weights by name order of the model, then tokens (rows, T). Golden (rows, positions, vocabulary). It is
+    witnessed where all its logits have the digests that ship.
     """
-    kind, cores = getattr(torch, inference.form), visible_cores()
-    made = model(inference.shape, seed, inference.anchored, cores)
-    proved = proofs(inference.shape, seed, inference.anchored, inference.steps, cores)[: inference.rows]
-    texts = [text(made, seed, row, inference.steps) for row in range(inference.rows)]
-    logits = torch.stack([p.logits for p in proved]).to(kind)
+    kind, steps = getattr(torch, inference.form), inference.steps
+    found = shipped(models, inference.shape, seed, inference.anchored, visible_cores())
+    whole = found.model.program.steps
+    texts, goldens, witnessed = [], [], True
+    for row in range(inference.rows):
+        number, wanted = found.prompts[(seed // WITHIN + row) % len(found.prompts)]
+        words = text(found.model, number, 0, whole)
+        right = logits(found, words, whole)
+        witnessed &= digest(right.to(torch.bfloat16)) == wanted
+        length = len(words) - whole + steps
+        texts.append(words[:length])
+        goldens.append(right[:length])
+    golden = torch.stack(goldens).to(kind)
     if inference.path != "forced":
-        length = len(texts[0]) - inference.steps + 1
-        texts, logits = [words[:length] for words in texts], logits[:, -inference.steps :].contiguous()
-    needed = max(o.sums for p in proved for o in p.operators.values())
+        length = len(texts[0]) - steps + 1
+        texts, golden = [words[:length] for words in texts], golden[:, -steps:].contiguous()
     return Problem(
-        operands=(*(w.to(kind) for w in made.weights.values()), torch.tensor(texts)),
-        golden=logits,
+        operands=(*(w.to(kind) for w in found.model.weights.values()), torch.tensor(texts)),
+        golden=golden,
         exactness=Exactness.UNIVERSAL,
-        bound=Bound((1 << needed) - 1, 1 << 24),
+        bound=Bound((1 << found.sums) - 1, 1 << 24),
         shape=f"{inference.shape.layers} layers of {inference.shape.hidden}, {inference.rows} x {len(texts[0])} tokens",
-        witnessed=all(p.witnessed for p in proved),
+        witnessed=witnessed,
     )
 
 

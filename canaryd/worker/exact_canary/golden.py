@@ -29,7 +29,13 @@ def codes(program: Plan, seed: int) -> list[int]:
 
 
 def continuation(program: Plan, layers: int, words: list[int], count: int) -> list[int]:
-    """Return the `count` words that follow a prompt.
+    """Return the `count` words that follow a prompt."""
+    values = finals(program, layers, words, count)[program.prompt - 1 :]
+    return [(program.prompt + i) * program.values + value for i, value in enumerate(values)]
+
+
+def finals(program: Plan, layers: int, words: list[int], count: int) -> list[int]:
+    """Return the value that each place gives the next one, in order of places, until `count` words are generated.
 
     Every place has a state of value bits, which each layer multiplies with two retrieved ones: u[b] t0[b] t1[b'], with
     signs ±1, where t0 and t1 are the states that the two places looked at had at that layer, and b' = b + layer + 1.
@@ -52,10 +58,9 @@ def continuation(program: Plan, layers: int, words: list[int], count: int) -> li
                 [(1 - 2 * (route >> b & 1)) * u[b] * near[b] * far[(b + layer + 1) % bits] for b in range(bits)]
             )
         states[place] = state
+        found.append(sum((bit > 0) << b for b, bit in enumerate(state[-1])))
         if place >= program.prompt - 1:
-            following = sum((bit > 0) << b for b, bit in enumerate(state[-1]))
-            pending[place + 1] = following
-            found.append((place + 1) * program.values + following)
+            pending[place + 1] = found[-1]
     return found
 
 

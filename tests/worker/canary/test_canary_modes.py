@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from canaryd.worker.canary.fixed import Decoder, Slots, time_limit
-from canaryd.worker.exact_canary.construct import construct
 from canaryd.worker.exact_canary.golden import prompt
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY, plan
+from canaryd.worker.exact_canary.shipped import load
 from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.key_values import KeyValues
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def runner():
     """The exact canary in float32."""
-    model = construct(TINY, 1)
+    model = load(ROOT / "probes" / "exact_models", TINY, 1, anchored=True).model
     return Runner(TINY, {name: weight.to(torch.float32) for name, weight in model.weights.items()})
 
 

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
 pytestmark = pytest.mark.torch
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
 
 from canaryd.facts import Comparison, Skipped, Subject  # noqa: E402
@@ -18,7 +19,6 @@ from canaryd.probe import Absent, Skip  # noqa: E402
 from canaryd.worker.endpoint.answers import Answer, Position  # noqa: E402
 from canaryd.worker.endpoint.excuses import excuse  # noqa: E402
 from canaryd.worker.endpoint.marking import FORMATS, Fault, Marked, Sort, mark, printing  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.expected import load, spell  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY, Shape  # noqa: E402
 from tests.exact_server import serving  # noqa: E402

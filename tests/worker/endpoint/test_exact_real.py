@@ -14,13 +14,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the exact canary is made with torch")
 pytestmark = [pytest.mark.servers, pytest.mark.torch]
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
 from canaryd_lab.worker.exact_canary.quantised import FORMS  # noqa: E402
 
 from canaryd.facts import Comparison  # noqa: E402
 from canaryd.probe import Skip  # noqa: E402
 from canaryd.worker.canary import checkpoint  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402

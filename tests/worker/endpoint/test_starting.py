@@ -14,13 +14,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
 pytestmark = pytest.mark.torch
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
 
 from canaryd.facts import Comparison  # noqa: E402
 from canaryd.probe import Skip  # noqa: E402
 from canaryd.worker.endpoint.settings import Settings  # noqa: E402
 from canaryd.worker.endpoint.starting import started  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from tests.command import ROOT, eventually  # noqa: E402
 from tests.servers import KINDS  # noqa: E402

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import shutil
 from dataclasses import replace
 
@@ -17,15 +18,27 @@ from tests.command import ROOT
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
+
 from benchmarks.observability import activations, live_weights  # noqa: E402
 from canaryd.worker.canary.fixed import Decoder, why_not  # noqa: E402
 from canaryd.worker.exact_canary import cases  # noqa: E402
-from canaryd.worker.exact_canary.cases import Inference, build, case, infer, text  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
+from canaryd.worker.exact_canary.cases import Inference, case, infer, shipped, text  # noqa: E402
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from canaryd.worker.numeric.stack import cpu  # noqa: E402
-from canaryd.worker.numeric.tensors import bits, same_bits, strict_switches  # noqa: E402
+from canaryd.worker.numeric.tensors import bits, same_bits, strict_switches, visible_cores  # noqa: E402
 from canaryd.worker.runtime import interface  # noqa: E402
+
+MODELS = ROOT / "probes" / "exact_models"
+
+
+def build(inference, seed, attempt):
+    """An inference of a shipped model."""
+    return cases.build(inference, seed, MODELS, attempt)
+
+
+def model(seed, anchored=True):
+    """The shipped model that a seed chooses."""
+    return shipped(MODELS, TINY, seed, anchored, visible_cores()).model
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +113,7 @@ def test_calls_of_fixed_shapes_give_the_proved_logits(monkeypatch):
     for form, path, rows in (("float64", "compiled", 1), ("bfloat16", "graph", 2), ("float16", "compiled", 2)):
         inference = Inference(form, path, rows, "eager", 6)
         problem = build(inference, 9, 0)
-        names = tuple(construct(TINY, 9).weights)
+        names = tuple(model(9).weights)
         assert torch.equal(infer(inference, names, problem.operands, None), problem.golden), form
 
 
@@ -193,7 +206,7 @@ def test_a_damaged_cache_or_weight_is_seen():
     """The lowest bit of one weight of every matrix, in bfloat16: the logits differ."""
     inference = Inference("bfloat16", "forced", 1, "eager", 8)
     problem = build(inference, 4, 0)
-    names = list(construct(TINY, 4).weights)
+    names = list(model(4).weights)
     for at, name in enumerate(names):
         operands = [t.clone() for t in problem.operands]
         flat = bits(operands[at]).view(-1)
@@ -210,12 +223,12 @@ PLACES = ("embedding", "attention_norm", "output", "middle", "inner_norm", "down
 
 def test_single_bit_faults_are_seen():
     """A sample of benchmarks/observability.py: any bit, any layer and position, in bfloat16."""
-    model = construct(TINY, 7)
+    made = model(7)
     with strict_switches(), torch.inference_mode():
-        whole = text(model, 7, 0, 12)
-        struck = activations(model, "bfloat16", whole, 96, (*PLACES, "keys", "values"))
+        whole = text(made, 7, 0, 12)
+        struck = activations(made, "bfloat16", whole, 96, (*PLACES, "keys", "values"))
         seen = {place: count.share() for place, count in struck}
-        weights = {place: count.share() for place, count in live_weights(model, "bfloat16", whole, 12)}
+        weights = {place: count.share() for place, count in live_weights(made, "bfloat16", whole, 12)}
     for place in PLACES:
         assert seen[place] >= 0.9, (place, seen)
     assert seen["values, read later"] >= 0.8
@@ -228,12 +241,73 @@ def test_a_kernel_that_rounds_scores_first_has_a_model_without_ties():
     tied = Inference("float32", "forced", 1, "math", 4)
     assert not tied.anchored
     assert Inference("float32", "forced", 1, "flash_attention", 4).anchored
-    checked = case(cpu(), tied, 3)
+    checked = case(cpu(), tied, 3, MODELS)
     problem = checked.build(0)
     assert torch.equal(checked.compute(problem.operands, None), problem.golden)
-    model = construct(TINY, 3, anchored=True)
-    whole = torch.tensor([text(model, 3, 0, 4)])
-    operands = (*(w.to(torch.float32) for w in model.weights.values()), whole)
-    result = infer(tied, tuple(model.weights), operands, None)
+    made = model(3)
+    whole = torch.tensor([text(made, 3, 0, 4)])
+    operands = (*(w.to(torch.float32) for w in made.weights.values()), whole)
+    result = infer(tied, tuple(made.weights), operands, None)
     eager = Inference("float32", "forced", 1, "eager", 4)
-    assert not torch.equal(result, infer(eager, tuple(model.weights), operands, None))
+    assert not torch.equal(result, infer(eager, tuple(made.weights), operands, None))
+
+
+def test_the_shipped_models_are_enough_and_small():
+    """Eight at least, of every kind that the probe runs, each another; 8 MB in all."""
+    index = json.loads((MODELS / "models.json").read_bytes())
+    files = [MODELS / entry["file"] for entry in index]
+    assert len(index) >= 8
+    assert {(e["experts"], e["anchored"]) for e in index} == {(0, True), (0, False), (4, True)}
+    assert len({path.read_bytes() for path in files}) == len(index)
+    assert {path.name for path in MODELS.iterdir()} == {"models.json", *(path.name for path in files)}
+    assert sum(path.stat().st_size for path in MODELS.iterdir()) < 8_000_000
+
+
+@pytest.mark.parametrize("shape", [TINY, EXPERTS])
+def test_every_seed_chooses_a_model_and_prompts(shape):
+    """Seeds in a row take all models; one of them has as many prompts as were proved, and each answers in its way."""
+    chosen = {id(shipped(MODELS, shape, seed, True, ()).model) for seed in range(3)}
+    assert len(chosen) == 3
+    found = shipped(MODELS, shape, 0, True, ())
+    assert len(found.prompts) >= 32
+    texts = {tuple(text(found.model, seed, 0, found.model.program.steps)) for seed, _ in found.prompts}
+    assert len(texts) == len(found.prompts)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "index", "no index"])
+def test_a_damaged_model_is_skipped_with_the_reason(probe, monkeypatch, tmp_path, damage):
+    """One bit of a file, half of it, no file, another index or none: nobody is accused."""
+    shutil.copytree(MODELS, tmp_path / "models")
+    for path in (tmp_path / "models").glob("*.zlib"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        if damage == "flipped":
+            path.write_bytes(data)
+        elif damage == "cut":
+            path.write_bytes(data[: len(data) // 2])
+        elif damage == "gone":
+            path.unlink()
+    if damage == "index":
+        (tmp_path / "models" / "models.json").write_text('[{"file": 1}]')
+    elif damage == "no index":
+        (tmp_path / "models" / "models.json").unlink()
+    monkeypatch.setattr(probe, "MODELS", tmp_path / "models")
+    with pytest.raises(Skip, match=r"This installation is damaged: install canaryd again") as caught:
+        facts(probe, Comparison)
+    assert str(tmp_path / "models") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_host_that_computes_another_answer_is_in_doubt(monkeypatch):
+    """The answer is made here from the program, and its digest shipped: where they differ, nothing is witnessed."""
+    inference = Inference("float32", "forced", 1, "eager", 4)
+    assert build(inference, 5, 0).witnessed
+    right = cases.logits
+
+    def wrong(*given):
+        found = right(*given)
+        found[3, 7] += 8.0
+        return found
+
+    monkeypatch.setattr(cases, "logits", wrong)
+    assert not build(inference, 5, 0).witnessed

@@ -14,15 +14,16 @@ from typing import Any
 
 from canaryd.worker.canary.safetensors import parts_of_safetensors
 from canaryd.worker.exact_canary import golden
-from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word
 from canaryd.worker.exact_canary.golden import continuation, prompt
-from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
+from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import need_torch
 from canaryd_lab.worker.exact_canary import quantised
+from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.gguf import gguf
+from canaryd_lab.worker.exact_canary.prove import Walk
 from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
 
 PROMPTS = 8

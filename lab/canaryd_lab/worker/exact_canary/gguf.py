@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from canaryd.worker.exact_canary.construct import Model
 from canaryd.worker.exact_canary.expected import word
 from canaryd.worker.exact_canary.shape import CHOSEN, MIXTURE
+from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.tensors import torch
 from canaryd_lab.worker.canary.gguf import parts_of_gguf, sizes
 

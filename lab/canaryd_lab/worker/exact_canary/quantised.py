@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.worker.exact_canary.matrix import Digits, units
 from canaryd.worker.exact_canary.shape import Unfit
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.quantized import packed
 from canaryd.worker.numeric.tensors import torch
+from canaryd_lab.worker.exact_canary.matrix import Digits, units
 
 
 @dataclass(frozen=True)

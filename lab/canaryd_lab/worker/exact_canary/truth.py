@@ -6,17 +6,19 @@ holds e^-110 of them where other formats hold 0, and mixes that much of their va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from canaryd.probe import Skip
-from canaryd.worker.exact_canary.cases import model, text
-from canaryd.worker.exact_canary.construct import Model
+from canaryd.worker.exact_canary.cases import text
 from canaryd.worker.exact_canary.golden import continuation
-from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.shape import TINY, Shape
+from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.tensors import FORMATS, host_same_bits, on_core, torch, visible_cores
+from canaryd_lab.worker.exact_canary.construct import construct
+from canaryd_lab.worker.exact_canary.prove import Walk
 
 POSITION = {"rotated_query": 2, "rotated_key": 2, "keys": 2, "values": 2, "scores": 3, "softmax": 3}
 """Axis of an operator's result that counts positions, where it is not the second."""
@@ -81,6 +83,12 @@ class Truth:
         counts = (share == 0) & ~hidden & (scores > NOTHING)
         chances = torch.where(counts, torch.exp(scores) * share.amax(-1, keepdim=True), 0.0)
         return chances, counts * torch.full_like(chances, TINIEST)
+
+
+@functools.lru_cache(maxsize=4)
+def model(shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Model:  # noqa: ARG001
+    """Return a model; made once by each set of `cores` that asks."""
+    return construct(shape, seed, anchored=anchored)
 
 
 def axis_of(place: str) -> int:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.torch
 from canaryd_lab.worker.canary import capture as files  # noqa: E402
 from canaryd_lab.worker.canary.capture import Recorder  # noqa: E402
 from canaryd_lab.worker.exact_canary import capture  # noqa: E402
+from canaryd_lab.worker.exact_canary import truth as truths  # noqa: E402
 from canaryd_lab.worker.exact_canary.truth import same, truth  # noqa: E402
 
 from benchmarks.exact_capture import strikes  # noqa: E402
@@ -291,11 +292,11 @@ def test_a_host_that_proves_two_answers_is_refused():
     cores = visible_cores()
     if len(cores) == 1:
         pytest.skip("this host has one core")
-    made = cases.model(TINY, 12, True, (cores[-1],))
+    made = truths.model(TINY, 12, True, (cores[-1],))
     made.weights["lm_head.weight"][TINY.vocabulary - 1] *= -1  # as if this core had made it so
     with pytest.raises(Skip, match=f"cores {cores[0]} and {cores[-1]} of this host"):
         truth(12, 2, anchored=True)
-    cases.model.cache_clear()
+    truths.model.cache_clear()
 
 
 def test_a_drill_is_found_and_its_capture_written(tmp_path):

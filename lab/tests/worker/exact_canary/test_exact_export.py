@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch", reason="the numeric worker is tested where 
 pytestmark = pytest.mark.torch
 
 from canaryd_lab.worker.canary.gguf import ggml_name  # noqa: E402
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import answer, export  # noqa: E402
+from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
 
 from canaryd.probe import Skip  # noqa: E402
 from canaryd.worker.canary import checkpoint  # noqa: E402
 from canaryd.worker.canary.safetensors import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 
 FILES = ("config", "expected", "generation_config", "tokenizer", "tokenizer_config")

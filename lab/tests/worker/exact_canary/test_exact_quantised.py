@@ -12,14 +12,14 @@ from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape, Unfit
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import answer, export  # noqa: E402
+from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd_lab.worker.exact_canary.quantised import FORMS, store, stored  # noqa: E402
 
 from canaryd.worker.canary.safetensors import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected, golden  # noqa: E402
 from canaryd.worker.exact_canary.cases import text  # noqa: E402
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.operands import Inexact  # noqa: E402
 

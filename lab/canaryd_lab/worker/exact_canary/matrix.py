@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from canaryd.worker.exact_canary.layout import LARGEST, Port
 from canaryd.worker.exact_canary.shape import Unfit
 from canaryd.worker.numeric.integers import below, permutation, signed
 from canaryd.worker.numeric.tensors import torch
+from canaryd_lab.worker.exact_canary.layout import LARGEST, Port
 
 PERIOD = 251
 """Rows after which the cancelling weights repeat: a prime, so that no tile meets the same rows again."""

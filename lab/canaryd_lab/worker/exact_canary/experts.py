@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from canaryd.worker.exact_canary.blocks import PAIRS, Mlp
-from canaryd.worker.exact_canary.matrix import Matrix, full
 from canaryd.worker.exact_canary.shape import CHOSEN
 from canaryd.worker.numeric.integers import below, permutation
 from canaryd.worker.numeric.seeds import derive
+from canaryd_lab.worker.exact_canary.blocks import PAIRS, Mlp
+from canaryd_lab.worker.exact_canary.matrix import Matrix, full
 
 LEAST = 66.0
 """Smallest weight of a bit; each wrong bit costs twice as much: at least 132."""

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from canaryd.worker.exact_canary.layout import ONE, Layout, Port
-from canaryd.worker.exact_canary.matrix import Digits, Matrix, Twins, full, twins, units
 from canaryd.worker.exact_canary.shape import Plan, Shape, query_scale
 from canaryd.worker.numeric.integers import below, signed
 from canaryd.worker.numeric.tensors import torch
+from canaryd_lab.worker.exact_canary.layout import ONE, Layout, Port
+from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, Twins, full, twins, units
 
 PAIRS = 24
 """Cancelling pairs per row: with more of them float32 sums would hide the lowest bits of a fault."""

@@ -5,32 +5,22 @@ Names and shapes are those of a Hugging Face checkpoint of the Llama or Qwen2 fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from canaryd.worker.exact_canary.blocks import Attention, Mlp
-from canaryd.worker.exact_canary.experts import Experts
-from canaryd.worker.exact_canary.layout import Layout, lay_out, ports
-from canaryd.worker.exact_canary.matrix import Digits, Matrix, full
 from canaryd.worker.exact_canary.shape import Plan, Shape, plan
+from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.integers import permutation
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
+from canaryd_lab.worker.exact_canary.blocks import Attention, Mlp
+from canaryd_lab.worker.exact_canary.experts import Experts
+from canaryd_lab.worker.exact_canary.layout import Layout, lay_out, ports
+from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, full
 
 READ = 16
 """Cancelling pairs per row of the head: with more of them float32 sums would hide the lowest bits of a fault."""
 TOP = 20
 """Logit of the right word; each wrong bit of place or value costs 8."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A constructed model: sizes, program, codes, and the weights in bfloat16, the narrowest of the formats."""
-
-    shape: Shape
-    program: Plan
-    seed: int
-    weights: dict[str, Any]
 
 
 def construct(shape: Shape, seed: int, *, anchored: bool | None = None, bits: int = 0) -> Model:

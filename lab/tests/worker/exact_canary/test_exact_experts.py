@@ -16,10 +16,10 @@ from canaryd.worker.numeric.operands import Inexact
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
+from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
+from canaryd_lab.worker.exact_canary.prove import Exact, Walk, routes  # noqa: E402
 
-from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.prove import Exact, Walk, routes  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, strict_switches  # noqa: E402
 

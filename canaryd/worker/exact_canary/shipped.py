@@ -1,0 +1,92 @@
+"""The exact canaries that canaryd ships: made and proved elsewhere, read and checked here (docs/exact-canary.md).
+
+`models.json` names a file and its SHA-256 for each. A file holds the weights, the logits of the words that the program
+does not use, and the prompts that were proved, each with a digest of all its logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canaryd.probe import Skip
+from canaryd.worker.canary.safetensors import BadFile, read_safetensors
+from canaryd.worker.exact_canary.expected import COST, RIGHT
+from canaryd.worker.exact_canary.golden import codes, finals
+from canaryd.worker.exact_canary.shape import Plan, Shape, plan
+from canaryd.worker.numeric.tensors import torch
+
+INDEX = "models.json"
+UNUSED = "unused"
+"""Name of the tensor (places + 1, unused words): the logits of unused words at each place, and at the anchor."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A constructed model: sizes, program, codes, and the weights in bfloat16, the narrowest of the formats."""
+
+    shape: Shape
+    program: Plan
+    seed: int
+    weights: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A model with the prompts that were proved for it."""
+
+    model: Model
+    unused: Any
+    prompts: tuple[tuple[int, str], ...]
+    """Seed of each proved prompt, and the digest of the logits of all its positions with every word generated."""
+    sums: int
+    """Bits that the largest partial sum of any of them needs."""
+
+
+def load(directory: Path, shape: Shape, seed: int, *, anchored: bool) -> Shipped:
+    """Return the model of this kind that a seed chooses; raise `Skip` where the files are damaged."""
+    try:
+        entries = json.loads((directory / INDEX).read_bytes())
+        able = [e for e in entries if (e["experts"], e["anchored"]) == (shape.experts, anchored)]
+        return _read(directory, able[seed % len(able)], shape)
+    except OSError as error:
+        why = f"{error.filename} cannot be read: {error.strerror}"
+    except BadFile as error:
+        why = str(error)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, zlib.error) as error:
+        why = f"{INDEX} or a file that it names is not what canaryd wrote ({type(error).__name__})"
+    raise Skip(f"{directory}: {why}. This installation is damaged: install canaryd again")
+
+
+def _read(directory: Path, entry: Mapping[str, Any], shape: Shape) -> Shipped:
+    data = (directory / entry["file"]).read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry["sha256"]:
+        raise BadFile(f"{entry['file']} has SHA-256 {found[:16]}…, {INDEX} says {str(entry['sha256'])[:16]}…")
+    tensors, texts = read_safetensors(zlib.decompress(data))
+    unused = tensors.pop(UNUSED)
+    model = Model(shape, plan(shape, anchored=entry["anchored"]), int(texts["seed"]), tensors)
+    return Shipped(model, unused, tuple((int(s), str(d)) for s, d in json.loads(texts["prompts"])), int(texts["sums"]))
+
+
+def logits(shipped: Shipped, words: list[int], count: int) -> Any:
+    """Return the logits (positions, vocabulary) of a text that ends with `count` - 1 generated words, float64.
+
+    They follow from the program: the word's place and the value that its state has after the last layer. No weight is
+    looked at; what the words read that the program does not use is in the table that was proved.
+    """
+    program, layers = shipped.model.program, shipped.model.shape.layers
+    after = [*finals(program, layers, words, count), program.values - 1]  # the anchor's state is all +1
+    places = torch.tensor([-1 if w == program.anchor else w // program.values for w in words])
+    code = torch.tensor([*codes(program, shipped.model.seed), program.places - 1])
+    value = torch.tensor([after[place] for place in places])
+    word = torch.arange(program.words)
+    ones = torch.tensor([n.bit_count() for n in range(max(program.places, program.values))])
+    wrong = ones[code[(word // program.values - 1) % program.places] ^ code[places][:, None]]
+    wrong = wrong + ones[(word % program.values) ^ value[:, None]]
+    return torch.cat((RIGHT - COST * wrong.to(torch.float64), shipped.unused[places].to(torch.float64)), 1)
