@@ -354,7 +354,7 @@ READINGS_LEFT = tuple(
         *("persistence", "compute_", "mig_", "device_health", "device_fault", "device_recoveries"),
         *("endpoint_prompt", "endpoint_start", "endpoint_nonfinite"),
         *("edac_controllers", "ras", "cpu_cores", "load_average", "swap", "clock_source", "boot_time", "crash_records"),
-        *("retired_pages_pending", "memory_available", "memory_used", "memory_total"),
+        *("retired_pages_pending", "memory_available", "memory_used", "memory_total", "memory_reserved"),
     )
 )
 """Details that `canaryd status`, the dossier and ad-hoc queries give; a page with all of them would hide the rest."""
