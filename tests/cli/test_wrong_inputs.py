@@ -133,7 +133,9 @@ TABLE = (
     Wrong(("canary", "export", "@new", "--like", "@binary", *RECORD), ("--like @binary: not a JSON object", "name a")),
     Wrong(("characterise", "--device", "cpu:0", "--part", "widht", *OWN), ("--part widht", "choose from")),
     Wrong(("capture", "-o", "@new", "--dtype", "int8"), ("--dtype", "'int8'", "choose from", "float32")),
-    Wrong(("capture", "-o", "@new", "--device", "", *OWN), ('capture: no single device ""; name one of cpu:0',)),
+    Wrong(
+        ("capture", "--exact", "-o", "@new", "--device", "", *OWN), ('capture: no single device ""; name one of cpu:0',)
+    ),
     Wrong(("--json", "status"), ("unrecognized arguments: --json; type",)),
     config("absent.yaml", "@absent.yaml: no such file", "name an existing file"),
     config("directory", "@directory: is a directory", "name a YAML file"),
@@ -264,7 +266,9 @@ def test_a_file_behind_a_closed_directory_cannot_be_written(place, written):  # 
     assert (answer.code, answer.out, answer.err) == (64, "", f"{told} yours\n")
 
 
-@pytest.mark.parametrize("written", [("check", "--textfile"), ("capture", "--out"), ("capture", "--exact", "--out")])
+@pytest.mark.parametrize(
+    "written", [("check", "--textfile"), ("capture", "--model", ".", "--out"), ("capture", "--exact", "--out")]
+)
 def test_no_file_takes_the_place_of_a_device_or_a_pipe(tmp_path, written):
     """`--textfile /dev/null`, typed as root, must not make /dev/null a file for every program of this machine."""
     os.mkfifo(tmp_path / "pipe")
