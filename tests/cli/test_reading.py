@@ -196,7 +196,10 @@ def test_a_check_without_a_right_to_the_locks(place, daemon):
             path.chmod(0o755 if path.is_dir() else 0o644)
         (place / "out").mkdir()
         (place / "out").chmod(0o777)
-        others = [("capture", "--out", place / "out/a"), ("characterise", "--device", "cpu:0", "--part", "identity")]
+        others = [
+            ("capture", "--exact", "--out", place / "out/a"),
+            ("characterise", "--device", "cpu:0", "--part", "identity"),
+        ]
         answers = list(asked([("check",), *(others if daemon else ())], config, state, user=NOBODY))
     for command, answer in answers:
         if daemon:

@@ -264,7 +264,7 @@ def test_a_probe_that_does_not_pace_its_trials_is_found_out(worker):
         *facts, result = worker.answers("result")
         assert result["outcome"] == "completed", result["detail"]
         values = [reading for message in facts if message["kind"] == "readings" for reading in message["values"]]
-        assert [reading[0] for reading in values if len(reading) == 2] == expected
+        assert [reading[0] for reading in values if len(reading) == 3] == expected
 
 
 def test_a_probe_that_computes_nothing_is_never_loaded(worker):

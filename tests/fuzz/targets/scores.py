@@ -20,7 +20,7 @@ from canaryd.codec import to_json
 from tests.fuzz.material import Choices, dumps, modes, seed, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, scratch
 
-GIVEN = Path(__file__).resolve().parents[2] / "scores"
+GIVEN = Path(__file__).resolve().parents[3] / "lab/tests/scores"
 RUNS: dict[str, dict[str, Any]] = {}
 for _run in sorted(GIVEN.iterdir()):
     RUNS[_run.name] = {}
