@@ -380,7 +380,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         result.verdicts[uuid] = _missing(verdict, options, device, _incomplete(result, uuid))
         result.rules_out[uuid] = fault_rate_bound(runs, drill=bool(options.drill))
         if not options.drill:
-            result.polls[uuid] = engine.watch.polls(uuid)
+            polls = engine.watch.polls(uuid).items()  # recalled ones are not of this check
+            result.polls[uuid] = {name: poll for name, poll in polls if poll.newest is not None}
             result.events[uuid] = engine.watch.history.of(device)
             result.skipped.setdefault(uuid, []).extend(_unread(result.polls[uuid]))
         left_out = [n for n in engine.config.probes.each if engine.settings(n).enabled is False]

@@ -131,7 +131,7 @@ def test_where_the_budget_does_not_fit_nothing_runs(served):
 
 
 def test_a_drill_keeps_the_budget_until_somebody_says_that_a_gpu_is_drained(served):
-    """So does a check of one probe; `--drained` lifts it in both."""
+    """So does a check of one probe, which reports no telemetry; `--drained` lifts it in both."""
     machine, *_ = served
     card = ("--probe", "computes", "--device", f"cuda:{UNLISTED}")
     machine.run("drill", *card)
@@ -139,7 +139,7 @@ def test_a_drill_keeps_the_budget_until_somebody_says_that_a_gpu_is_drained(serv
     machine.run("drill", *card, "--drained")
     assert machine.limits()["cuda:2"] == WHOLE
     (device,) = by_name(machine.run("check", "--json", *card).document).values()
-    assert (bool(device["shared"]), machine.limits()["cuda:2"]) == (True, WITHIN)
+    assert (device["telemetry"], bool(device["shared"]), machine.limits()["cuda:2"]) == ({}, True, WITHIN)
     busy = ("--device", f"cuda:{LISTED}", "--device", f"cuda:{FULL}")
     drained = machine.run("check", "--json", "--probe", "computes", "--drained", *busy)
     assert drained.code == 0, drained.out
