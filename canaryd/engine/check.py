@@ -376,9 +376,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     for device in result.devices:
         uuid = device.uuid
         verdict = engine.drill_verdict(uuid, since=result.started) if options.drill else engine.verdict(uuid)
-        runs = result.runs.get(uuid, [])
         result.verdicts[uuid] = _missing(verdict, options, device, _incomplete(result, uuid))
-        result.rules_out[uuid] = fault_rate_bound(runs, drill=bool(options.drill))
+        result.rules_out[uuid] = fault_rate_bound(result.runs.get(uuid, []), drill=bool(options.drill))
         if not options.drill:
             polls = engine.watch.polls(uuid).items()  # recalled ones are not of this check
             result.polls[uuid] = {name: poll for name, poll in polls if poll.newest is not None}
