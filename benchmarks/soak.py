@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import html
 import http.client
 import itertools
 import json
@@ -40,7 +39,6 @@ import psutil
 from benchmarks import common, footprint
 from benchmarks.telemetry import Scraper
 from canaryd.config.values import parse_duration
-from canaryd.report import svg
 from tests.nvml_stand_in import StandIn
 
 PROBES = common.ROOT / "tests/probes"
@@ -187,7 +185,7 @@ class Soak:
     address: str
     config: Path
     samples: list[dict[str, float]] = field(default_factory=list)
-    marks: list[svg.Mark] = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
     done: dict[str, int] = field(default_factory=dict)
@@ -266,8 +264,8 @@ class Soak:
         self.machine.unset(LOST, "lost")
 
     def mark(self, label: str) -> None:
-        """Remember when something was done, for the picture."""
-        self.marks.append(svg.Mark(at=time.time(), label=label))
+        """Remember when something was done."""
+        self.marks.append((time.time(), label))
 
     # -- what is seen of it
 
@@ -437,8 +435,8 @@ class TooFewError(Exception):
     """There is too little to judge; the message says what went wrong before."""
 
 
-def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], str, bool]:
-    """Return the report, its data, the picture and whether all is well.
+def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], bool]:
+    """Return the report, its data and whether all is well.
 
     Raises `TooFewError` where there is too little to judge: the soak was short, or the daemon ended early.
     """
@@ -488,30 +486,9 @@ def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], str, bool]
         "bound,\nand grows when none of it is.\n\n"
         + ("Went wrong: nothing.\n" if not soak.wrong else "Went wrong:\n\n")
         + "".join(f"- {sentence}\n" for sentence in soak.wrong)
-        + "\n![What was seen](soak.svg)\n"
     )
     kept = {"warm_up": warm_up, "quantities": data, "done": soak.done, "wrong": soak.wrong, "p99_ms": p99}
-    return body, {**kept, "samples": soak.samples}, picture(soak, judged_from), good
-
-
-def picture(soak: Soak, judged_from: float) -> str:
-    """Return all courses below one another as one SVG."""
-    named = [svg.Mark(at=judged_from, label="judged from here", role="calm"), *soak.marks]
-    parts, top = [], 0.0
-    for quantity in QUANTITIES:
-        points = [(s["at"], s[quantity.name]) for s in soak.samples]
-        figure = svg.plot(quantity.name, quantity.unit, points, named)
-        inside = re.search(r"<svg[^>]*>(.*)</svg>", figure, re.DOTALL)
-        if inside is not None:
-            unit = "" if quantity.unit == "1" else f", {quantity.unit}"
-            title = f'<text x="{svg.LEFT}" y="14">{html.escape(quantity.name + unit)}</text>'
-            parts.append(f'<g transform="translate(0,{top + 20:g})">{title}<g transform="translate(0,14)">')
-            parts.append(f"{inside[1]}</g></g>")
-            top += svg.H + 40
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {svg.W} {top:g}" color="#222">'
-        f'<style>{svg.STYLE}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
-    )
+    return body, {**kept, "samples": soak.samples, "marks": soak.marks}, good
 
 
 def main() -> None:
@@ -526,11 +503,10 @@ def main() -> None:
         watch(soak, arguments.duration)
     facts["load at end"] = f"{os.getloadavg()[0]:.2f}"
     try:
-        body, data, drawn, good = report(soak, arguments.duration)
+        body, data, good = report(soak, arguments.duration)
     except TooFewError as error:
         sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "soak.svg").write_text(drawn)
     common.write(arguments.out, "soak", "Hours of a busy daemon", facts, body, data)
     sys.exit(0 if good else 1)
 

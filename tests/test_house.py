@@ -23,7 +23,7 @@ from tests.servers import KINDS, UNKNOWN
 MODULES = sorted(path for package in ("canaryd", "lab/canaryd_lab") for path in (ROOT / package).rglob("*.py"))
 PROBE_FILES = sorted((ROOT / "probes").glob("*.py"))
 TESTS = sorted(path for tests in ("tests", "lab/tests") for path in (ROOT / tests).rglob("test_*.py"))
-HEAVY = {"torch", "numpy", "pynvml", "amdsmi", "urllib3", "scipy", "pandas"}
+HEAVY = {"torch", "numpy", "pynvml", "amdsmi", "urllib3", "jinja2", "scipy", "pandas"}
 
 
 def name(path: Path) -> str:

@@ -15,7 +15,7 @@ from canaryd.config.settings import Config
 from canaryd.formatting import columns
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Cause, State
-from canaryd.report import gate, history, history_text, status, status_text
+from canaryd.report import gate, history, status, status_text
 from canaryd.store.store import Store
 
 HISTORY = 30 * 86_400.0
@@ -89,7 +89,7 @@ def history_command(options: argparse.Namespace, settings: Config) -> int:
     if options.json:
         print(json.dumps(history.as_json(found), indent=2))
     else:
-        print(history_text.as_text(found, columns(), verbose=options.verbose, color=use_color()))
+        print(history.as_text(found, columns(), verbose=options.verbose, color=use_color()))
     return exit_code(State.UNKNOWN) if store.unreadable else 0
 
 

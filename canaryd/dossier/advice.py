@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from canaryd.dossier.document import Failure
 from canaryd.dossier.facts import Facts
 from canaryd.engine.check import NEVER_CHECKED, untested
 from canaryd.judge.phrases import PROVIDER, first_of
@@ -57,20 +57,20 @@ NO_RMA: Mapping[Cause, str] = {
 }
 
 
-def commands(facts: Facts, failures: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def commands(facts: Facts, failures: Sequence[Failure]) -> tuple[Mapping[str, str], ...]:
     """Return the commands that repeat what was found, the worst failure first."""
-    worst = [f for f in failures[:EXHIBITS] if f["repro"]]
+    worst = [f for f in failures[:EXHIBITS] if f.repro]
     by_command: dict[str, str] = {}
     for failure in worst:
-        by_command.setdefault(failure["repro"], f"{failure['probe']} {failure['case']}")
+        by_command.setdefault(failure.repro, f"{failure.probe} {failure.case}")
     for finding in facts.verdict.findings:
         here = "--repeat" in finding.repro  # it names a run on record, which only this host has
         if finding.repro and finding.state is not State.HEALTHY and not facts.drill and not (here and worst):
             by_command.setdefault(finding.repro, finding.rule)
-    return [{"command": command, "what": what} for command, what in by_command.items()][: EXHIBITS + 3]
+    return tuple({"command": command, "what": what} for command, what in by_command.items())[: EXHIBITS + 3]
 
 
-def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) -> list[str]:
+def next_step(facts: Facts, kind: str, failures: Sequence[Failure]) -> list[str]:
     """Return what to do next, most urgent first."""
     verdict, device = facts.verdict, facts.device
     if kind == "drill":

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from canaryd.dossier.document import Failure, Rate, Share, Spot, Totals, Tried
 from canaryd.dossier.facts import Facts
 from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
 from canaryd.judge.characterised import Claims, Proof
 from canaryd.judge.node import Node
 from canaryd.judge.phrases import describe_repeats
-from canaryd.judge.statistics import interval
+from canaryd.judge.statistics import RULE_OF_THREE, interval
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Device, Outcome, Run
 
 FAILURES = 50
 """Failing cases described at most: a broken part fails in every case."""
-BINS = 32
-"""Cells of a map along one axis at most."""
 PEER_RUNS = 2000
 """Newest runs of one probe that are read for a peer."""
+LEAST_RUNS = 1000
+"""Of a script at least (ours)."""
+COPIED = 10
+"""Runs of a script between two fresh copies of the operands (ours): some faults spoil all results of a copy, others
+need a device that is busy."""
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 """Format → bits of its mantissa (IEEE 754-2019 table 3.5; bfloat16: the upper half of float32)."""
 WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 64, "int32": 32}
 
 
-def rate(wrong: int, total: int) -> dict[str, Any]:
+def rate(wrong: int, total: int) -> Rate:
     """Return wrong and all independent trials, with the 95 % interval of the rate (None without a trial)."""
     low, high = interval(wrong, total)
-    return {"wrong": wrong, "total": total, "low": low if total else None, "high": high if total else None}
+    return Rate(wrong=wrong, total=total, low=low if total else None, high=high if total else None)
 
 
 def bit_name(form: str, bit: int) -> str:
@@ -67,11 +70,10 @@ def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
-def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[list[dict[str, Any]], int]:
-    """Return the failing cases, the most often wrong first, and how many more there are."""
-    runs = [*facts.runs, *_runs_with_wrong_reference(facts)]
+def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[tuple[Failure, ...], int]:
+    """Return the failing cases, the device's own and most often wrong first, and how many more there are."""
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
-    for run in runs:
+    for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
         for c in run.comparisons:
             by_key[_key(run, c)].append((run, c))
     failing = {k: v for k, v in by_key.items() if any(c.wrong for _, c in v)}
@@ -79,20 +81,39 @@ def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[list[dict[str,
     def worst_first(key: Key) -> Any:
         wrong = [(r, c) for r, c in failing[key] if c.wrong]
         size = next((c.evidence.total for _, c in wrong if c.evidence), 0)
-        return (
-            key[6] != Subject.DEVICE.value,
-            -len({r.id for r, _ in wrong}),
-            -sum(c.wrong_trials for _, c in wrong),
-            size,
-            key,
-        )
+        trials = sum(c.wrong_trials for _, c in wrong)
+        return key[6] != Subject.DEVICE.value, -len({r.id for r, _ in wrong}), -trials, size, key
 
     ordered = sorted(failing, key=worst_first)
-    probes = {k[0] for k in ordered}
-    peer_runs = [(peer, _peer_runs(facts, peer, probes)) for peer in peers]
-    proofs = _proofs(facts)
-    found = [_failure(k, failing[k], peer_runs, proofs) for k in ordered[:FAILURES]]
-    return found, max(0, len(ordered) - FAILURES)
+    peer_runs = [(peer, _peer_runs(facts, peer, {k[0] for k in ordered})) for peer in peers]
+    proofs, everywhere = _proofs(facts), placed(facts)
+    probes = {t.probe: t for t in probe_totals(facts)}
+    found = []
+    for key in ordered[:FAILURES]:
+        failure = _failure(key, failing[key], peer_runs, proofs)
+        cores = [p for p in failure.places if p.unit == "core" and len(p.numbers) == 1 and p.results.wrong]
+        worst = max(cores, key=lambda p: p.results.wrong, default=None)
+        at: list[Tried] = [p for p in everywhere if worst and p.place == worst.place]
+        at = at or [probes[key[0]]] if key[0] in probes else at
+        core = worst.numbers[0] if worst else None
+        found.append(replace(failure, core=core, needed=enough_runs(failure, *at)))
+    return tuple(found), max(0, len(ordered) - FAILURES)
+
+
+def enough_runs(*tallies: Tried) -> int:
+    """Return how many runs of a failing case show its fault with 95 % probability, as often as it was recorded.
+
+    `tallies` are the case, and what its core or its test computed: a case is named because it failed, so its own rate
+    is too high. Results of one upload may be wrong together, so there are enough fresh copies as well.
+    """
+    each = [
+        repeats * math.ceil(RULE_OF_THREE * share.total / share.wrong)
+        for tally in tallies
+        for share, repeats in ((tally.results, 1), (tally.uploads, COPIED))
+        if share.wrong
+    ]
+    digits: int = 10 ** max(0, len(str(max(each))) - 2)
+    return max(LEAST_RUNS, math.ceil(max(each) / digits) * digits)
 
 
 def _proofs(facts: Facts) -> dict[int, Proof]:
@@ -124,7 +145,7 @@ def _failure(
     found: Sequence[tuple[Run, Comparison]],
     peer_runs: Sequence[tuple[Device, Sequence[Run]]],
     proofs: Mapping[int, Proof],
-) -> dict[str, Any]:
+) -> Failure:
     probe, version, instruction_set, case, shape, seed, subject = key
     wrong = [(r, c) for r, c in found if c.wrong]
     by = next((proofs[id(c)] for _, c in reversed(wrong) if id(c) in proofs), None)
@@ -135,40 +156,38 @@ def _failure(
     bits: Counter[int] = Counter()
     for e in evidence:
         bits.update({int(bit): n for bit, n in e.bits.items()})
-    runs, failed_runs = {r.id for r, _ in found}, {r.id for r, _ in wrong}
-    return {
-        "probe": probe,
-        "version": version,
-        "instruction_set": instruction_set,
-        "case": case,
-        "shape": shape,
-        "seed": seed,
-        "subject": subject,
-        "exactness": wrong[0][1].exactness.value,
-        "characterised": by is not None if subject == Subject.DEVICE.value else True,
-        "characterised_by": by.by.value if by is not None else "",
-        "first": min(r.started for r, _ in wrong),
-        "last": max(r.started for r, _ in wrong),
-        "runs": rate(len(failed_runs), len(runs)),
+    failed = {r.id for r, _ in wrong}
+    return Failure(
+        probe=probe,
+        version=version,
+        instruction_set=instruction_set,
+        case=case,
+        shape=shape,
+        seed=seed,
+        subject=subject,
+        exactness=wrong[0][1].exactness.value,
+        characterised=by is not None or subject != Subject.DEVICE.value,
+        characterised_by=by.by.value if by is not None else "",
+        first=min(r.started for r, _ in wrong),
+        last=max(r.started for r, _ in wrong),
+        runs=rate(len(failed), len({r.id for r, _ in found})),
         **_counted([c for _, c in found]),
-        "run_ids": sorted(failed_runs)[-findings.RUNS_NAMED :],
-        "places": placed([c for _, c in found]),
-        "pattern": best.pattern if best else "",
-        "reproduced": describe_repeats(_repeats(evidence)) if evidence else "",
-        "lines": _shared(evidence),
-        "zeroed": sum(e.zeroed for e in evidence),
-        "nonfinite": sum(e.nonfinite for e in evidence),
-        "wrong_elements": sum(e.wrong for e in evidence),
-        "elements_of_result": best.total if best else 0,
-        "elements": [{"run": r, "index": list(i), "expected": want, "observed": got} for r, i, want, got in elements],
-        "format": result_format(probe, case, digits),
-        "bits": {str(bit): bits[bit] for bit in sorted(bits)},
-        "map": _map([tuple(i) for _, i, _, _ in elements], shape, best.total if best else 0),
-        "peers": _same_bytes(key, peer_runs),
-        "repro": max((r for r, _ in wrong), key=lambda r: (bool(r.cases), r.started)).repro,
-        "exhibit": "",
-        "exhibit_absent": "",
-    }
+        run_ids=tuple(sorted(failed)[-findings.RUNS_NAMED :]),
+        places=_placed([c for _, c in found]),
+        pattern=best.pattern if best else "",
+        reproduced=describe_repeats(_repeats(evidence)) if evidence else "",
+        lines=_shared(evidence),
+        zeroed=sum(e.zeroed for e in evidence),
+        nonfinite=sum(e.nonfinite for e in evidence),
+        wrong_elements=sum(e.wrong for e in evidence),
+        elements_of_result=best.total if best else 0,
+        elements=tuple({"run": r, "index": i, "expected": want, "observed": got} for r, i, want, got in elements),
+        format=result_format(probe, case, digits),
+        bits={str(bit): bits[bit] for bit in sorted(bits)},
+        peers=_same_bytes(key, peer_runs),
+        repro=max((r for r, _ in wrong), key=lambda r: (bool(r.cases), r.started)).repro,
+        needed=0,
+    )
 
 
 def _repeats(evidence: Sequence[Evidence]) -> Evidence:
@@ -194,68 +213,38 @@ def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
         elif len(left) == 1 and None not in left:
             found[axis] = f"= {left.pop()} mod {period}"
         elif all(s.distinct for s in spans):  # a record of release 0.1.0 may know no first and last
-            found[axis] = f"{min(s.first for s in spans)}…{max(s.last for s in spans)}"
+            found[axis] = f"{min(s.first for s in spans)} to {max(s.last for s in spans)}"
     return found
 
 
-def _counted(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     """Return how many uploads were wrong, with the interval, and how many results, without one.
 
-    Results of one upload are not independent: what the upload put into memory spoils all of them alike.
+    Fresh uploads after a wrong one that were clean count too: no comparison is stored for those.
     """
-    uploads = sum(c.uploads + _clean_reuploads(c.evidence) for c in comparisons)
-    results = {"wrong": sum(c.wrong_trials for c in comparisons), "total": sum(c.trials for c in comparisons)}
-    return {"uploads": rate(sum(c.wrong for c in comparisons), uploads), "results": results}
+    every = list(comparisons)
+    clean = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in every if c.evidence)
+    results = Share(wrong=sum(c.wrong_trials for c in every), total=sum(c.trials for c in every))
+    return {"uploads": rate(sum(c.wrong for c in every), sum(c.uploads for c in every) + clean), "results": results}
 
 
-def _clean_reuploads(evidence: Evidence | None) -> int:
-    """Return how many fresh uploads after a wrong one were clean: no comparison is stored for those."""
-    return evidence.repeats - evidence.repeats_wrong if evidence else 0
+def placed(facts: Facts) -> tuple[Spot, ...]:
+    """Return the places where results of the device were computed, with how many were wrong there."""
+    return _placed(c for r in facts.runs for c in r.comparisons if c.subject is Subject.DEVICE)
 
 
-def placed(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
-    """Return the places where results were computed, with how many were wrong there, ordered by number."""
+def _placed(comparisons: Iterable[Comparison]) -> tuple[Spot, ...]:
     at: dict[Place, list[Comparison]] = defaultdict(list)
     for c in comparisons:
         at[c.place].append(c)
-    return [
-        {"place": str(p), "unit": p.unit, "numbers": list(p.numbers), **_counted(at[p])}
+    return tuple(
+        Spot(place=str(p), unit=p.unit, numbers=tuple(p.numbers), **_counted(at[p]))
         for p in sorted(at, key=lambda p: (p.unit, p.numbers))
         if p.unit
-    ]
+    )
 
 
-def _map(indices: Sequence[tuple[int, ...]], shape: str, total: int) -> dict[str, Any] | None:
-    """Return where in the result the wrong elements lie, in at most 32 x 32 cells; None where no element is known."""
-    if not indices:
-        return None
-    sizes = {name: int(n) for name, n in re.findall(r"\b([A-Z])=(\d+)", shape)}
-    width = len(indices[0])
-    if width == 1:
-        # A long vector is folded like text: row and column are the quotient and the remainder.
-        columns = 2 ** max(0, math.ceil(math.log2(max(1, total)) / 2))
-        rows = max(1, -(-total // columns))
-        cells = [(i[0] // columns, i[0] % columns) for i in indices]
-        axes = (f"element // {columns}", f"element % {columns}")
-    else:
-        named = ("M", "N") if {"M", "N"} <= sizes.keys() else ("L", "D")
-        rows = max(sizes.get(named[0], 0), 1 + max(i[-2] for i in indices))
-        columns = max(sizes.get(named[1], 0), 1 + max(i[-1] for i in indices))
-        cells, axes = [(i[-2], i[-1]) for i in indices], ("row", "column")
-    high, wide = min(BINS, rows), min(BINS, columns)
-    counts = Counter((r * high // rows, c * wide // columns) for r, c in cells)
-    return {
-        "rows": rows,
-        "columns": columns,
-        "row_bins": high,
-        "column_bins": wide,
-        "axes": list(axes),
-        "counts": [[r, c, n] for (r, c), n in sorted(counts.items())],
-        "elements": len(indices),
-    }
-
-
-def _same_bytes(key: Key, peer_runs: Sequence[tuple[Device, Sequence[Run]]]) -> list[dict[str, Any]]:
+def _same_bytes(key: Key, peer_runs: Sequence[tuple[Device, Sequence[Run]]]) -> tuple[Mapping[str, Any], ...]:
     """Return the peers that computed the same bytes, with their results."""
     found = []
     for peer, runs in peer_runs:
@@ -263,15 +252,15 @@ def _same_bytes(key: Key, peer_runs: Sequence[tuple[Device, Sequence[Run]]]) -> 
         if same:
             counts = {"results": sum(c.trials for c in same), "wrong": sum(c.wrong_trials for c in same)}
             found.append({"uuid": peer.uuid, "name": peer.name, **counts})
-    return found
+    return tuple(found)
 
 
-def bit_totals(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def bit_totals(failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
     """Return the flipped bits of all failing cases, by the format of the result."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
     for failure in failures:
-        sums[failure["format"]].update({int(b): n for b, n in failure["bits"].items()})
-    return [
+        sums[failure.format].update({int(b): n for b, n in failure.bits.items()})
+    return tuple(
         {
             "format": form,
             "width": WIDTH.get(form, max(counts) + 1),
@@ -279,42 +268,41 @@ def bit_totals(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for form, counts in sorted(sums.items())
         if counts
-    ]
+    )
 
 
-def probe_totals(facts: Facts) -> list[dict[str, Any]]:
+def probe_totals(facts: Facts) -> tuple[Totals, ...]:
     """Return the results of each probe and the fault rate that they rule out."""
     bounds = fault_rate_bound(facts.runs, drill=facts.drill)
-    found = []
-    for probe in sorted({r.probe for r in facts.runs}):
-        runs = [r for r in facts.runs if r.probe == probe]
-        done = [r for r in runs if r.outcome is Outcome.COMPLETED]
-        of_device = [c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
-        found.append(
-            {
-                "probe": probe,
-                "runs": len(runs),
-                "not_completed": len(runs) - len(done),
-                **_counted(of_device),
-                "rules_out": bounds.get(probe),
-                "recordings": sum(len(r.recordings) for r in runs),
-                "unknown": sum(len(r.unknown) for r in runs),
-                "first": runs[0].started,
-                "last": runs[-1].started,
-            }
+    by_probe: dict[str, list[Run]] = defaultdict(list)
+    for run in facts.runs:
+        by_probe[run.probe].append(run)
+    return tuple(
+        Totals(
+            probe=probe,
+            runs=len(runs),
+            not_completed=sum(r.outcome is not Outcome.COMPLETED for r in runs),
+            **_counted(c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE),
+            rules_out=bounds.get(probe),
+            recordings=sum(len(r.recordings) for r in runs),
+            unknown=sum(len(r.unknown) for r in runs),
+            first=runs[0].started,
+            last=runs[-1].started,
         )
-    return found
+        for probe, runs in sorted(by_probe.items())
+    )
 
 
-def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
     """Return the results of the peers in the same probes."""
     verdicts = {} if facts.drill else facts.store.verdicts()
-    probes = {f["probe"] for f in failures} or {r.probe for r in facts.runs}
+    probes = {f.probe for f in failures} or {r.probe for r in facts.runs}
     own_stack = facts.runs[-1].stack_id if facts.runs else ""
     found = []
     for peer in sorted(peers, key=lambda d: d.name):
         runs = _peer_runs(facts, peer, probes)
         results = [c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
+        same = [p for f in failures for p in f.peers if p["uuid"] == peer.uuid]
         found.append(
             {
                 "uuid": peer.uuid,
@@ -323,8 +311,8 @@ def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Mappi
                 "results": sum(c.trials for c in results),
                 "wrong": sum(c.wrong_trials for c in results),
                 "same_stack": any(r.stack_id == own_stack for r in runs if r.stack),
-                "same_bytes": sum(p["results"] for f in failures for p in f["peers"] if p["uuid"] == peer.uuid),
-                "same_bytes_wrong": sum(p["wrong"] for f in failures for p in f["peers"] if p["uuid"] == peer.uuid),
+                "same_bytes": sum(p["results"] for p in same),
+                "same_bytes_wrong": sum(p["wrong"] for p in same),
             }
         )
-    return found
+    return tuple(found)

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from canaryd.dossier.places import is_unit
-from canaryd.dossier.text import wrong_places
 from canaryd.judge.phrases import count
 from canaryd.model import KERNEL_DRIVER
 from canaryd.report.incidents import sentence
@@ -158,7 +156,7 @@ def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 def _where(failure: Document) -> dict[str, Any]:
     """Return the core or SM that a failure names, where there is exactly one."""
-    places = wrong_places(failure) if failure else []
-    if len(places) != 1 or not is_unit(places[0]):
+    places = [p for p in failure.get("places", ()) if p["results"]["wrong"]]
+    if len(places) != 1 or places[0]["unit"] not in ("core", "sm") or len(places[0]["numbers"]) != 1:
         return {}
     return {"subcomponent": {"type": "ASIC-SUBSYSTEM", "name": places[0]["place"]}}

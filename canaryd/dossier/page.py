@@ -1,63 +1,114 @@
-"""The page of a dossier: two sheets for a hardware engineer with two minutes, then appendices. One file, no scripts.
+"""The page of a dossier: one file from one template, with no script and nothing to fetch; two sheets, then details.
 
-It is made from the document alone (docs/dossier.schema.json), so page and JSON cannot disagree. All text is escaped.
-Every picture says in words what it shows, for text browsers and for readers who cannot see it.
+It is made from the JSON alone, so page and JSON cannot disagree. The template escapes every text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from canaryd.dossier import pictures
-from canaryd.dossier.appendices import appendices
-from canaryd.dossier.summary import summary
-from canaryd.formatting import format_utc
-from canaryd.report import html, svg
-from canaryd.report.html import escape
+from canaryd.dossier.document import DossierError
+from canaryd.dossier.gather import ranges
+from canaryd.formatting import format_utc, quantity
+from canaryd.judge.characterised import By
+from canaryd.judge.phrases import count
+from canaryd.model import Cause, Rival
+from canaryd.report.terminal import rival_words, state_note
 
-STYLE = """
-h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; padding-top: .6rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-.faulty, .suspect { border-color: var(--bad); } .healthy { border-color: var(--good); }
-.faulty strong, .suspect strong, .bad { color: var(--bad); } .healthy strong, .good { color: var(--good); }
-.tight { margin: .2rem 0; }
-pre { background: var(--card); padding: .7rem .9rem; white-space: pre-wrap; margin: .4rem 0; }
-.plot figcaption { color: var(--ink); }
-.evidence tbody th { width: 8.5rem; }
-.events th, .events td:nth-child(2) { white-space: nowrap; }
-li { margin: .25rem 0; } ul, ol { padding-left: 1.3rem; }
-@media (max-width: 30rem) {
-  .events, .events tbody, .events tr, .events td, .events th { display: block; border: 0; padding: 0;
-    white-space: normal; }
-  .events thead { display: none; } .events tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+TEMPLATE = Path(__file__).parent / "dossier.html.j2"
+PROVEN = {
+    By.SHIPPED: "it rounds nothing, or healthy processors have been shown to give these bits",
+    By.ACCEPTED: "an operator accepted it as exact",
+    By.ITSELF: "this device itself has given the right bits in this class on this software",
+    By.SIBLING: "an identical device of this host has given the right bits in this class on this software",
+    By.WITNESS: "an identical device of another host has given the right bits in this class on this software",
+    By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
 }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: 1.2rem; }
-h2.part { border-top: 3px solid var(--ink); margin-top: 3rem; }
-@page { margin: 12mm; }
-@media print {
-  :root { color-scheme: light; font-size: 9pt; }
-  body { max-width: none; padding: 0; font-size: 1rem; line-height: 1.35; }
-  h1 { font-size: 15pt; } h2 { font-size: 12pt; margin-top: 1.2rem; break-after: avoid; }
-  h3 { break-after: avoid; }
-  .sheet { break-after: page; } .sheet h2 { margin-top: .8rem; } p { margin: .5rem 0; }
-  .sheet .facts { table-layout: fixed; }
-  .sheet .facts td { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-  th, td { padding: .18rem .6rem .18rem 0; }
-  h2.part ~ section :is(th, td) { overflow-wrap: break-word; }
-  h2.part { border: 0; margin: 0; } figure, tr, pre { break-inside: avoid; } .pair { grid-template-columns: 1fr 1fr; }
-  .maps { grid-template-columns: 1fr 1fr; } details::details-content { content-visibility: visible; display: block; }
+"""By what a class is characterised, in words."""
+WORDS = {
+    "device": "the device's result",
+    "host": "the reference: the host got two results for it",
+    "comparator": "the comparison on the device: the host's differs",
+    "U": "any order of additions gives the same bits",
+    "R": "the exact sum is rounded once, to nearest even",
+    "M": "the margin is larger than any rounding error",
 }
-"""
+"""What is wrong in a failing case, and why its golden is right."""
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return the page of a dossier."""
-    footer = f"Made by canaryd {document['canaryd']}, {format_utc(document['generated'])}."
-    body = [
-        f"<main><h1>{escape(document['title'])}</h1>",
-        summary(document),
-        f'<h2 class="part">Appendices</h2>{appendices(document)}',
-        f'<p class="soft">{escape(footer)}</p></main>',
+    """Return the page of a dossier. Raises `DossierError` where Jinja2 is missing."""
+    try:
+        import jinja2  # this command alone needs it
+    except ImportError as error:
+        raise DossierError(f"Jinja2 is missing; install it: {sys.executable} -m pip install Jinja2") from error
+    made = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    made.filters |= {"utc": format_utc, "share": share, "counted": counted, "rated": rated, "joined": joined}
+    made.filters |= {"rival": _rival, "conditions": _conditions, "places": told_places, "bits": flipped_bits}
+    made.globals |= {"proven": PROVEN, "words": WORDS, "state": state_note, "count": count, "once": _once}
+    return made.from_string(TEMPLATE.read_text(encoding="utf-8")).render(d=document)
+
+
+def share(value: float | None) -> str:
+    """Return a share of 1 as a percentage of three digits; a tiny one as "1 of 200,000"."""
+    if value is None:
+        return "not known"
+    return f"{100 * value:.3g} %" if value >= 1e-5 or not value else f"1 of {1 / value:,.0f}"
+
+
+def counted(tally: Mapping[str, Any]) -> str:
+    """Return "3 of 1,000", or "none" where nothing was tried."""
+    return f"{tally['wrong']:,} of {tally['total']:,}" if tally["total"] else "none"
+
+
+def rated(rate: Mapping[str, Any]) -> str:
+    """Return "3 of 3 (95 % interval: 29.2 % to 100 %)"."""
+    interval = f" (95 % interval: {share(rate['low'])} to {share(rate['high'])})"
+    return counted(rate) + (interval if rate["total"] else "")
+
+
+def joined(named: Mapping[str, str]) -> str:
+    """Return names with their values: "driver 580.65.06; torch 2.9.0"."""
+    return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in sorted(named.items()) if v not in ("", "none"))
+
+
+def told_places(failure: Mapping[str, Any]) -> str:
+    """Return where a case failed, worst first: "core 3: 8 of 32 (25 %)"; "not known" where nobody knows."""
+    wrong = sorted((p for p in failure["places"] if p["results"]["wrong"]), key=lambda p: -p["results"]["wrong"])
+    told = [
+        f"{p['place']}: {counted(p['results'])} ({share(p['results']['wrong'] / p['results']['total'])})"
+        for p in wrong[:4]
     ]
-    return html.document(document["title"], html.STYLE + html.TABLES + STYLE + pictures.STYLE + svg.STYLE, body)
+    return ", ".join([*told, *([f"{len(wrong) - 4} more"] if len(wrong) > 4 else [])]) or "not known"
+
+
+def flipped_bits(failure: Mapping[str, Any]) -> str:
+    """Return which bits a failing case flipped: "13", "0 to 3, 7"."""
+    return ranges([int(bit) for bit in failure["bits"]]) or "not recorded"
+
+
+def flipped(expected: str, observed: str) -> list[int]:
+    """Return the bits in which two hex numbers differ, ascending; bit 0 is the lowest."""
+    changed = int(expected, 16) ^ int(observed, 16)
+    return [bit for bit in range(changed.bit_length()) if changed >> bit & 1]
+
+
+def _once(failures: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str, int]]:
+    """Return each wrong element of some cases once: case, index, expected, observed, flipped bits, times seen."""
+    seen = Counter(
+        (f["case"], str(list(e["index"])), e["expected"], e["observed"]) for f in failures for e in f["elements"]
+    )
+    return [(*each, ranges(flipped(*each[2:])), times) for each, times in seen.items()]
+
+
+def _rival(rival: Mapping[str, Any]) -> str:
+    return rival_words(Rival(cause=Cause(rival["cause"]), why=rival["why"], rejected=rival["rejected"]))
+
+
+def _conditions(conditions: Mapping[str, Any]) -> str:
+    values = (c for c in conditions.values() if isinstance(c["value"], (int, float)))
+    return ", ".join(quantity(float(c["value"]), c["unit"]) for c in values)

@@ -98,7 +98,7 @@ def without_processes(text: str) -> str:
 class Redactor:
     """Replace names of machines and parts by pseudonyms; within one dossier a name always gets the same pseudonym."""
 
-    def __init__(self, store: Store, document: Mapping[str, Any], salt: bytes | None = None) -> None:
+    def __init__(self, store: Store, host: str, salt: bytes | None = None) -> None:
         self._salt = secrets.token_bytes(16) if salt is None else salt
         self.known: dict[str, str] = {}
         """Name to replace → its kind."""
@@ -111,7 +111,7 @@ class Redactor:
                 self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
             for module in device.detail.get("memory_serials", "").split(", "):
                 self._know(module.rpartition(": ")[2], "serial")
-        self._know(document["identity"]["host"], "host")
+        self._know(host, "host")
         self._know(platform.node(), "host")
         for record in store.devices():
             uuid = record.device.uuid

@@ -16,18 +16,19 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
-from canaryd.dossier import ocp, page
+from canaryd.dossier import ocp
 from canaryd.dossier.advice import EXHIBITS
-from canaryd.dossier.document import SCHEMA, DossierError, OutputError, gather, torch_name
-from canaryd.dossier.places import COPIED, enough_runs, failing_core
+from canaryd.dossier.document import SCHEMA, Document, DossierError, Failure, OutputError
+from canaryd.dossier.failures import COPIED
+from canaryd.dossier.gather import gather, torch_name
+from canaryd.dossier.page import flipped, page
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
-from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
 from canaryd.formatting import format_utc
@@ -90,9 +91,24 @@ def write(
     return target
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Folder:
+    """The directory of a dossier, and what is in it."""
+
+    path: Path
+    sanitise: Callable[[str], str]
+    contents: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def put(self, name: str, what: str, text: str) -> None:
+        """Write a file, cleaned like every other text."""
+        (self.path / name).write_text(self.sanitise(text), encoding="utf-8")
+        self.contents[name] = what
+
+
 def _fill(
     directory: Path,
-    document: dict[str, Any],
+    document: Document,
     store: Store,
     engine: Engine | None,
     device: Device,
@@ -100,84 +116,85 @@ def _fill(
     redact: bool,
     wait: float,
 ) -> None:
-    contents: list[tuple[str, str]] = [
-        ("dossier.html", "the page to read; needs no network"),
-        ("dossier.json", f"the same facts as JSON ({SCHEMA}; docs/dossier.schema.json of canaryd)"),
-        ("ocp.jsonl", "the same facts as OCP Test & Validation output, version 2.0"),
-    ]
-    absent: list[tuple[str, str]] = []
-    _write_evidence(directory, document, engine, device, contents, absent, wait)
-    redactor = Redactor(store, document) if redact else None
-    sanitise: Callable[[str], str] = (lambda t: redactor.text(clean(t))) if redactor else clean
-    log = _log(store, device) if document["kind"] != "drill" else ""
+    redactor = Redactor(store, document.identity.host) if redact else None
+    folder = _Folder(path=directory, sanitise=(lambda t: redactor.text(clean(t))) if redactor else clean)
+    folder.contents.update(
+        {
+            "dossier.html": "the page to read; needs no network",
+            "dossier.json": f"the same facts as JSON ({SCHEMA}; docs/dossier.schema.json of canaryd)",
+            "ocp.jsonl": "the same facts as OCP Test & Validation output, version 2.0",
+        }
+    )
+    failures = tuple(
+        _with_evidence(folder, number, failure, document, engine, device, wait)
+        for number, failure in enumerate(document.failures, 1)
+    )
+    if not failures:
+        unknown = any(p.unknown for p in document.probes)
+        folder.absent["evidence/"] = "there is no failing exact case" + (
+            "; canaryd baseline export prints the baseline of a recorded case" * unknown
+        )
+    log = _log(store, device) if document.kind != "drill" else ""
     if log:
-        (directory / "log.txt").write_text(sanitise(log), encoding="utf-8")
-        contents.append(("log.txt", "lines of the kernel log about this device, as far as canaryd kept them"))
+        folder.put("log.txt", "lines of the kernel log about this device, as far as canaryd kept them", log)
     else:
-        absent.append(("log.txt", "no kernel log line about this device is on record"))
-    _vendor_tools(directory, device, sanitise, contents, absent, redact=redact)
-    contents.append(("SHA256SUMS", "checksums of all other files: sha256sum -c SHA256SUMS"))
-    document["contents"] = [{"file": f, "what": what} for f, what in contents]
-    document["absent"] = [{"file": f, "why": why} for f, why in absent]
-    document["redacted"] = redact
-    published = cleaned(document)
+        folder.absent["log.txt"] = "no kernel log line about this device is on record"
+    _vendor_tools(folder, device, redact=redact)
+    folder.contents["SHA256SUMS"] = "checksums of all other files: sha256sum -c SHA256SUMS"
+    whole = replace(
+        document,
+        failures=failures,
+        redacted=redact,
+        contents=tuple({"file": name, "what": what} for name, what in folder.contents.items()),
+        absent=tuple({"file": name, "why": why} for name, why in folder.absent.items()),
+    )
+    published = cleaned(to_json(whole))
     if redactor:
         published = redactor.value(published)
     text = json.dumps(published, indent=1, ensure_ascii=False, allow_nan=False)
     (directory / "dossier.json").write_text(text + "\n", encoding="utf-8")
-    (directory / "dossier.html").write_text(page.page(published), encoding="utf-8")
+    (directory / "dossier.html").write_text(page(published), encoding="utf-8")
     (directory / "ocp.jsonl").write_text(ocp.lines(published), encoding="utf-8")
-    _write_checksums(directory)
+    names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+    sums = [f"{hashlib.sha256((directory / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
+    (directory / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
-def _write_evidence(
-    directory: Path,
-    document: dict[str, Any],
+def _with_evidence(
+    folder: _Folder,
+    number: int,
+    failure: Failure,
+    document: Document,
     engine: Engine | None,
     device: Device,
-    contents: list[tuple[str, str]],
-    absent: list[tuple[str, str]],
     wait: float,
-) -> None:
-    """Write operands and scripts of the first failing cases; each case without them says why."""
-    written = 0
-    for failure in document["failures"]:
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure['probe']}-{failure['case']}").strip("-")
-        part = f"evidence/{written + 1}-{name}"
-        folder = directory / part
-        if written >= EXHIBITS:
-            failure["exhibit_absent"] = f"only the first {EXHIBITS} failing cases have one"
-            continue
-        folder.mkdir(parents=True)
-        (folder / "wrong.csv").write_text(_table(failure), encoding="utf-8")
-        contents.append((f"{part}/wrong.csv", f"the recorded wrong elements of {failure['case']}"))
-        files, why = _exhibit(folder, failure, document, engine, device, wait)
-        if why and engine and engine.stopping:
-            raise DossierError(f"{device.name}: no report is written: {engine.stopping}")
-        failure["exhibit"] = part
-        failure["exhibit_absent"] = why
-        purpose = {"golden.npy": "the right result", "reproduce.py": "repeats the computation; needs torch only"}
-        contents += [(f"{part}/{f}", purpose.get(f, "operand")) for f in files]
-        if why:
-            absent.append((f"{part}/reproduce.py", why))
-        written += 1
-    if not document["failures"]:
-        why = "there is no failing exact case"
-        if any(p["unknown"] for p in document["probes"]):
-            why += "; canaryd baseline export prints the baseline of a recorded case"
-        absent.append(("evidence/", why))
+) -> Failure:
+    """Write operands and script of one of the first failing cases; return it with where they are, or why not."""
+    if number > EXHIBITS:
+        return replace(failure, exhibit_absent=f"only the first {EXHIBITS} failing cases have one")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure.probe}-{failure.case}")[:100].strip("-")
+    part = f"evidence/{number}-{name}"
+    (folder.path / part).mkdir(parents=True)
+    (folder.path / part / "wrong.csv").write_text(_table(failure), encoding="utf-8")
+    folder.contents[f"{part}/wrong.csv"] = f"the recorded wrong elements of {failure.case}"
+    files, why = _exhibit(folder.path / part, failure, engine, device, wait)
+    if why and engine and engine.stopping:
+        raise DossierError(f"{device.name}: no report is written: {engine.stopping}")
+    purpose = {"golden.npy": "the right result", "reproduce.py": "repeats the computation; needs torch only"}
+    folder.contents.update({f"{part}/{file}": purpose.get(file, "operand") for file in files})
+    if why:
+        folder.absent[f"{part}/reproduce.py"] = why
+        return replace(failure, exhibit=part, exhibit_absent=why)
+    core = "" if failure.core is None else f" --core {failure.core}"
+    script = f"python3 {part}/reproduce.py {document.identity.torch_name} {failure.needed}{core}"
+    return replace(failure, exhibit=part, script=script)
 
 
 def _exhibit(
-    folder: Path,
-    failure: Mapping[str, Any],
-    document: Mapping[str, Any],
-    engine: Engine | None,
-    device: Device,
-    wait: float,
+    folder: Path, failure: Failure, engine: Engine | None, device: Device, wait: float
 ) -> tuple[list[str], str]:
     """Let a worker write operands, golden and script; return the files, or why there are none."""
-    if failure["subject"] != Subject.DEVICE.value:
+    if failure.subject != Subject.DEVICE.value:
         return [], "the fault is in the reference or the comparison, and only canaryd repeats these"
     if engine is None:
         return [], "no worker with torch was available; run canaryd report on the host itself"
@@ -186,21 +203,21 @@ def _exhibit(
         return [], "no worker with torch was available on this host"
     arguments = {
         "device": to_json(device),
-        "probe": failure["probe"],
-        "case": failure["case"],
-        "shape": failure["shape"],
-        "seed": failure["seed"],
-        "expected": [[e["index"], e["expected"]] for e in failure["elements"]],
+        "probe": failure.probe,
+        "case": failure.case,
+        "shape": failure.shape,
+        "seed": failure.seed,
+        "expected": [[list(e["index"]), e["expected"]] for e in failure.elements],
         "out": str(folder.absolute()),
         "on": torch_name(device),
         "environment": {
             **{k: v for k, v in STRICT.items() if k.startswith("CU")},
-            **INSTRUCTION_SETS.get(failure["instruction_set"], {}),
+            **INSTRUCTION_SETS.get(failure.instruction_set, {}),
         },
         "unset": SCRUBBED,
-        "runs": enough_runs(failure, document),
+        "runs": failure.needed,
         "copied": COPIED,
-        "core": failing_core(failure),
+        "core": failure.core,
     }
     try:
         outcome, answer, detail = engine.answer(hosts[0], "reproducer", arguments, timeout=600.0, wait=wait)
@@ -213,73 +230,57 @@ def _exhibit(
     return list(answer["files"]), ""
 
 
-def _table(failure: Mapping[str, Any]) -> str:
+def _table(failure: Failure) -> str:
     rows = io.StringIO()
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(("run", "index", "expected", "observed", "flipped_bits"))
-    for e in failure["elements"]:
-        index = " ".join(map(str, e["index"]))
+    for e in failure.elements:
         bits = " ".join(map(str, flipped(e["expected"], e["observed"])))
-        out.writerow((e["run"], index, e["expected"], e["observed"], bits))
+        out.writerow((e["run"], " ".join(map(str, e["index"])), e["expected"], e["observed"], bits))
     return rows.getvalue()
 
 
 def _log(store: Store, device: Device) -> str:
-    events = [
-        e
-        for e in store.events(device=device.uuid)
-        if e.kind not in QUIET_EVENTS and (e.kind, e.name) != (EventKind.OFF_BUS, "driver")  # a poll said that
-    ]
     lines = []
-    for e in events:
-        times = f" x{e.count:g}" if e.count > 1 else ""
-        lines.append(
-            f"{format_utc(e.first)} … {format_utc(e.last)}{times}  {e.kind} {e.name}  {e.detail}".replace("\n", " ")
-        )
-    return "\n".join(lines) + "\n" if lines else ""
+    for e in store.events(device=device.uuid):
+        if e.kind not in QUIET_EVENTS and (e.kind, e.name) != (EventKind.OFF_BUS, "driver"):  # a poll said that
+            times = f" x{e.count:g}" if e.count > 1 else ""
+            said = f"{format_utc(e.first)} … {format_utc(e.last)}{times}  {e.kind} {e.name}  {e.detail}"
+            lines.append(said.replace("\n", " ") + "\n")
+    return "".join(lines)
 
 
-def _vendor_tools(
-    directory: Path,
-    device: Device,
-    sanitise: Callable[[str], str],
-    contents: list[tuple[str, str]],
-    absent: list[tuple[str, str]],
-    *,
-    redact: bool,
-) -> None:
-    """Add the output of NVIDIA's tools where they are installed, cleaned like every other text."""
+def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
+    """Add the output of NVIDIA's tools where they are installed."""
+    smi, report = "nvidia-smi-q.txt", "nvidia-bug-report.log.gz"
     if device.backend != "cuda":
-        absent.append(("nvidia-smi-q.txt", "this is not an NVIDIA device"))
+        folder.absent[smi] = "this is not an NVIDIA device"
         return
-    uuid = device.part
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        absent.append(("nvidia-smi-q.txt", "nvidia-smi is not installed here"))
-    else:
-        output, why = _run([tool, "-q", "-i", uuid], TOOL_PATIENCE["nvidia-smi"])
+    if tool := shutil.which("nvidia-smi"):
+        output, why = _run([tool, "-q", "-i", device.part], TOOL_PATIENCE["nvidia-smi"])
         if why:
-            absent.append(("nvidia-smi-q.txt", why))
+            folder.absent[smi] = why
         else:
-            (directory / "nvidia-smi-q.txt").write_text(sanitise(without_processes(output)), encoding="utf-8")
-            contents.append(("nvidia-smi-q.txt", "nvidia-smi -q of this device, without its processes"))
-    name, tool = "nvidia-bug-report.log.gz", shutil.which("nvidia-bug-report.sh")
+            folder.put(smi, "nvidia-smi -q of this device, without its processes", without_processes(output))
+    else:
+        folder.absent[smi] = "nvidia-smi is not installed here"
+    tool = shutil.which("nvidia-bug-report.sh")
     if tool is None or redact or os.geteuid() != 0:
         why = "nvidia-bug-report.sh is not installed here" if tool is None else "nvidia-bug-report.sh needs root"
-        absent.append((name, "it names the whole machine and cannot be redacted" if redact else why))
+        folder.absent[report] = "it names the whole machine and cannot be redacted" if redact else why
         return
     with tempfile.TemporaryDirectory() as aside:
-        made = Path(aside) / name
+        made = Path(aside) / report
         _, why = _run([tool, "--output-file", str(made)], TOOL_PATIENCE["nvidia-bug-report.sh"], cwd=aside)
         try:
             text = gzip.decompress(made.read_bytes()).decode("utf-8", "replace")
         except (OSError, EOFError) as error:
-            absent.append((name, why or f"nvidia-bug-report.sh left no report: {error}"))
+            folder.absent[report] = why or f"nvidia-bug-report.sh left no report: {error}"
             return
     # The report is the vendor's own format; only what canaryd recognises as private is removed.
-    data = sanitise(without_processes(text)).encode()
-    (directory / name).write_bytes(gzip.compress(data, mtime=0))
-    contents.append((name, "NVIDIA's own report of this host, without processes; read it before you send it"))
+    data = folder.sanitise(without_processes(text)).encode()
+    (folder.path / report).write_bytes(gzip.compress(data, mtime=0))
+    folder.contents[report] = "NVIDIA's own report of this host, without processes; read it before you send it"
 
 
 def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
@@ -310,26 +311,18 @@ def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[
     return text, ""
 
 
-def _write_checksums(directory: Path) -> None:
-    names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
-    sums = [f"{hashlib.sha256((directory / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
-    (directory / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-
-
 def _pack(directory: Path, archive: Path, at: int) -> None:
     """Pack a directory so that equal contents give equal bytes: sorted names, one time, no owner."""
+
+    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        info.mtime, info.mode = at, 0o755 if info.isdir() else 0o644
+        return info
+
     with (
         archive.open("wb") as raw,
         gzip.GzipFile("", "wb", mtime=at, fileobj=raw) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for path in sorted((directory, *directory.rglob("*"))):
-            info = tarfile.TarInfo(str(path.relative_to(directory.parent)))
-            info.mtime = at
-            if path.is_dir():
-                info.type, info.mode = tarfile.DIRTYPE, 0o755
-                tar.addfile(info)
-            else:
-                info.size, info.mode = path.stat().st_size, 0o644
-                with path.open("rb") as file:
-                    tar.addfile(info, file)
+        tar.add(directory, directory.name, filter=plain)

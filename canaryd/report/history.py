@@ -1,8 +1,10 @@
-"""`canaryd history`: what happened to a device, newest first. Everything comes from the store, no device is touched."""
+"""`canaryd history`: what happened to a device, newest first. Everything comes from the store, no device is touched.
+
+The timeline of a dossier is made of the same items.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,27 +12,29 @@ from typing import Any
 
 from canaryd.codec import finding_json, to_json
 from canaryd.config.settings import Config
-from canaryd.formatting import DAY, format_duration
+from canaryd.formatting import DAY, HOUR, format_time, time_zone
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count, reason_of
 from canaryd.judge.slower import Day, Stack, stacks
-from canaryd.model import AckKind, Device, Event, EventKind, Run, State, Verdict
+from canaryd.model import Ack, Event, EventKind, Outcome, Run, Verdict
 from canaryd.report import status
+from canaryd.report.advice import START
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
-from canaryd.report.incidents import headline, incidents_json
-from canaryd.report.terminal import verdict_note
+from canaryd.report.incidents import headline, incidents_json, state_lines, step_lines
+from canaryd.report.status import DeviceStatus
+from canaryd.report.terminal import Line, paint, paragraph, role_of, typed, verdict_note
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/2"
-POLLS, RUNS, FAILED = 600, 400, 500
-"""Polls, runs and failed runs of all devices together that are read (ours): about three seconds."""
+RUNS, FAILED = 400, 500
+"""Runs and failed runs of all devices together that are read (ours): about three seconds."""
 LEAST_READ = 50
 """The same for one device at least."""
-MOST_PAUSES = 5
-"""Pauses that are listed one by one (ours); more of them are summed up in one line."""
 MOST_ITEMS = 25
 """Lines that a terminal shows per device; JSON has all."""
+NARROW = 80
+"""Columns of text at least: a narrower line would break within words."""
 BAD = frozenset(
     {
         *("xid", "sxid", "mce", "edac", "aer", EventKind.OFF_BUS, "pcie", "port", "unplaced", "oom", "thermal"),
@@ -48,11 +52,9 @@ class Item:
     """When it was last, in seconds since the epoch."""
     first: float
     kind: str
-    """"verdict", "run", "event", "ack", "stack" or "pause"."""
+    """"verdict", "run", "event", "ack" or "stack"."""
     role: str
     """"bad" for what counts against the device, "calm" for a change around it, "good", or "mark" for the rest."""
-    label: str
-    """A few words, for a mark in a plot; only JSON carries it."""
     text: str
     """A sentence, without its time."""
     count: int = 1
@@ -61,94 +63,68 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceHistory:
-    """The history of one device."""
-
-    device: Device
-    present: bool
-    verdict: Verdict
-    items: tuple[Item, ...]
-    """Newest first."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class History:
     """Everything that `canaryd history` shows."""
 
     now: float
     since: float
-    devices: tuple[DeviceHistory, ...]
-    """The worst first."""
+    devices: tuple[tuple[DeviceStatus, tuple[Item, ...]], ...]
+    """Each device, the worst first, with what happened to it, newest first."""
     problems: tuple[str, ...]
-    asked: str | None = None
-    """The one device that was selected; None for all."""
 
 
 def gather(
-    store: Store,
-    config: Config,
-    device: str | None,
-    since: float,
-    now: float,
-    days: Mapping[str, Sequence[Day]] | None = None,
+    store: Store, config: Config, device: str | None, since: float, now: float, days: Mapping[str, Sequence[Day]]
 ) -> History:
-    """Read the history of one device (uuid or name), or of all, from `since` on; times in seconds since the epoch.
+    """Return the history of one device (uuid), or of all, from `since` on; times in seconds since the epoch.
 
     `days` are the summaries of days by device. A device that the store does not know gives no entry.
     """
     seen = status.gather(store, config, now, evidence={})
-    chosen = [d for d in seen.devices if device in (None, d.device.uuid, d.device.name)]
+    chosen = [d for d in seen.devices if device in (None, d.device.uuid)]
     share = max(1, len(chosen))
     found = []
     for one in chosen:
         uuid = one.device.uuid
-        summed = (days or {}).get(uuid, ())
-        most_polls, most_runs = max(LEAST_READ, POLLS // share), max(LEAST_READ, RUNS // share)
-        polls = store.polls(uuid, since=since, completed=True, limit=most_polls)
-        runs = store.runs(uuid, since=since, limit=most_runs)
-        failed = store.runs(uuid, since=since, failed=True, limit=max(LEAST_READ, FAILED // share))
-        full = [part for part, most in ((polls, most_polls), (runs, most_runs)) if len(part) == most]
-        read_from = max((min(r.started for r in part) for part in full), default=since)
+        runs = store.runs(uuid, since=since, limit=max(LEAST_READ, RUNS // share))
         items = [
-            *_verdicts(store.verdict_history(uuid)),
-            *_pauses(summed, [*runs, *polls, *failed], read_from, now, config.judge.stale_after),
-            *_failures(failed),
-            *_events(store.events(since, uuid)),
-            *_acks(store, uuid),
-            *_stacks([*(s for day in summed for s in day.stacks), *stacks(runs)]),
+            *of_verdicts(store.verdict_history(uuid)),
+            *of_runs(store.runs(uuid, since=since, failed=True, limit=max(LEAST_READ, FAILED // share))),
+            *of_events(store.events(since, uuid)),
+            *of_acks(store.acks(uuid)),
+            *of_stacks([*(s for day in days.get(uuid, ()) for s in day.stacks), *stacks(runs)]),
         ]
         shown = sorted((i for i in items if since <= i.at <= now), key=lambda i: i.at, reverse=True)
-        found.append(DeviceHistory(device=one.device, present=one.present, verdict=one.verdict, items=tuple(shown)))
-    return History(now=now, since=since, devices=tuple(found), problems=seen.problems, asked=device)
+        found.append((one, tuple(shown)))
+    return History(now=now, since=since, devices=tuple(found), problems=seen.problems)
 
 
-def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
+def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
     """Yield each change of state or cause with the incidents that came with it."""
     before: set[tuple[str, str]] = set()
     for verdict in verdicts:
         held = incidents(verdict)
         came = [i for i in held if not {(f.rule, f.probe) for f in i.findings} <= before]
         before = {(f.rule, f.probe) for i in held for f in i.findings}
-        label = f"became {verdict_note(verdict)}"
         why = "; ".join(map(headline, came))
-        text = f"{label}: {why}" if why else label
-        role = "bad" if verdict.state.severity >= State.SUSPECT.severity else "calm"
-        role = "good" if verdict.state is State.HEALTHY else role
+        text = f"became {verdict_note(verdict)}" + (f": {why}" if why else "")
         runs = tuple(r for i in came for r in i.runs)
-        yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=label, text=text, runs=runs)
+        role = role_of(verdict.state)
+        yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, text=text, runs=runs)
 
 
-def _failures(runs: Iterable[Run]) -> Iterator[Item]:
-    """Yield wrong results, differences from a baseline and runs that did not complete, equal ones of a day joined."""
-    alike: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
+def of_runs(runs: Iterable[Run], *, joined: bool = True) -> Iterator[Item]:
+    """Yield wrong results, differences from a baseline and runs that did not complete; equal ones of a day `joined`."""
+    alike: dict[tuple[str, str, object], list[Run]] = defaultdict(list)
     for run in runs:
         what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value
-        alike[run.probe, what, int(run.started // DAY)].append(run)
+        if what not in (Outcome.COMPLETED.value, Outcome.SKIPPED.value):
+            alike[run.probe, what, int(run.started // DAY) if joined else run.id].append(run)
     for (probe, what, _), same in alike.items():
-        first, last = min(r.started for r in same), max(r.started for r in same)
         times = f"{len(same)} runs" if len(same) > 1 else "a run"
         again = sum(bool(r.confirms) for r in same)
-        retests = f" ({again} of them {'retests' if again > 1 else 'a retest'})" if again else ""
+        retested = f"{again} of them {'retests' if again > 1 else 'a retest'}" if len(same) > 1 else "a retest"
+        retests = f" ({retested})" if again else ""
         if what == "wrong":
             wrong = sum(c.wrong_trials for r in same for c in r.wrong)
             cases = Counter(c.case for r in same for c in r.wrong)
@@ -158,19 +134,19 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
             text = f"{times} of {probe}{retests}: results that differ from the baseline, {_cases(cases)}"
         else:
             why = next(filter(None, map(reason_of, reversed(same))), "")
-            text = f"{times} of {probe}{retests} {OUTCOMES[same[0].outcome][1]}" + (f": {why}" if why else "")
+            ended = OUTCOMES[same[0].outcome][1] if same[0].outcome in OUTCOMES else "ended with a device error"
+            text = f"{times} of {probe}{retests} {ended}" + (f": {why}" if why else "")
+        started, ids = [r.started for r in same], tuple(r.id for r in same)
         role = "bad" if what in ("wrong", "unknown") else "calm"
-        ids = tuple(r.id for r in same)
-        label = f"{probe}: {what.replace('_', ' ')}"
-        yield Item(at=last, first=first, kind="run", role=role, label=label, text=text, count=len(same), runs=ids)
+        yield Item(at=max(started), first=min(started), kind="run", role=role, text=text, count=len(same), runs=ids)
 
 
 def _cases(cases: Counter[str]) -> str:
     (case, _), more = cases.most_common(1)[0], len(cases) - 1
-    return f"most in case {case}, the others in {more} more cases" if more else f"in case {case}"
+    return f"most in case {case}, the others in {count(more, 'more case')}" if more else f"in case {case}"
 
 
-def _events(events: Iterable[Event]) -> Iterator[Item]:
+def of_events(events: Iterable[Event]) -> Iterator[Item]:
     """Yield the events, equal ones of a day joined."""
     alike: dict[tuple[str, str, int], Event] = {}
     for event in events:
@@ -178,52 +154,18 @@ def _events(events: Iterable[Event]) -> Iterator[Item]:
         old = alike.get(key)
         alike[key] = event if old is None else replace(event, first=old.first, count=old.count + event.count)
     for event in alike.values():
-        text = describe_event(event)
         role = "bad" if event.kind in BAD else "calm"
-        count = 1 if event.kind in AMOUNTS else max(1, round(event.count))
-        label = f"{event.kind} {event.name}"
-        yield Item(at=event.last, first=event.first, kind="event", role=role, label=label, text=text, count=count)
+        times = 1 if event.kind in AMOUNTS else max(1, round(event.count))
+        yield Item(at=event.last, first=event.first, kind="event", role=role, text=describe_event(event), count=times)
 
 
-def _acks(store: Store, uuid: str) -> Iterator[Item]:
-    for ack in store.acks(uuid):
-        text = describe_ack(ack, dated=False)
-        ended = ack.kind == AckKind.ACKNOWLEDGED and ack.until <= ack.at
-        label = "acknowledgement ended" if ended else ack.kind
-        yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=label, text=text)
+def of_acks(acks: Iterable[Ack]) -> Iterator[Item]:
+    """Yield what operators entered."""
+    for ack in acks:
+        yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", text=describe_ack(ack, dated=False))
 
 
-def _pauses(days: Sequence[Day], seen: Sequence[Run], read_from: float, now: float, limit: float) -> Iterator[Item]:
-    """Yield the times of more than `limit` seconds in which nothing was recorded, after the device's first record.
-
-    `seen` are its runs and polls, complete from `read_from` on. On a day of which only the summary is left, something
-    was recorded.
-    """
-    spans = [(r.started, r.started + r.seconds) for r in seen if r.started <= now]
-    own = {int(start // DAY) for start, _ in spans}
-    kept = (d.day for d in days if (d.levels or d.stacks or d.tested) and (d.day not in own or d.day * DAY < read_from))
-    spans += [(day * DAY, (day + 1) * DAY) for day in kept]
-    found: list[tuple[float, float]] = []
-    reached = math.inf  # there is no pause before the first record
-    for start, end in [*sorted(spans), (now, now)]:
-        if start > read_from and start - reached > limit:
-            found.append((reached, start))
-        reached = end if math.isinf(reached) else max(reached, end)
-    if len(found) > MOST_PAUSES:
-        longest = format_duration(max(end - start for start, end in found))
-        what = f"{len(found)} gaps of more than {format_duration(limit)} without a record, the longest {longest}"
-        yield _pause(found[0][0], found[-1][1], what, len(found))
-    else:
-        for start, end in found:
-            yield _pause(start, end, f"nothing was recorded for {format_duration(end - start)}", 1)
-
-
-def _pause(start: float, end: float, what: str, count: int) -> Item:
-    text = f"{what} (no daemon ran, or it could not test)"
-    return Item(at=end, first=start, kind="pause", role="calm", label="nothing recorded", text=text, count=count)
-
-
-def _stacks(seen: Iterable[Stack]) -> Iterator[Item]:
+def of_stacks(seen: Iterable[Stack]) -> Iterator[Item]:
     """Yield the changes of the software stack; each CPU instruction set has a stack of its own."""
     newest: dict[str, Stack] = {}
     known: set[str] = set()
@@ -233,8 +175,8 @@ def _stacks(seen: Iterable[Stack]) -> Iterator[Item]:
         if before is not None and stack.id not in known:
             names = sorted(k for k in {*before.parts, *stack.parts} if before.parts.get(k) != stack.parts.get(k))
             moved = ", ".join(f"{k} {before.parts.get(k, 'none')} → {stack.parts.get(k, 'none')}" for k in names)
-            text = f"the software changed: {moved}; readings before and after are not comparable"
-            yield Item(at=stack.at, first=stack.at, kind="stack", role="calm", label=moved, text=text)
+            text = f"the software changed: {moved}"
+            yield Item(at=stack.at, first=stack.at, kind="stack", role="calm", text=text)
         known.add(stack.id)
         newest[kind] = stack
 
@@ -258,9 +200,34 @@ def as_json(history: History) -> dict[str, Any]:
                 "state_since": one.verdict.since,
                 "incidents": incidents_json(one.verdict, one.device),
                 "findings": [finding_json(f) for f in one.verdict.findings],
-                "timeline": [to_json(item) for item in one.items],
+                "timeline": to_json(items),
             }
-            for one in history.devices
+            for one, items in history.devices
         ],
         "problems": list(history.problems),
     }
+
+
+def as_text(history: History, width: int, *, verbose: bool = False, color: bool = False) -> str:
+    """Return the history for a terminal of so many columns: the verdict first, then what happened."""
+    room = max(NARROW, width)
+    lines: list[Line] = []
+    for one, items in history.devices:
+        lines += state_lines(one.device, one.verdict, gone=not one.present, verbose=verbose, width=room)
+        lines += [("", ""), ("head", "  What happened, newest first")]
+        for item in items[:MOST_ITEMS]:
+            from_ = f" (since {format_time(item.first, seconds=False)})" if item.at - item.first >= HOUR else ""
+            at = format_time(item.at, seconds=False)
+            lines += paragraph(f"    {at}  ", f"{item.text}{from_}", room, item.role)
+        if not items:
+            lines.append(("", "    nothing on record"))
+        if (more := len(items) - MOST_ITEMS) > 0:
+            lines.append(("", f"    and {more} more: {typed('canaryd history --json')}"))
+        lines.append(("", ""))
+    if not history.devices:
+        lines += [("", "nothing is recorded yet"), *step_lines("Do now: ", START, room), ("", "")]
+    for problem in history.problems:
+        lines += paragraph("problem: ", problem, room, role="calm")
+    span = f"from {format_time(history.since, seconds=False)} to {format_time(history.now, seconds=False)}"
+    lines += [*paragraph("", f"{span}; times: {time_zone()}. Everything:", room), ("", typed("canaryd history --json"))]
+    return paint(lines, color=color)

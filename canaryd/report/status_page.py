@@ -5,18 +5,17 @@ It has no script and fetches nothing. Ages are computed for each request, and it
 
 from __future__ import annotations
 
+import html
 import socket
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from urllib.parse import quote
 
+from canaryd.facts import printable
 from canaryd.formatting import format_time, time_zone
 from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Device, Finding, State
-from canaryd.report import html
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
-from canaryd.report.html import escape as _text
 from canaryd.report.incidents import Step, awaits_tests, next_step, sentence, shown_notes, step, told
 from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
 from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
@@ -32,42 +31,28 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #9aa4af;
   --line: #30363d; --healthy: #56d364; --degraded: #e3b341; --unknown: #a8b1bb; --suspect: #ff9b5e;
   --faulty: #ff7b72; } }
-* { box-sizing: border-box; } html { font-size: clamp(100%, .5rem + .55vw, 160%); }
+* { box-sizing: border-box; margin: 0; } html { font-size: clamp(100%, .5rem + .55vw, 160%); }
 body { margin: 0 auto; max-width: 75rem; padding: .6rem 1rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.4 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1, h2, h3, p, ul, dl, dd { margin: 0; } ul { padding-left: 1.2rem; } li { margin: .2rem 0; }
 .healthy { --mark: var(--healthy); } .degraded { --mark: var(--degraded); } .unknown { --mark: var(--unknown); }
 .suspect { --mark: var(--suspect); } .faulty { --mark: var(--faulty); }
-svg.shape { height: 1em; width: 1em; vertical-align: -.12em; fill: var(--mark); }
-svg.shape .ink { stroke: var(--paper); fill: none; }
+svg { height: 1em; width: 1em; vertical-align: -.12em; fill: var(--mark); } .ink { stroke: var(--paper); fill: none; }
 .state { color: var(--mark); font-weight: 700; text-transform: uppercase; white-space: nowrap; }
-header { border-left: .75rem solid var(--mark); padding: .25rem 0 .25rem 1rem; margin-bottom: .8rem; }
-header .host { color: var(--faint); }
-h1 { font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; }
-header .answer { font-weight: 600; font-size: clamp(1.1rem, 2vw, 1.3rem); line-height: 1.3; }
-header .advice { font-size: 1.1rem; margin-top: .3rem; }
+header { border-left: .75rem solid var(--mark); padding: .2rem 0 .2rem 1rem; margin-bottom: .5rem; }
+h1 { font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; } h2 { font-size: 1.1rem; margin: .5rem 0 .4rem; }
+.answer { font-weight: 600; font-size: 1.2rem; line-height: 1.3; } .advice { font-size: 1.1rem; margin-top: .3rem; }
 .cards { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
-main > h2 { font-size: 1.1rem; margin-bottom: .4rem; }
-article { background: var(--card); border: 1px solid var(--line); border-left: .4rem solid var(--mark);
-  border-radius: .3rem; padding: .45rem .7rem; min-width: 0; }
-.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-article h3 { font-size: 1.1rem; display: flex; flex-wrap: wrap; gap: 0 .6rem; align-items: baseline; }
-article h3 small { font-weight: 400; font-size: .9rem; color: var(--faint); }
-.incident { margin-top: .2rem; }
-article h4 { margin: .7rem 0 0; font-size: .95rem; }
-.faint, summary, footer { color: var(--faint); font-size: .9rem; }
-.loud .finding { border-top: 1px solid var(--line); margin-top: .6rem; padding-top: .5rem; }
-.notes { color: var(--faint); font-size: .85rem; } .notes .faint { font-size: inherit; }
-.loud .notes .finding { border: 0; margin: .4rem 0; padding: 0; }
-.notes .finding p { display: inline; } .notes .finding p::before { content: " · "; }
-.finding { list-style: none; } ul.findings { padding: 0; } .finding ul { margin-top: .2rem; }
-code { font: .9em ui-monospace, monospace; background: var(--paper); border: 1px solid var(--line);
-  border-radius: .2rem; padding: .05rem .3rem; }
-details { margin-top: .4rem; } table { border-collapse: collapse; font-size: .9rem; }
-th, td { text-align: left; font-weight: 400; padding: 0 1rem 0 0; vertical-align: top; }
-.problems { border: 1px solid var(--line); border-left: .4rem solid var(--degraded); border-radius: .3rem;
-  padding: .5rem .8rem; margin-bottom: 1rem; }
-.problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: .8rem; }
+.cards.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+article, .problems { background: var(--card); border: 1px solid var(--line); padding: .45rem .7rem; min-width: 0;
+  border-left: .4rem solid var(--mark, var(--degraded)); border-radius: .3rem; }
+h3 { font-size: 1.1rem; } h3, .incident { margin-top: .2rem; } h4 { margin-top: .7rem; }
+small { font-weight: 400; display: inline-block; }
+.faint, small, summary, footer, .notes { color: var(--faint); font-size: .9rem; } details { margin-top: .4rem; }
+ul { padding-left: 1.2rem; } li { margin: .2rem 0; } .findings { list-style: none; padding: 0; }
+.findings > li { border-top: 1px solid var(--line); margin-top: .6rem; padding-top: .5rem; }
+code { font: .9em ui-monospace, monospace; background: var(--paper); border: 1px solid var(--line); padding: 0 .3rem; }
+table { border-collapse: collapse; font-size: .9rem; }
+td, th { text-align: left; font-weight: 400; padding: 0 1rem 0 0; }
 footer { margin-top: 1.5rem; border-top: 1px solid var(--line); padding-top: .6rem; } a { color: inherit; }
 @media print { article { break-inside: avoid; } h2 { break-after: avoid; } }
 """
@@ -81,41 +66,43 @@ SHAPES = {
     '<path d="M7 7l10 10M17 7L7 17" stroke-width="3" class="ink"/>',
 }
 """A shape for each state, 24 by 24, for readers who do not see its colour."""
-INKS = {
-    State.HEALTHY: "#116329",
-    State.DEGRADED: "#8a5a00",
-    State.UNKNOWN: "#57606a",
-    State.SUSPECT: "#a33c00",
-    State.FAULTY: "#b3001b",
-}
-"""Colours of the icon in the browser's tab, which the style sheet does not reach: those of `STYLE` on white."""
 
 
 def render(status: Status, now: float) -> bytes:
     """Return the page at the time `now` for a status gathered at `status.now`; both in seconds since the epoch."""
     current = as_of(status, now)
-    state, host = current.state, _text(socket.gethostname())
+    state, host = current.state, socket.gethostname()
     bad = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
     healthy = [d for d in current.devices if d.verdict.state is State.HEALTHY]
-    head = f'<meta http-equiv="refresh" content="{RELOAD}">'
-    head += f'<link rel="icon" href="data:image/svg+xml,{quote(_icon(state))}">'
-    body = [
-        f'<header class="{state.value}"><p class="host">canaryd on {host}</p>',
-        f"<h1>{_state(state)}</h1>",
-        f'<p class="answer">{_text(answer(current))}</p>',
-        f'<p class="advice"><strong>Do now:</strong> {_html(steps(current))}</p></header>',
-        *_problems(current),
-        "<main>",
-        *_section("Not healthy", bad, current, now, wide=True),
-        *_section("Healthy", healthy, current, now),
-        "</main>",
-        f"<footer>{_untested(current)}",
-        f"<p>The daemon is {'' if current.daemon else 'not '}running. Times are {time_zone()}.",
-        f"Rendered at {_time(now)} from the state at {_time(status.now)}; this page reloads itself every",
-        f"{RELOAD} seconds. The same facts: <code>canaryd status -v</code>, <code>canaryd status --json</code>;",
-        'for Prometheus: <a href="/metrics">/metrics</a>.</p></footer>',
-    ]
-    return html.document(f"{state.value.upper()} · {socket.gethostname()} · canaryd", STYLE, body, head=head).encode()
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="{RELOAD}"><link rel="icon" href="data:,">
+<title>{state.value.upper()} · {_text(host)} · canaryd</title><style>{STYLE}</style></head><body>
+<header class="{state.value}"><p class="faint">canaryd on {_text(host)}</p><h1>{_state(state)}</h1>
+<p class="answer">{_text(answer(current))}</p>
+<p class="advice"><strong>Do now:</strong> {_html(steps(current))}</p></header>
+{_problems(current)}<main>
+{_section("Not healthy", bad, current, "cards wide")}
+{_section("Healthy", healthy, current, "cards")}
+</main><footer>{_untested(current)}
+<p>The daemon is {"" if current.daemon else "not "}running. Times are {time_zone()}. Rendered at {_time(now)}
+from the state at {_time(status.now)}; this page reloads itself every {RELOAD} seconds. The same facts:
+<code>canaryd status -v</code>, <code>canaryd status --json</code>; for Prometheus: <a href="/metrics">/metrics</a>.</p>
+</footer>
+</body></html>
+"""
+    return page.encode()
+
+
+def _text(text: object) -> str:
+    """Return a text as HTML. Its control characters become "?": a device may call itself anything."""
+    return html.escape("\n".join(map(printable, str(text).split("\n"))))
+
+
+def _items(texts: Iterable[object]) -> str:
+    """Return a list of texts; "" where there are none."""
+    items = "".join(f"<li>{_text(text)}</li>" for text in texts)
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def _html(todo: Iterable[Step]) -> str:
@@ -126,103 +113,64 @@ def _html(todo: Iterable[Step]) -> str:
 
 def _untested(status: Status) -> str:
     """Return what was not tested, with how to test it behind a click; "" where nothing was tested yet."""
-    if not status.not_tested:
-        return ""
-    listed = "".join(f"<li>{_text(str(gap))}</li>" for gap in status.not_tested)
     what = ", ".join(gap.what for gap in status.not_tested)
-    return f"<details><summary>Not tested: {_text(what)}</summary><ul>{listed}</ul></details>"
+    return f"<details><summary>Not tested: {_text(what)}</summary>{_items(status.not_tested)}</details>" if what else ""
 
 
-def _problems(status: Status) -> list[str]:
+def _problems(status: Status) -> str:
     lines = [*status.problems, *drills(status)]
     if status.released_until:
         until = format_time(status.released_until)
         lines.append(f"devices are released until {until} (canaryd release): nothing is tested")
-    if not lines:
-        return []
-    listed = "".join(f"<li>{_text(line)}</li>" for line in lines)
-    return [f'<section class="problems"><h2>About canaryd itself</h2><ul>{listed}</ul></section>']
+    return f'<section class="problems"><h2>About canaryd itself</h2>{_items(lines)}</section>' if lines else ""
 
 
-def _section(
-    title: str, devices: Iterable[DeviceStatus], status: Status, now: float, *, wide: bool = False
-) -> list[str]:
-    told_of = advised(status)
-    cards = [_card(d, now, advised=d.device.uuid in told_of) for d in devices]
-    return [f"<h2>{title}</h2>", f'<div class="cards{" wide" * wide}">', *cards, "</div>"] if cards else []
+def _section(title: str, devices: Iterable[DeviceStatus], status: Status, kind: str) -> str:
+    covered = advised(status)
+    cards = "\n".join(_card(d, status.now, advised=d.device.uuid in covered) for d in devices)
+    return f'<h2>{title}</h2><div class="{kind}">{cards}</div>' if cards else ""
 
 
 def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
     """Return a device: its incidents, and behind a click what the rules say, what happened, and the age of results."""
-    verdict, device = d.verdict, d.device
+    verdict, device, found = d.verdict, d.device, incidents(d.verdict)
     gone = "" if d.present else " <strong>GONE</strong>"
-    found = incidents(verdict)
     began = f", since {_time(found[0].since, seconds=False)}" if found else ""
-    said = [_incident(i, device, advised=advised and not n) for n, i in enumerate(found)]
-    acks = "".join(f"<li>{_text(describe_ack(a))}</li>" for a in d.acks_to_show)
-    notes = [_text(sentence(f.message)) for f in shown_notes(verdict)]
-    loud = "" if verdict.state is State.HEALTHY else " loud"
-    state = _text(verdict_note(verdict))
-    since = f"{state} since {_time(verdict.since)} ({ago(verdict.since, now)}), judged {ago(verdict.decided, now)}"
-    return "\n".join(
-        [
-            f'<article class="{verdict.state.value}{loud}">',
-            f"<h3>{_state(verdict.state)} <span>{_text(device.name)}{gone}</span>",
-            f"<small>{_text(device.model)}{began}</small></h3>",
-            *said,
-            *(f'<p class="faint">{note}</p>' for note in notes),
-            f"<ul>{acks}</ul>" if acks else "",
-            f'<details><summary>{_summary(d, now)}</summary><p class="faint">{_text(device.uuid)}<br>{since}</p>',
-            _details(d),
-            _evidence(newest_of([d]), now),
-            "</details></article>",
-        ]
-    )
+    said = "".join(_incident(i, device, advised=advised and not n) for n, i in enumerate(found))
+    notes = "".join(f'<p class="faint">{_text(sentence(f.message))}</p>' for f in shown_notes(verdict))
+    since = f"{_text(verdict_note(verdict))} since {_time(verdict.since)} ({ago(verdict.since, now)})"
+    oldest = f"oldest result: {_text(d.stalest[0])} ({age(d.stalest[1], now)})" if d.stalest else "no probe has run yet"
+    rules = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
+    faint = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
+    events = _items(reversed(describe_events(d.events)))
+    return f"""<article class="{verdict.state.value}">
+<h3>{_state(verdict.state)} {_text(device.name)}{gone} <small>{_text(device.model)}{began}</small></h3>
+{said}{notes}{_items(map(describe_ack, d.acks_to_show))}
+<details><summary>Details; {oldest}</summary>
+<p class="faint">{_text(device.uuid)}<br>{since}, judged {ago(verdict.decided, now)}</p>
+{f'<ul class="findings">{rules}</ul>' if rules else ""}{f'<ul class="findings notes">{faint}</ul>' if faint else ""}
+{f"<h4>In the last day, newest first</h4>{events}" if events else ""}{_evidence(newest_of([d]), now)}
+</details></article>"""
 
 
 def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
     """Return an incident as one paragraph; `advised`: what to do about it stands at the top of the page."""
-    state = incident.state.value
     todo = "" if advised else _html([step(incident, device), next_step(incident, device)])
     action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
     silent = incident.wrong is not None or awaits_tests(incident)
     cause = "" if silent else f'<span class="faint">({_text(cause_note(incident.cause))})</span>'
-    return f'<p class="incident {state}">{_text(told(incident))} {cause}{action}</p>'
-
-
-def _summary(d: DeviceStatus, now: float) -> str:
-    """Return what stands behind the click, and which probe had no result for longest."""
-    if d.stalest is None:
-        return "Details; no probe has run yet"
-    probe, at = d.stalest
-    return f"Details; oldest result: {_text(probe)} ({age(at, now)})"
-
-
-def _details(d: DeviceStatus) -> str:
-    findings = "".join(_finding(f) for f in d.verdict.findings if f.state is not State.HEALTHY)
-    notes = "".join(_finding(f) for f in d.verdict.findings if f.state is State.HEALTHY)
-    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(describe_events(d.events)))
-    return "\n".join(
-        [
-            f'<ul class="findings">{findings}</ul>' if findings else "",
-            f'<ul class="findings notes">{notes}</ul>' if notes else "",
-            f"<h4>In the last day, newest first</h4><ul>{events}</ul>" if events else "",
-        ]
-    )
+    return f'<p class="incident {incident.state.value}">{_text(told(incident))} {cause}{action}</p>'
 
 
 def _finding(finding: Finding) -> str:
-    rivals = "".join(f"<li>{_text(rival_words(r))}</li>" for r in finding.rivals)
-    evidence = "".join(f"<li>{_text(sentence)}</li>" for sentence in finding.evidence)
-    runs = f"Runs: {_text(', '.join(finding.runs))}" if finding.runs else ""
     return "".join(
         [
-            f'<li class="finding {finding.state.value}">{_text(rule_words(finding))}: {_text(finding.message)}',
+            f'<li class="{finding.state.value}">{_text(rule_words(finding))}: {_text(finding.message)}',
             f"<p><strong>Do now:</strong> {_text(finding.action)}</p>" if finding.action else "",
-            f"<ul>{evidence}</ul>" if evidence else "",
+            _items(finding.evidence),
             f"<p>To repeat the test: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
-            f"<p>Other explanations:</p><ul>{rivals}</ul>" if rivals else "",
-            f'<p class="faint">{runs}</p></li>',
+            f"<p>Other explanations:</p>{_items(map(rival_words, finding.rivals))}" if finding.rivals else "",
+            f'<p class="faint">Runs: {_text(", ".join(finding.runs))}</p></li>' if finding.runs else "</li>",
         ]
     )
 
@@ -237,13 +185,8 @@ def _evidence(newest: Newest, now: float) -> str:
 
 
 def _state(state: State) -> str:
-    shape = f'<svg class="shape" viewBox="0 0 24 24" aria-hidden="true">{SHAPES[state]}</svg>'
+    shape = f'<svg viewBox="0 0 24 24" aria-hidden="true">{SHAPES[state]}</svg>'
     return f'<span class="state {state.value}">{shape} {state.value}</span>'
-
-
-def _icon(state: State) -> str:
-    shape = SHAPES[state].replace('class="ink"', 'stroke="#fff" fill="none"')
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="{INKS[state]}">{shape}</svg>'
 
 
 def _time(at: float, *, seconds: bool = True) -> str:

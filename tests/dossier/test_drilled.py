@@ -14,7 +14,6 @@ import pytest
 from canaryd.config import load
 from canaryd.dossier import advice, write
 from canaryd.dossier.document import DossierError
-from canaryd.dossier.places import failing_core
 from canaryd.engine.engine import Engine
 from canaryd.store.store import Store
 from tests.command import canaryd, configure
@@ -60,7 +59,7 @@ def test_a_fault_of_one_core_is_named_with_tile_bit_and_rate(tmp_path):
     wrong = {p["place"]: p["results"]["wrong"] for p in document["places"]}
     assert wrong == {"core 0": 0, "core 1": 0, "core 3": 8}
     assert (failure["bits"], failure["format"]) == ({"5": 4}, "float32")
-    assert failure["map"]["counts"] == [[17 // 2, 40 // 2, 4]]
+    assert failure["core"] == 3
     assert (failure["uploads"]["wrong"], failure["uploads"]["total"], failure["uploads"]["high"]) == (4, 4, 1.0)
     assert failure["uploads"]["low"] == pytest.approx(0.025 ** (1 / 4))
     assert (failure["runs"]["wrong"], failure["runs"]["total"]) == (4, 4)
@@ -185,7 +184,7 @@ def test_the_laid_out_case_runs_without_canaryd(drilled, tmp_path):
     made, document, page = drilled
     laid = [f for f in document["failures"] if f["exhibit"] and not f["exhibit_absent"]]
     assert len(laid) == advice.EXHIBITS
-    core = failing_core(laid[0])  # a case may also run on all threads at once
+    core = laid[0]["core"]  # a case may also run on all threads at once
     option, told = ("", "cpu") if core is None else (f" --core {core}", f"cpu, core {core}")
     assert f"python3 {laid[0]['exhibit']}/reproduce.py cpu 1000{option}</pre>" in page
     folder = shutil.copytree(made / laid[0]["exhibit"], tmp_path / "case")

@@ -7,9 +7,7 @@ import re
 
 import pytest
 
-from canaryd.config.settings import Config
 from canaryd.dossier import redact
-from canaryd.dossier.document import gather
 from canaryd.store.store import Store
 from tests.dossier.made import GPU, HOST, NOW, PEER, PROCESSOR, SERIAL, UUID, run, verdict, written
 
@@ -74,7 +72,7 @@ def test_equal_names_stay_equal_inside_and_differ_outside(store, tmp_path):
 )
 def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
     """Domain, function, prefix and case do not make another thing."""
-    redactor = redact.Redactor(store, gather(store, Config(), GPU, now=NOW), salt=b"salt")
+    redactor = redact.Redactor(store, HOST, salt=b"salt")
     one, other = re.search(r"\[\w+ \w+\]", redactor.text(a)), re.search(r"\[\w+ \w+\]", redactor.text(b))
     assert one
     assert other
@@ -97,5 +95,5 @@ def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
 )
 def test_what_names_nothing_is_left_alone(store, text):
     """Versions, times and prose are no addresses."""
-    redactor = redact.Redactor(store, gather(store, Config(), GPU, now=NOW), salt=b"salt")
+    redactor = redact.Redactor(store, HOST, salt=b"salt")
     assert redactor.text(text) == text

@@ -30,7 +30,7 @@ from canaryd.model import (
     Suspect,
     Tally,
 )
-from canaryd.report import check, history, history_text, status, status_page
+from canaryd.report import check, history, status, status_page
 from canaryd.report.incidents import INDENT, incidents_json, state_lines, step, told
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
@@ -264,7 +264,7 @@ def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
     of_status = status.gather(store, Config(), NOW)
     result = Result(level="quick", started=NOW - 9000, devices=[GPU], verdicts={GPU.uuid: found})
     of_history = history.gather(store, Config(), GPU.uuid, NOW - 9000, NOW, {})
-    texts = [check.as_text(result), history_text.as_text(of_history, 80), status_text(of_status)]
+    texts = [check.as_text(result), history.as_text(of_history, 80), status_text(of_status)]
     page = status_page.render(of_status, NOW).decode()
     (said,) = incidents_json(found, GPU)
     spoken = " ".join(said[key] for key in ("action", "command", "next_action", "next_command"))

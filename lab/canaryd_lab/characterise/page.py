@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from canaryd.formatting import format_time, quantity
-from canaryd.report import html
-from canaryd.report.html import escape
+from canaryd_lab import html
 from canaryd_lab.characterise.document import Document
+from canaryd_lab.html import escape
 
 ROWS = 64
 """Observations that a table shows; the JSON document has all."""

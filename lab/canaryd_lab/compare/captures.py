@@ -13,8 +13,8 @@ from typing import Any
 
 from canaryd.facts import printable
 from canaryd.formatting import columns, wrapped
-from canaryd.report import html
-from canaryd.report.html import escape
+from canaryd_lab import html
+from canaryd_lab.html import escape
 
 WIDTH = 100
 """Columns of the table at most; a narrower terminal shortens the operators' names."""

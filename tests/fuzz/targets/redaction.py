@@ -74,7 +74,7 @@ def _redactor() -> Redactor:
         store.see_device(
             Device(uuid=UUID, backend="cuda", index=0, model="H200", detail={"serial": SERIAL, "bus_id": BUS}), 1.79e9
         )
-        _made.append(Redactor(store, {"identity": {"host": HOST}}, salt=b"0" * 16))
+        _made.append(Redactor(store, HOST, salt=b"0" * 16))
     return _made[0]
 
 

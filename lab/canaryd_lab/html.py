@@ -85,13 +85,3 @@ def table(
         lines.append(f'<tr><th scope="row">{cell(first)}</th>{"".join(cells)}</tr>')
     kind = ' class="cards"' if len(columns) > 2 else ""
     return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def bullets(items: Sequence[str]) -> str:
-    """Return a list, or "Nothing."."""
-    return f"<ul>{''.join(f'<li>{escape(i)}</li>' for i in items)}</ul>" if items else "<p>Nothing.</p>"
-
-
-def soft(text: str) -> str:
-    """Return a note."""
-    return f'<p class="soft">{escape(text)}</p>'

@@ -1,0 +1,309 @@
+"""Read everything that the store holds about one device into one document."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from canaryd.codec import to_json
+from canaryd.config.settings import Config
+from canaryd.dossier.advice import commands, next_step, not_checked
+from canaryd.dossier.document import Document, DossierError, Failure, Identity, Totals
+from canaryd.dossier.facts import Facts
+from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
+from canaryd.dossier.timeline import timeline
+from canaryd.engine.engine import Engine
+from canaryd.facts import SELF_TEST
+from canaryd.formatting import format_duration, format_utc
+from canaryd.judge import acks, selftest
+from canaryd.judge.case import Case
+from canaryd.judge.characterised import Claims
+from canaryd.judge.findings import ACKNOWLEDGED
+from canaryd.judge.node import DRILL_EXPIRY, node
+from canaryd.judge.phrases import count
+from canaryd.judge.verdict import decide
+from canaryd.model import Cause, Device, Run, State, Verdict
+from canaryd.report.incidents import incidents_json
+from canaryd.report.status import UNTENDED
+from canaryd.report.terminal import state_note, verdict_note
+from canaryd.store.devices import DeviceRecord
+from canaryd.store.store import Store
+
+POLLS = 20_000
+"""Newest polls that are read."""
+SERVER = ("product", "product_serial", "board", "board_serial", "bios")
+"""Details of the machine that a vendor asks for."""
+FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
+
+
+def gather(
+    store: Store, config: Config, device: Device, *, now: float, drill: bool = False, engine: Engine | None = None
+) -> Document:
+    """Return the document of one device from what the store holds; touch no device.
+
+    An engine judges the device again. Without one the document has the stored verdict, or "unknown" where newer
+    failures contradict it. Raises `DossierError` where a drill is wanted and none is on record.
+    """
+    records = {r.device.uuid: r for r in store.devices()}
+    facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
+    peers = [r.device for r in records.values() if r.device.uuid != device.uuid and _alike(r.device, device)]
+    failures, omitted = find_failures(facts, peers)
+    entries, entries_omitted = timeline(facts)
+    kind, why_not = _kind(facts)
+    identity, verdict, probes = _identity(facts, records.values()), _verdict(facts), probe_totals(facts)
+    fault = ", ".join(sorted({r.drill for r in facts.runs if r.drill}))
+    summary = _summary(identity, verdict, fault)
+    if not any(incident["wrong"] for incident in verdict["incidents"]):
+        more = len(failures) - 1 + omitted
+        summary += _worst_failure(failures[0], more, verdict["state"]) if failures else _no_failure(probes)
+    return Document(
+        generated=now,
+        kind=kind,
+        title=_title(kind, identity),
+        summary=summary,
+        why_not_rma=why_not,
+        drill=fault,
+        verdict=verdict,
+        identity=identity,
+        failures=failures,
+        failures_omitted=omitted,
+        bits=bit_totals(failures),
+        places=placed(facts),
+        probes=probes,
+        peers=peer_results(facts, peers, failures),
+        timeline=entries,
+        timeline_omitted=entries_omitted,
+        selftests=_selftests(facts.runs),
+        acks=tuple({"kind": a.kind, "at": a.at, "until": a.until, "reason": a.reason} for a in store.acks(device.uuid)),
+        reproduce=commands(facts, failures),
+        next_step=tuple(next_step(facts, kind, failures)),
+        not_checked=tuple(not_checked(facts)),
+        problems=(*store.problems, *([store.problem] if store.problem else [])),
+    )
+
+
+def _gather_facts(
+    store: Store,
+    config: Config,
+    device: Device,
+    record: DeviceRecord | None,
+    *,
+    now: float,
+    drill: bool,
+    engine: Engine | None,
+) -> Facts:
+    before = 0.0 if drill else acks.cut(device, acks.heeded(store.acks(device.uuid), now))
+    runs = sorted(
+        (r for r in store.runs(device.uuid, drill=drill) if r.started > before), key=lambda r: (r.started, r.id)
+    )
+    if drill and not runs:
+        raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
+    if drill:
+        runs = [r for r in runs if r.started >= runs[-1].started - DRILL_EXPIRY]  # those that its verdict counts
+        verdict, note = _drilled(device, runs, config, now, Claims(store.met())), ""
+    else:
+        verdict, note = _judged(store, engine, device, runs, now)
+        older = (
+            f"Results before its repair or replacement, recorded {format_utc(before)}, do not count and are left out."
+        )
+        note = f"{note} {older}".strip() if before else note
+    return Facts(
+        store=store,
+        config=config,
+        device=device,
+        record=record,
+        runs=runs,
+        polls=store.polls(device.uuid, completed=True, limit=POLLS),
+        events=store.events(device=device.uuid),
+        verdict=verdict,
+        note=note,
+        drill=drill,
+    )
+
+
+def _alike(other: Device, device: Device) -> bool:
+    return (other.kind, bool(other.parent)) == (device.kind, bool(device.parent))
+
+
+def _judged(
+    store: Store, engine: Engine | None, device: Device, runs: Sequence[Run], now: float
+) -> tuple[Verdict, str]:
+    """Return the verdict that holds now, and a note on it. An engine judges the device again."""
+    stored = store.verdict(device.uuid)
+    if engine is not None and device.uuid in engine.devices:
+        engine.recall_telemetry(device.uuid)  # this process has polled nothing
+        current = engine.verdict(device.uuid)
+        if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
+            return current, ""
+        before = f"The stored verdict of {format_utc(stored.decided)} was {verdict_note(stored)}."
+        return current, f"Judged again for this dossier. {before}"
+    command = f"Start the daemon, or run canaryd check --device {device.name}."
+    unjudged = Verdict(
+        device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
+    )
+    if stored is None:
+        return unjudged, f"There is no verdict yet. {command}"
+    newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > stored.decided]
+    if stored.state is State.HEALTHY and newer:
+        failed = f"{count(len(newer), 'run')} failed after the last verdict (healthy, {format_utc(stored.decided)})"
+        return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
+    age = now - stored.decided
+    return stored, f"This verdict is {format_duration(age)} old; nothing newer is judged." if age > UNTENDED else ""
+
+
+def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
+    """Judge drills as of the last one: their verdict is never stored, and they expire after an hour."""
+    last = min(now, runs[-1].started + runs[-1].seconds)
+    wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
+    among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True, claims=claims)
+    return decide(Case(device=device, node=among, wanted=wanted, policy=config.judge, now=last, drill=True))
+
+
+def _kind(facts: Facts) -> tuple[str, str]:
+    """Return "rma", "evidence", "health" or "drill", and why this is not an RMA dossier ("" for "rma")."""
+    verdict, device = facts.verdict, facts.device
+    if facts.drill:
+        return "drill", "this is a drill: canaryd changed results in software, and the part is not at fault"
+    if verdict.state is State.HEALTHY:
+        return "health", "the device is healthy"
+    if device.backend == "endpoint":
+        return "evidence", "this is a model server, not a hardware part"
+    if device.weak_identity:
+        return "evidence", (
+            "its identity is weak: the uuid identifies an installation, not the physical part (for example on a "
+            "virtual machine), so nobody can prove that the returned part is the failed part"
+        )
+    if verdict.cause is not Cause.HARDWARE or verdict.state is not State.FAULTY:
+        return "evidence", f"the verdict is {verdict_note(verdict)}; an RMA needs faulty (hardware)"
+    return "rma", ""
+
+
+def _title(kind: str, identity: Identity) -> str:
+    number = f"serial {identity.serial}" if identity.serial else identity.uuid
+    return {
+        "rma": f"RMA dossier of {identity.model}, {number}",
+        "evidence": f"{identity.name}: evidence, not an RMA dossier",
+        "health": f"{identity.name}: health report",
+        "drill": f"DRILL of {identity.name}: the device is not at fault",
+    }[kind]
+
+
+def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
+    """Return the verdict in one sentence, then each incident, as every other report tells it."""
+    incidents = verdict["incidents"]
+    since = incidents[0]["since"] if incidents else verdict["since"]
+    serial = f", serial {identity.serial}" if identity.serial else ""
+    state = state_note(verdict["state"].upper(), verdict["cause"])
+    text = f"{identity.name} ({identity.model}{serial}) is {state} since {format_utc(since)}."
+    if drill:
+        text = f"canaryd injected the fault “{drill}”. Judged by this drill alone, {text}"
+    return " ".join([text, *(incident["text"] for incident in incidents)])
+
+
+def _worst_failure(worst: Failure, more: int, state: str) -> str:
+    """Return what the worst failing case was, for a verdict that does not tell of it: it is cleared, or not judged."""
+    uploads, results = worst.uploads, worst.results
+    places = ", ".join(p.place for p in worst.places if p.results.wrong and p.unit != "device")
+    text = " Earlier failures are resolved (see the timeline):" if state == State.HEALTHY.value else ""
+    text += f" {worst.probe} computed wrong results in {uploads.wrong:,} of {count(uploads.total, 'upload')}"
+    text += f" ({results.wrong:,} of {count(results.total, 'result')})"
+    text += f" on {places}" if places else ""
+    text += f"; flipped {'bit' if len(worst.bits) == 1 else 'bits'}: {ranges([*map(int, worst.bits)])}" * bool(
+        worst.bits
+    )
+    return f"{text}. Case: {worst.case}." + (f" {count(more, 'other case')} failed too." if more else "")
+
+
+def _no_failure(probes: Sequence[Totals]) -> str:
+    compared, unknown = sum(p.results.total for p in probes), sum(p.unknown for p in probes)
+    text = f" {count(compared, 'result')} compared, 0 wrong." if compared else " No result was compared."
+    return text + (f" {count(unknown, 'recording')} outside the baseline." if unknown else "")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers in few words: "0 to 14, 17"."""
+    stretches: list[list[int]] = []
+    for n in numbers:
+        if stretches and n == stretches[-1][-1] + 1:
+            stretches[-1].append(n)
+        else:
+            stretches.append([n])
+    return ", ".join(", ".join(map(str, s)) if len(s) < 3 else f"{s[0]} to {s[-1]}" for s in stretches)
+
+
+def _verdict(facts: Facts) -> dict[str, Any]:
+    verdict = facts.verdict
+    return {
+        "state": verdict.state.value,
+        "cause": verdict.cause.value,
+        "since": verdict.since,
+        "decided": verdict.decided,
+        "note": facts.note,
+        "incidents": incidents_json(verdict, facts.device),
+        "findings": [
+            {name: to_json(getattr(f, name)) for name in FINDING}
+            | {"rivals": [{"cause": r.cause.value, "why": r.why, "rejected": r.rejected} for r in f.rivals]}
+            | {"characterised": [{"name": c.name, "by": c.by} for c in f.characterised]}  # no uuids of other parts
+            for f in verdict.findings
+            if f.rule != ACKNOWLEDGED  # it names a person; "acks" has the rest
+        ],
+    }
+
+
+def _identity(facts: Facts, records: Iterable[DeviceRecord]) -> Identity:
+    device, record = facts.device, facts.record
+    newest = next((r for r in reversed(facts.runs) if r.stack), None)
+    host = next((h for r in reversed((*facts.polls, *facts.runs)) if (h := r.environment.get("hostname", ""))), "")
+    return Identity(
+        name=device.name,
+        uuid=device.uuid,
+        serial=device.detail.get("serial", ""),
+        weak=device.weak_identity,
+        backend=device.backend,
+        model=device.model,
+        host=host or platform.node(),
+        server=_server(facts, records),
+        first_seen=record.first_seen if record else None,
+        last_seen=record.last_seen if record else None,
+        present=bool(record and record.present),
+        parent=device.parent,
+        torch_name=torch_name(device),
+        detail=dict(device.detail),
+        stack=dict(newest.stack) if newest else {},
+    )
+
+
+def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
+    """Return what the firmware calls the machine, which the inventory keeps with the processor.
+
+    Most parts go back to its maker. Of an endpoint nothing is told: it may be elsewhere.
+    """
+    hosts = [r for r in records if r.device.unit == "cpu" and r.device.is_whole]
+    detail: Mapping[str, str] = {}
+    if facts.device.unit == "cpu":
+        detail = facts.device.detail
+    elif hosts and not facts.device.is_endpoint:  # a machine of before may be on record
+        detail = max(hosts, key=lambda r: (r.present, r.last_seen)).device.detail
+    return {key: detail[key] for key in SERVER if detail.get(key)}
+
+
+def torch_name(device: Device) -> str:
+    """Return the name that torch uses for a device: "cuda:3", also on ROCm."""
+    kind = "cuda" if device.backend == "rocm" else device.backend
+    index = device.index if device.torch_index is None else device.torch_index
+    return kind if kind in ("cpu", "mps") else f"{kind}:{index}"
+
+
+def _selftests(runs: Sequence[Run]) -> tuple[Mapping[str, Any], ...]:
+    """Return what the vendor's self-test said of each of its tests, in the newest run that gave results."""
+    said = [r for r in runs if r.probe == selftest.PROBE and any(each.name == SELF_TEST for each in r.readings)]
+    newest = said[-1].readings if said else ()
+    messages = {each.labels.get("test"): str(each.value) for each in newest if each.name == selftest.MESSAGE}
+    return tuple(
+        {name: each.labels.get(name, "") for name in ("tool", "suite", "test")}
+        | {"result": str(each.value), "message": messages.get(each.labels.get("test"), ""), "at": said[-1].started}
+        for each in newest
+        if each.name == SELF_TEST
+    )
