@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from canaryd.dossier.document import Failure
-from canaryd.dossier.facts import Facts
+from canaryd.dossier.document import Facts, Failure
 from canaryd.engine.check import NEVER_CHECKED, untested
+from canaryd.judge import incidents
 from canaryd.judge.phrases import PROVIDER, first_of
 from canaryd.judge.telemetry import xids
 from canaryd.model import Cause, Outcome, State
+from canaryd.report.incidents import next_step as after
+from canaryd.report.incidents import step as to_do
 
 EXHIBITS = 3
 """Failing cases whose operands are written out."""
@@ -44,17 +46,6 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
 OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
 NOTHING_TO_DO = xids.BUCKETS["IGNORE"]
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
-NO_RMA: Mapping[Cause, str] = {
-    Cause.SOFTWARE: "No RMA: the software is at fault, other parts give the same wrong results with it. Report it to "
-    "the project that makes it, with the commands under “How to reproduce it”. The state clears when other software "
-    "passes the tests.",
-    Cause.ENVIRONMENT: "No RMA: the environment is at fault. Check power, cooling, load and the driver first.",
-    Cause.HARNESS: "No RMA: canaryd or its reference is at fault. Fix what “Why this verdict” names, then run "
-    "canaryd check again.",
-    Cause.UNDETERMINED: "Not an RMA case yet: the cause is unknown. To find it, run the commands under “How to "
-    "reproduce it” on another part of the same model with the same software.",
-    Cause.NONE: "Nothing to do.",
-}
 
 
 def commands(facts: Facts, failures: Sequence[Failure]) -> tuple[Mapping[str, str], ...]:
@@ -70,36 +61,32 @@ def commands(facts: Facts, failures: Sequence[Failure]) -> tuple[Mapping[str, st
     return tuple({"command": command, "what": what} for command, what in by_command.items())[: EXHIBITS + 3]
 
 
-def next_step(facts: Facts, kind: str, failures: Sequence[Failure]) -> list[str]:
-    """Return what to do next, most urgent first."""
+def next_step(facts: Facts, kind: str, failures: Sequence[Failure]) -> Iterator[str]:
+    """Yield what to do next, most urgent first; where the part is not at fault, what every report says."""
     verdict, device = facts.verdict, facts.device
     if kind == "drill":
-        return ["Nothing to do: the drill tested the alarm. Its runs never count against the device."]
+        yield "Nothing to do: the drill tested the alarm. Its runs never count against the device."
+        return
     if kind == "health":
-        return [NO_RMA[Cause.NONE]]
-    steps = []
-    if verdict.cause is Cause.HARDWARE and device.backend != "endpoint":
+        yield "Nothing to do."
+    elif verdict.cause is Cause.HARDWARE and device.backend != "endpoint":
         if verdict.state is not State.FAULTY:
-            steps.append("Do not return the part yet: the fault is not confirmed. Let canaryd finish its retests.")
+            yield "Do not return the part yet: the fault is not confirmed. Let canaryd finish its retests."
         if device.weak_identity:
-            steps.append(f"Give this archive to {PROVIDER}: canaryd cannot tell which physical part it is.")
-        steps += VENDOR_STEPS.get(device.backend, OTHER_VENDOR)
+            yield f"Give this archive to {PROVIDER}: canaryd cannot tell which physical part it is."
+        yield from VENDOR_STEPS.get(device.backend, OTHER_VENDOR)
         if failures:
-            steps.append(SHORTEST_WAY)
-    elif not facts.runs:
-        steps.append(f"No test has run on this device: run canaryd check --device {device.name} first.")
-    elif verdict.cause in (Cause.UNDETERMINED, Cause.NONE) and not failures:
-        steps.append(
-            "Not an RMA case: no wrong result is on record. “Why this verdict” names what is open. To test again, run "
-            f"canaryd check --device {device.name}."
-        )
+            yield SHORTEST_WAY
     else:
-        steps.append(NO_RMA[verdict.cause])
+        yield "No RMA: the part is not known to be at fault."
+        found = incidents.incidents(verdict)
+        yield from filter(None, (str(step) for i in found for step in (to_do(i, device), after(i, device))))
+        if not facts.runs:
+            yield f"No test has run on this device: run canaryd check --device {device.name} first."
     for code in sorted({e.code for e in facts.events if e.kind == "xid" and e.code is not None}):
         known = xids.catalogue().get(code)
         if known and known.advice != NOTHING_TO_DO:
-            steps.append(f"Xid {code} ({known.title}). NVIDIA's catalogue: {known.advice}.")
-    return steps
+            yield f"Xid {code} ({known.title}). NVIDIA's catalogue: {known.advice}."
 
 
 def not_checked(facts: Facts) -> list[str]:

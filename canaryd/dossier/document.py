@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from canaryd import __version__
+from canaryd.config.settings import Config
+from canaryd.model import Device, Event, Run, Verdict
+from canaryd.store.devices import DeviceRecord
+from canaryd.store.store import Store
 
 SCHEMA = "canaryd.dossier/2"
+MEASURED = ("temperature_celsius", "power_watts", "clock_hertz")
+"""Readings that tell the conditions of a run."""
 
 
 class DossierError(RuntimeError):
@@ -81,7 +88,6 @@ class Failure(Tried):
     elements: tuple[Mapping[str, Any], ...]
     format: str
     bits: Mapping[str, int]
-    peers: tuple[Mapping[str, Any], ...]
     repro: str
     core: int | None = None
     """The processor core on which it failed most often; None where no core is known."""
@@ -172,3 +178,26 @@ class Document:
     problems: tuple[str, ...]
     contents: tuple[Mapping[str, str], ...] = ()
     absent: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the dossier reads from the store, once."""
+
+    store: Store
+    config: Config
+    device: Device
+    record: DeviceRecord | None
+    runs: Sequence[Run]
+    """Of this device, either drills or real runs, in the order of their start."""
+    polls: Sequence[Run]
+    events: Sequence[Event]
+    verdict: Verdict
+    note: str
+    """A sentence on how current the verdict is; "" where it is."""
+    drill: bool
+
+    @cached_property
+    def measured(self) -> list[Run]:
+        """Polls with temperature, power or clocks, oldest first."""
+        return sorted((p for p in self.polls if any(r.name in MEASURED for r in p.readings)), key=lambda p: p.started)

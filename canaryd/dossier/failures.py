@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from canaryd.dossier.document import Failure, Rate, Share, Spot, Totals, Tried
-from canaryd.dossier.facts import Facts
+from canaryd.dossier.document import Facts, Failure, Rate, Share, Spot, Totals, Tried
 from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
 from canaryd.judge.characterised import Claims, Proof
@@ -70,7 +69,7 @@ def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
-def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[tuple[Failure, ...], int]:
+def find_failures(facts: Facts) -> tuple[tuple[Failure, ...], int]:
     """Return the failing cases, the device's own and most often wrong first, and how many more there are."""
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
@@ -85,12 +84,11 @@ def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[tuple[Failure,
         return key[6] != Subject.DEVICE.value, -len({r.id for r, _ in wrong}), -trials, size, key
 
     ordered = sorted(failing, key=worst_first)
-    peer_runs = [(peer, _peer_runs(facts, peer, {k[0] for k in ordered})) for peer in peers]
     proofs, everywhere = _proofs(facts), placed(facts)
     probes = {t.probe: t for t in probe_totals(facts)}
     found = []
     for key in ordered[:FAILURES]:
-        failure = _failure(key, failing[key], peer_runs, proofs)
+        failure = _failure(key, failing[key], proofs)
         cores = [p for p in failure.places if p.unit == "core" and len(p.numbers) == 1 and p.results.wrong]
         worst = max(cores, key=lambda p: p.results.wrong, default=None)
         at: list[Tried] = [p for p in everywhere if worst and p.place == worst.place]
@@ -135,17 +133,7 @@ def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
     return found
 
 
-def _peer_runs(facts: Facts, peer: Device, probes: Iterable[str]) -> list[Run]:
-    """Return the newest runs of a peer with these probes."""
-    return [r for p in sorted(probes) for r in facts.store.runs(peer.uuid, p, drill=facts.drill, limit=PEER_RUNS)]
-
-
-def _failure(
-    key: Key,
-    found: Sequence[tuple[Run, Comparison]],
-    peer_runs: Sequence[tuple[Device, Sequence[Run]]],
-    proofs: Mapping[int, Proof],
-) -> Failure:
+def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[int, Proof]) -> Failure:
     probe, version, instruction_set, case, shape, seed, subject = key
     wrong = [(r, c) for r, c in found if c.wrong]
     by = next((proofs[id(c)] for _, c in reversed(wrong) if id(c) in proofs), None)
@@ -184,7 +172,6 @@ def _failure(
         elements=tuple({"run": r, "index": i, "expected": want, "observed": got} for r, i, want, got in elements),
         format=result_format(probe, case, digits),
         bits={str(bit): bits[bit] for bit in sorted(bits)},
-        peers=_same_bytes(key, peer_runs),
         repro=max((r for r, _ in wrong), key=lambda r: (bool(r.cases), r.started)).repro,
         needed=0,
     )
@@ -244,17 +231,6 @@ def _placed(comparisons: Iterable[Comparison]) -> tuple[Spot, ...]:
     )
 
 
-def _same_bytes(key: Key, peer_runs: Sequence[tuple[Device, Sequence[Run]]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the peers that computed the same bytes, with their results."""
-    found = []
-    for peer, runs in peer_runs:
-        same = [c for r in runs for c in r.comparisons if _key(r, c) == key]
-        if same:
-            counts = {"results": sum(c.trials for c in same), "wrong": sum(c.wrong_trials for c in same)}
-            found.append({"uuid": peer.uuid, "name": peer.name, **counts})
-    return tuple(found)
-
-
 def bit_totals(failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
     """Return the flipped bits of all failing cases, by the format of the result."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
@@ -293,26 +269,28 @@ def probe_totals(facts: Facts) -> tuple[Totals, ...]:
     )
 
 
-def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
-    """Return the results of the peers in the same probes."""
+def peer_results(facts: Facts, peers: Iterable[Device], failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
+    """Return the results of the peers in the same probes, and of the same bytes."""
     verdicts = {} if facts.drill else facts.store.verdicts()
     probes = {f.probe for f in failures} or {r.probe for r in facts.runs}
+    keys = {(f.probe, f.version, f.instruction_set, f.case, f.shape, f.seed, f.subject) for f in failures}
     own_stack = facts.runs[-1].stack_id if facts.runs else ""
     found = []
     for peer in sorted(peers, key=lambda d: d.name):
-        runs = _peer_runs(facts, peer, probes)
-        results = [c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
-        same = [p for f in failures for p in f.peers if p["uuid"] == peer.uuid]
+        by_probe = (facts.store.runs(peer.uuid, p, drill=facts.drill, limit=PEER_RUNS) for p in sorted(probes))
+        runs = [run for of_probe in by_probe for run in of_probe]
+        results = [(_key(r, c), c) for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
+        same = [c for key, c in results if key in keys]
         found.append(
             {
                 "uuid": peer.uuid,
                 "name": peer.name,
                 "state": verdicts[peer.uuid].state.value if peer.uuid in verdicts else "unknown",
-                "results": sum(c.trials for c in results),
-                "wrong": sum(c.wrong_trials for c in results),
+                "results": sum(c.trials for _, c in results),
+                "wrong": sum(c.wrong_trials for _, c in results),
                 "same_stack": any(r.stack_id == own_stack for r in runs if r.stack),
-                "same_bytes": sum(p["results"] for p in same),
-                "same_bytes_wrong": sum(p["wrong"] for p in same),
+                "same_bytes": sum(c.trials for c in same),
+                "same_bytes_wrong": sum(c.wrong_trials for c in same),
             }
         )
     return tuple(found)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier.advice import commands, next_step, not_checked
-from canaryd.dossier.document import Document, DossierError, Failure, Identity, Totals
-from canaryd.dossier.facts import Facts
+from canaryd.dossier.document import Document, DossierError, Facts, Failure, Identity, Totals
 from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
 from canaryd.dossier.timeline import timeline
 from canaryd.engine.engine import Engine
 from canaryd.facts import SELF_TEST
-from canaryd.formatting import format_duration, format_utc
+from canaryd.formatting import format_utc
 from canaryd.judge import acks, selftest
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
@@ -25,8 +23,8 @@ from canaryd.judge.node import DRILL_EXPIRY, node
 from canaryd.judge.phrases import count
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
+from canaryd.report import status
 from canaryd.report.incidents import incidents_json
-from canaryd.report.status import UNTENDED
 from canaryd.report.terminal import state_note, verdict_note
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
@@ -49,7 +47,7 @@ def gather(
     records = {r.device.uuid: r for r in store.devices()}
     facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
     peers = [r.device for r in records.values() if r.device.uuid != device.uuid and _alike(r.device, device)]
-    failures, omitted = find_failures(facts, peers)
+    failures, omitted = find_failures(facts)
     entries, entries_omitted = timeline(facts)
     kind, why_not = _kind(facts)
     identity, verdict, probes = _identity(facts, records.values()), _verdict(facts), probe_totals(facts)
@@ -104,7 +102,7 @@ def _gather_facts(
         runs = [r for r in runs if r.started >= runs[-1].started - DRILL_EXPIRY]  # those that its verdict counts
         verdict, note = _drilled(device, runs, config, now, Claims(store.met())), ""
     else:
-        verdict, note = _judged(store, engine, device, runs, now)
+        verdict, note = _judged(store, config, engine, device, now)
         older = (
             f"Results before its repair or replacement, recorded {format_utc(before)}, do not count and are left out."
         )
@@ -127,9 +125,7 @@ def _alike(other: Device, device: Device) -> bool:
     return (other.kind, bool(other.parent)) == (device.kind, bool(device.parent))
 
 
-def _judged(
-    store: Store, engine: Engine | None, device: Device, runs: Sequence[Run], now: float
-) -> tuple[Verdict, str]:
+def _judged(store: Store, config: Config, engine: Engine | None, device: Device, now: float) -> tuple[Verdict, str]:
     """Return the verdict that holds now, and a note on it. An engine judges the device again."""
     stored = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
@@ -139,18 +135,14 @@ def _judged(
             return current, ""
         before = f"The stored verdict of {format_utc(stored.decided)} was {verdict_note(stored)}."
         return current, f"Judged again for this dossier. {before}"
-    command = f"Start the daemon, or run canaryd check --device {device.name}."
+    seen = status.gather(store, config, now, evidence={}).devices
+    shown = next(
+        (d.verdict for d in seen if d.device.uuid == device.uuid), stored
+    )  # one that was replaced is not shown
     unjudged = Verdict(
         device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
     )
-    if stored is None:
-        return unjudged, f"There is no verdict yet. {command}"
-    newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > stored.decided]
-    if stored.state is State.HEALTHY and newer:
-        failed = f"{count(len(newer), 'run')} failed after the last verdict (healthy, {format_utc(stored.decided)})"
-        return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
-    age = now - stored.decided
-    return stored, f"This verdict is {format_duration(age)} old; nothing newer is judged." if age > UNTENDED else ""
+    return shown or unjudged, ""
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:

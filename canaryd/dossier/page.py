@@ -48,7 +48,7 @@ def page(document: Mapping[str, Any]) -> str:
         raise DossierError(f"Jinja2 is missing; install it: {sys.executable} -m pip install Jinja2") from error
     made = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     made.filters |= {"utc": format_utc, "share": share, "counted": counted, "rated": rated, "joined": joined}
-    made.filters |= {"rival": _rival, "conditions": _conditions, "places": told_places, "bits": flipped_bits}
+    made.filters |= {"rival": _rival, "conditions": _conditions, "places": failing_places, "bits": flipped_bits}
     made.globals |= {"proven": PROVEN, "words": WORDS, "state": state_note, "count": count, "once": _once}
     return made.from_string(TEMPLATE.read_text(encoding="utf-8")).render(d=document)
 
@@ -76,7 +76,7 @@ def joined(named: Mapping[str, str]) -> str:
     return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in sorted(named.items()) if v not in ("", "none"))
 
 
-def told_places(failure: Mapping[str, Any]) -> str:
+def failing_places(failure: Mapping[str, Any]) -> str:
     """Return where a case failed, worst first: "core 3: 8 of 32 (25 %)"; "not known" where nobody knows."""
     wrong = sorted((p for p in failure["places"] if p["results"]["wrong"]), key=lambda p: -p["results"]["wrong"])
     told = [

@@ -6,8 +6,7 @@ import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from canaryd.dossier.document import Happening
-from canaryd.dossier.facts import MEASURED, Facts
+from canaryd.dossier.document import MEASURED, Facts, Happening
 from canaryd.formatting import format_utc
 from canaryd.judge.slower import stacks
 from canaryd.model import EventKind

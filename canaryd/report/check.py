@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from canaryd.codec import finding_json, to_json
+from canaryd.codec import to_json
 from canaryd.engine.check import Result, compared, found
 from canaryd.facts import DEVICE_SECONDS
 from canaryd.formatting import format_time
@@ -15,7 +15,7 @@ from canaryd.judge.phrases import count
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, Outcome, Run, State
-from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines
+from canaryd.report.incidents import INDENT, STATE, device_json, note_lines, state_lines
 from canaryd.report.terminal import Line, paint, paragraph, role_of
 
 SCHEMA = "canaryd.check/1"
@@ -42,15 +42,8 @@ def as_json(result: Result) -> dict[str, Any]:
 def _device(result: Result, device: Device) -> dict[str, Any]:
     verdict = result.verdicts[device.uuid]
     return {
-        "device": device.uuid,
-        "backend": device.backend,
-        "index": device.index,
-        "model": device.model,
-        "state": verdict.state.value,
-        "cause": verdict.cause.value,
+        **device_json(device, verdict),
         "since": verdict.since,
-        "incidents": incidents_json(verdict, device),
-        "findings": [finding_json(f) for f in verdict.findings],
         **found(result.runs.get(device.uuid, [])),
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
@@ -204,30 +197,19 @@ def _rate(bound: float) -> str:
     return f"a fault in 1 of {1 / bound:,.0f} results or more (95 % certain)"
 
 
-def _count_lines(runs: list[Run]) -> Iterator[Line]:
+def _count_lines(runs: Iterable[Run]) -> Iterator[Line]:
     """Yield one line per probe and instruction set: how much was compared, and how much of it was wrong."""
-    totals: dict[tuple[str, str], Counter[str]] = {}
+    by_name: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        count = totals.setdefault((run.probe, run.instruction_set), Counter())
-        count["runs"] += 1
-        count["trials"] += run.trials
-        count["wrong"] += sum(c.wrong_trials for c in run.comparisons)
-        count["comparisons"] += len(run.comparisons)
-        count["recordings"] += len(run.recordings)
-        count["unknown"] += len(run.unknown)
-        count["failed"] += run.outcome is not Outcome.COMPLETED
-    for (probe, instructions), count in totals.items():
-        name = f"{probe} [{instructions}]" if instructions else probe
-        failed = f", {count['failed']} of {count['runs']} runs did not complete" if count["failed"] else ""
-        if count["failed"] and not (count["trials"] or count["recordings"]):
-            yield from paragraph(f"  {name:<26} ", failed.removeprefix(", "))
-            continue
-        if count["comparisons"] or not count["recordings"]:
-            many = f" in {count['comparisons']:,} comparisons"
-            role = "bad" if count["wrong"] else ""
-            counts = f"{count['trials']:>9,} results{many}, {count['wrong']:,} wrong{failed}"
-            yield from paragraph(f"  {name:<26} ", counts, role=role)
-            failed = ""
-        if count["recordings"]:
-            differ = f"{count['unknown']:,} differ from the baseline{failed}"
-            yield from paragraph(f"  {name:<26} ", f"{count['recordings']:>9,} recordings, {differ}")
+        by_name[f"{run.probe} [{run.instruction_set}]" if run.instruction_set else run.probe].append(run)
+    for name, of in by_name.items():
+        failed = sum(r.outcome is not Outcome.COMPLETED for r in of)
+        wrong = sum(c.wrong_trials for r in of for c in r.comparisons)
+        counts = {
+            f"{sum(r.trials for r in of):,} results, {wrong:,} wrong": any(r.comparisons for r in of),
+            f"{sum(len(r.recordings) for r in of):,} recordings, {sum(len(r.unknown) for r in of):,} differ from the "
+            "baseline": any(r.recordings for r in of),
+            f"{failed} of {count(len(of), 'run')} did not complete": bool(failed),
+        }
+        said = "; ".join(text for text, holds in counts.items() if holds) or "nothing compared"
+        yield from paragraph(f"  {name:<26} ", said, role="bad" if wrong else "")

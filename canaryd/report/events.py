@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from canaryd.formatting import format_time
+from canaryd.formatting import DAY, format_time
 from canaryd.model import Ack, AckKind, Event, EventKind
 
-SEPARATE = frozenset(
-    {
-        *(EventKind.COUNTER, EventKind.FLAG, EventKind.CONDITION),
-        *(EventKind.RESET, EventKind.BOOT, EventKind.CHANGE, EventKind.RELEASE),
-    }
-)
-"""Kinds of events that are shown one by one: each has its own values or time. Equal lines of a log are one."""
 NAMED_BY_KIND = frozenset({EventKind.OFF_BUS, "oom", EventKind.RESET, "thermal"})
 """Kinds of events whose words already say what their name says."""
 AMOUNTS = frozenset({EventKind.COUNTER, EventKind.CONDITION})
@@ -54,15 +47,20 @@ KINDS: Mapping[str, str] = {
 """Kind of an event → the words before its text; "" where the text says it all."""
 
 
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Return the events in their order, equal ones of a day as one: the newest, with how often it was."""
+    alike: dict[tuple[str, str, int], Event] = {}
+    for event in events:
+        key = event.kind, event.name, int(event.last // DAY)
+        old = alike.pop(key, event)
+        count = event.count + (old.count if old is not event else 0.0)
+        alike[key] = replace(event, first=min(event.first, old.first), count=count)
+    return list(alike.values())
+
+
 def describe_events(events: Iterable[Event]) -> list[str]:
-    """Return events as lines, newest last; of equal log lines the newest stands for all, with their number."""
-    alike: dict[object, Event] = {}
-    for number, event in enumerate(events):
-        key = number if event.kind in SEPARATE else (event.kind, event.name)
-        before = alike.pop(key, None)
-        count = event.count + (before.count if before else 0.0)
-        alike[key] = replace(event, first=min(event.first, before.first if before else event.first), count=count)
-    return [f"{format_time(e.last)}  {describe_event(e)}" for e in alike.values()]
+    """Return events as lines, newest last."""
+    return [f"{format_time(e.last)}  {describe_event(e)}" for e in joined(events)]
 
 
 def describe_event(event: Event) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from canaryd.codec import finding_json, to_json
+from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import DAY, HOUR, format_time, time_zone
 from canaryd.judge.coverage import OUTCOMES
@@ -20,8 +20,8 @@ from canaryd.judge.slower import Day, Stack, stacks
 from canaryd.model import Ack, Event, EventKind, Outcome, Run, Verdict
 from canaryd.report import status
 from canaryd.report.advice import START
-from canaryd.report.events import AMOUNTS, describe_ack, describe_event
-from canaryd.report.incidents import headline, incidents_json, state_lines, step_lines
+from canaryd.report.events import AMOUNTS, describe_ack, describe_event, joined
+from canaryd.report.incidents import device_json, headline, state_lines, step_lines
 from canaryd.report.status import DeviceStatus
 from canaryd.report.terminal import Line, paint, paragraph, role_of, typed, verdict_note
 from canaryd.store.store import Store
@@ -148,15 +148,10 @@ def _cases(cases: Counter[str]) -> str:
 
 def of_events(events: Iterable[Event]) -> Iterator[Item]:
     """Yield the events, equal ones of a day joined."""
-    alike: dict[tuple[str, str, int], Event] = {}
-    for event in events:
-        key = event.kind, event.name, int(event.last // DAY)
-        old = alike.get(key)
-        alike[key] = event if old is None else replace(event, first=old.first, count=old.count + event.count)
-    for event in alike.values():
-        role = "bad" if event.kind in BAD else "calm"
-        times = 1 if event.kind in AMOUNTS else max(1, round(event.count))
-        yield Item(at=event.last, first=event.first, kind="event", role=role, text=describe_event(event), count=times)
+    for e in joined(events):
+        times = 1 if e.kind in AMOUNTS else max(1, round(e.count))
+        role = "bad" if e.kind in BAD else "calm"
+        yield Item(at=e.last, first=e.first, kind="event", role=role, text=describe_event(e), count=times)
 
 
 def of_acks(acks: Iterable[Ack]) -> Iterator[Item]:
@@ -189,17 +184,10 @@ def as_json(history: History) -> dict[str, Any]:
         "since": history.since,
         "devices": [
             {
-                "device": one.device.uuid,
-                "backend": one.device.backend,
-                "index": one.device.index,
+                **device_json(one.device, one.verdict),
                 "name": one.device.name,
-                "model": one.device.model,
                 "present": one.present,
-                "state": one.verdict.state.value,
-                "cause": one.verdict.cause.value,
                 "state_since": one.verdict.since,
-                "incidents": incidents_json(one.verdict, one.device),
-                "findings": [finding_json(f) for f in one.verdict.findings],
                 "timeline": to_json(items),
             }
             for one, items in history.devices

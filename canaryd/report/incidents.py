@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from canaryd.codec import to_json
+from canaryd.codec import finding_json, to_json
 from canaryd.engine.check import NOT_EXAMINED
 from canaryd.facts import Place
 from canaryd.formatting import HOUR, MINUTE, columns, format_time
@@ -96,7 +96,7 @@ def _wrong_what(wrong: WrongResults) -> str:
     return f"Wrong memory ({name_cells(wrong.cells)})" if wrong.cells else "Wrong results"
 
 
-def told(incident: Incident) -> str:
+def describe(incident: Incident) -> str:
     """Return what is wrong, how it was confirmed, its cause, and which other explanations were rejected."""
     wrong = incident.wrong
     if wrong is None:
@@ -289,6 +289,20 @@ def _or(what: Sequence[Suspect]) -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
+def device_json(device: Device, verdict: Verdict) -> dict[str, Any]:
+    """Return a device with its verdict as every `--json` prints it (docs/json.md)."""
+    return {
+        "device": device.uuid,
+        "backend": device.backend,
+        "index": device.index,
+        "model": device.model,
+        "state": verdict.state.value,
+        "cause": verdict.cause.value,
+        "incidents": incidents_json(verdict, device),
+        "findings": [finding_json(f) for f in verdict.findings],
+    }
+
+
 def incidents_json(verdict: Verdict, device: Device) -> list[dict[str, Any]]:
     """Return the incidents of a device as every `--json` prints them, the worst first (docs/json.md)."""
     return [_json(i, step(i, device), next_step(i, device)) for i in incidents(verdict)]
@@ -301,7 +315,7 @@ def _json(incident: Incident, todo: Step, after: Step) -> dict[str, Any]:
         "state": incident.state.value,
         "cause": incident.cause.value,
         "since": incident.since,
-        "text": told(incident),
+        "text": describe(incident),
         "action": todo.text,
         "command": todo.command,
         "next_action": after.text,
@@ -345,10 +359,10 @@ def state_lines(
     yield from _title_lines(device, verdict, found, who, width, gone=gone)
     for number, incident in enumerate(found):
         if number == 0:
-            yield from paragraph(INDENT, told(incident), width)
+            yield from paragraph(INDENT, describe(incident), width)
         else:
             state = incident.state
-            said = f"{who}{_known_cause(incident)}: {told(incident)}"
+            said = f"{who}{_known_cause(incident)}: {describe(incident)}"
             yield from paragraph(f"{state.value.upper():<{STATE}}", said, width, role_of(state))
         if not (advised and number == 0) and not verdict.drill:
             yield from step_lines("Do now:  ", [step(incident, device), next_step(incident, device)], width)

@@ -16,7 +16,7 @@ from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Device, Finding, State
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
-from canaryd.report.incidents import Step, awaits_tests, next_step, sentence, shown_notes, step, told
+from canaryd.report.incidents import Step, awaits_tests, describe, next_step, sentence, shown_notes, step
 from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
 from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
 
@@ -159,7 +159,7 @@ def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
     action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
     silent = incident.wrong is not None or awaits_tests(incident)
     cause = "" if silent else f'<span class="faint">({_text(cause_note(incident.cause))})</span>'
-    return f'<p class="incident {incident.state.value}">{_text(told(incident))} {cause}{action}</p>'
+    return f'<p class="incident {incident.state.value}">{_text(describe(incident))} {cause}{action}</p>'
 
 
 def _finding(finding: Finding) -> str:

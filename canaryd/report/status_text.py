@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from canaryd.codec import finding_json, to_json
+from canaryd.codec import to_json
 from canaryd.formatting import columns, format_time, time_zone
 from canaryd.judge.incidents import incidents, notes
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.report.advice import advice, advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
-from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, step_lines, told
+from canaryd.report.incidents import INDENT, STATE, describe, device_json, note_lines, state_lines, step, step_lines
 from canaryd.report.status import DeviceStatus, Status, age, ago, newest_of
 from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
@@ -37,18 +37,11 @@ def as_json(status: Status) -> dict[str, Any]:
         "released_until": status.released_until or None,
         "devices": [
             {
-                "device": d.device.uuid,
-                "backend": d.device.backend,
-                "index": d.device.index,
+                **device_json(d.device, d.verdict),
                 "name": d.device.name,
-                "model": d.device.model,
                 "present": d.present,
-                "state": d.verdict.state.value,
-                "cause": d.verdict.cause.value,
                 "since": d.verdict.since,
                 "decided": d.verdict.decided,
-                "incidents": incidents_json(d.verdict, d.device),
-                "findings": [finding_json(f) for f in d.verdict.findings],
                 "acks": [
                     {"kind": a.kind, "at": a.at, "until": a.until or None, "reason": a.reason, "by": a.by}
                     for a in d.acks
@@ -103,7 +96,7 @@ def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
 def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
     """Return what a paragraph says of a device: devices that share it share the paragraph."""
     said: tuple[object, ...] = tuple(
-        (told(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
+        (describe(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
         for number, i in enumerate(incidents(d.verdict))
     )
     said += tuple((f.message, f.evidence, f.rivals) for f in d.verdict.findings if verbose)

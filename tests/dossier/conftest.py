@@ -14,7 +14,7 @@ from tests.dossier.made import GPU, HOST, HOUR, NASTY, NOW, PEER, SIBLING, STACK
 @pytest.fixture
 def store(tmp_path):
     """The record of a GPU that is wrong in 2 of 1,000 results, with a clean sibling, heat, an Xid and a new driver."""
-    with Store.open(tmp_path / "state", now=lambda: NOW) as opened:
+    with Store.open(tmp_path / "state", now=lambda: NOW - 90) as opened:  # before the verdict
         opened.see_device(GPU, NOW - 40 * HOUR)
         opened.see_device(SIBLING, NOW - 40 * HOUR)
         old = {**STACK, "driver": "570.10.01"}

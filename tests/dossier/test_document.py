@@ -284,7 +284,7 @@ def test_only_confirmed_hardware_is_an_rma_case(store, tmp_path, state, cause, k
     _, document, _ = written(store, tmp_path)
     assert document["kind"] == kind
     assert (document["why_not_rma"] == "") == (kind == "rma")
-    assert ("No RMA" in document["next_step"][0]) == (cause in (Cause.SOFTWARE, Cause.HARNESS))
+    assert ("No RMA" in document["next_step"][0]) == (cause is not Cause.HARDWARE)
 
 
 def test_a_healthy_device_says_so_and_what_was_looked_at(store, tmp_path):
@@ -304,15 +304,16 @@ def test_a_device_that_nobody_judged_is_unknown(tmp_path):
         empty.see_device(GPU, NOW)
         _, document, _ = written(empty, tmp_path)
     assert (document["verdict"]["state"], document["kind"]) == ("unknown", "evidence")
-    assert "There is no verdict yet." in document["verdict"]["note"]
+    assert "It has no verdict yet." in document["summary"]
     assert any("no run of this device is on record" in text for text in document["not_checked"])
 
 
 def test_an_old_verdict_says_how_old_it_is(store, tmp_path):
-    """Nobody has judged the device for a week: that is said beside what was known."""
+    """Nobody has judged the device for a week: that is said beside what was known, as status says it."""
     _, document, page = written(store, tmp_path, now=NOW + 7 * 86_400)
-    assert document["verdict"]["note"] == "This verdict is 7 days old; nothing newer is judged."
-    assert document["verdict"]["note"] in page
+    assert document["kind"] == "rma"
+    assert "This verdict is 7 days old; no newer one was stored." in document["summary"]
+    assert "This verdict is 7 days old" in page
 
 
 def test_a_healthy_verdict_does_not_outlive_a_failure(store, tmp_path):
@@ -320,9 +321,8 @@ def test_a_healthy_verdict_does_not_outlive_a_failure(store, tmp_path):
     store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 24 * HOUR))
     _, document, page = written(store, tmp_path)
     assert (document["kind"], document["verdict"]["state"]) == ("evidence", "unknown")
-    assert re.search(
-        r"Not judged yet: 1 run failed after the last verdict \(healthy, .*canaryd check --device cuda:3\.", page
-    )
+    assert "A newer exact_matmul run computed wrong results" in document["summary"]
+    assert "Test it: canaryd check" in document["next_step"]
     assert "HEALTHY" not in page
     assert "Nothing to do" not in page
 
@@ -369,13 +369,5 @@ def test_what_was_never_tested_is_to_be_checked_first(tmp_path, judged):
         if judged:
             empty.set_verdict(verdict(state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=()))
         _, document, page = written(empty, tmp_path)
-    assert document["next_step"][0].endswith("run canaryd check --device cuda:3 first.")
+    assert document["next_step"][-1].endswith("run canaryd check --device cuda:3 first.")
     assert "reproduce.py" not in page
-
-
-def test_an_open_question_without_a_wrong_result_names_no_script(store, tmp_path):
-    """It ran and nothing was wrong: what is open stands in the findings."""
-    store.set_verdict(verdict(device=PEER, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=()))
-    _, document, _ = written(store, tmp_path, SIBLING)
-    assert "no wrong result is on record" in document["next_step"][0]
-    assert "reproduce.py" not in " ".join(document["next_step"])

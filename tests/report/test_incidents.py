@@ -31,7 +31,7 @@ from canaryd.model import (
     Tally,
 )
 from canaryd.report import check, history, status, status_page
-from canaryd.report.incidents import INDENT, incidents_json, state_lines, step, told
+from canaryd.report.incidents import INDENT, describe, incidents_json, state_lines, step
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
 from canaryd.report.terminal import type_with
@@ -131,8 +131,8 @@ def test_a_paragraph_has_at_most_six_lines(finding, width):
 def test_what_was_rejected_is_named(finding, words):
     """Never "hardware: rejected": what it is not, and what shows that."""
     (incident,) = incidents(verdict(finding))
-    assert words in told(incident)
-    assert not re.search(r"hardware: rejected|undetermined", told(incident))
+    assert words in describe(incident)
+    assert not re.search(r"hardware: rejected|undetermined", describe(incident))
 
 
 def test_a_cause_that_another_finding_knows_comes_with_its_own_reason_and_action():
@@ -141,7 +141,7 @@ def test_a_cause_that_another_finding_knows_comes_with_its_own_reason_and_action
     facts = replace(lead.wrong, why="One program gave two results on cores 0 and 1.")
     known = replace(lead, rule="golden-disagreement", cause=H, wrong=facts, action="Do not rely on its results")
     (incident,) = incidents(verdict(replace(lead, action="To find the cause, repeat the test"), known))
-    assert told(incident).endswith(" Cause: hardware. One program gave two results on cores 0 and 1.")
+    assert describe(incident).endswith(" Cause: hardware. One program gave two results on cores 0 and 1.")
     assert step(incident, GPU).text == "Do not rely on its results."
 
 
@@ -161,7 +161,7 @@ def test_no_single_core_is_named_where_several_fail(wrong, words):
     base = fault()
     facts = replace(base.wrong, probes={"exact_matmul": tally(5, 99, places=places)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
-    assert re.search(rf": 5 of 99, {re.escape(words)}, (always )?bit 11\.", told(incident)), told(incident)
+    assert re.search(rf": 5 of 99, {re.escape(words)}, (always )?bit 11\.", describe(incident)), describe(incident)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_core_is_named_for_no_result_that_all_cores_computed(wrong, words):
     base = fault()
     facts = replace(base.wrong, probes={"exact_matmul": tally(68, 496, places=places)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
-    assert words in told(incident), told(incident)
+    assert words in describe(incident), describe(incident)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_retests_that_passed_are_explained(failed, completed, ground, words):
     confirmed = (Confirmation(ground=ground, why="it failed twice in one place"),)
     facts = replace(base.wrong, probes={"exact_matmul": tally(9, 99, retests=again)}, confirmed=confirmed)
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
-    assert words in told(incident), told(incident)
+    assert words in describe(incident), describe(incident)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_bits_are_those_of_the_probe_that_narrows_them_down(bits, words):
     base = fault()
     facts = replace(base.wrong, probes={name: tally(1, 1, bits=b) for name, b in zip("ab", bits, strict=True)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
-    assert words in told(incident)
+    assert words in describe(incident)
 
 
 @pytest.mark.parametrize("state", [State.SUSPECT, State.FAULTY])

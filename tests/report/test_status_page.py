@@ -194,19 +194,6 @@ def test_every_fact_of_the_status_is_on_the_page(store):
     assert missing(document, read(found).text) == []
 
 
-def test_a_fact_that_is_left_out_is_missed(store):
-    """The comparison can fail."""
-    condemn(store)
-    document = status_json(gathered(store))
-    store.add_events([Event(device=GPU.uuid, kind="xid", name="31", first=NOW, last=NOW, detail="another")])
-    text = read(gathered(store)).text
-    assert missing(document, text) == []
-    assert missing(document, text.replace("7 siblings", "")) == [
-        "not software: 7 siblings are clean on the same <bytes>."
-    ]
-    assert missing(document, text.replace("cuda:3", "")) != []
-
-
 @pytest.mark.parametrize("state", STATES)
 def test_the_worst_state_is_a_word_and_a_shape(store, state):
     """Colour alone says nothing to who cannot see it: each state has an outline of its own."""
@@ -282,20 +269,6 @@ def test_the_page_of_a_large_machine_is_made_at_once(store):
     body = status_page.render(found, NOW)
     assert time.perf_counter() - begun < 1.0
     assert body.count(b"<article") == 64
-
-
-def test_notes_are_fainter_than_findings(store):
-    """What asks for nothing stands after what does, in a list of its own."""
-    store.see_device(SOUND, NOW)
-    said = {State.HEALTHY: "baselines are being learnt", State.DEGRADED: "a link lost lanes"}
-    findings = tuple(Finding(rule="a-rule", state=s, cause=Cause.NONE, message=m) for s, m in said.items())
-    store.set_verdict(
-        Verdict(device=SOUND.uuid, state=State.DEGRADED, cause=Cause.NONE, findings=findings, decided=NOW, since=NOW)
-    )
-    document = status_page.render(gathered(store), NOW).decode()
-    lists = re.findall(r'<ul class="(findings[^"]*)">(.*?)</ul>', document)
-    assert [kind for kind, _ in lists] == ["findings", "findings notes"]
-    assert [text in items for text, (_, items) in zip(reversed(said.values()), lists, strict=True)] == [True, True]
 
 
 # --- How it is served ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from canaryd.judge.units import lone_unit
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Outcome, Run, State
 from canaryd.probe import Context
-from canaryd.report.incidents import headline, incidents_json, told
+from canaryd.report.incidents import describe, headline, incidents_json
 from tests.worker.numeric.cuda import HOPPER
 from tests.worker.units.simulated import SMS, Chip
 
@@ -130,7 +130,7 @@ def test_what_a_person_reads_names_sm_lane_and_bit():
     (incident, *_) = incidents(verdict)
     assert re.fullmatch(
         r"Wrong results in exact_units: \d+ of [\d,]+, always SM 87, bit 3\. Confirmed: .* Cause: hardware, .*",
-        told(incident),
+        describe(incident),
     )
     lead = incident.lead
     assert any(" on SM 87: " in text and "lane 19" in text for text in lead.evidence)
