@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from canaryd.dossier.document import Facts, Failure
+from canaryd.dossier.document import Facts, FailingCase
 from canaryd.engine.check import NEVER_CHECKED, untested
 from canaryd.judge import incidents
 from canaryd.judge.phrases import PROVIDER, first_of
@@ -48,7 +48,7 @@ NOTHING_TO_DO = xids.BUCKETS["IGNORE"]
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 
 
-def commands(facts: Facts, failures: Sequence[Failure]) -> tuple[Mapping[str, str], ...]:
+def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str, str], ...]:
     """Return the commands that repeat what was found, the worst failure first."""
     worst = [f for f in failures[:EXHIBITS] if f.repro]
     by_command: dict[str, str] = {}
@@ -61,7 +61,7 @@ def commands(facts: Facts, failures: Sequence[Failure]) -> tuple[Mapping[str, st
     return tuple({"command": command, "what": what} for command, what in by_command.items())[: EXHIBITS + 3]
 
 
-def next_step(facts: Facts, kind: str, failures: Sequence[Failure]) -> Iterator[str]:
+def next_step(facts: Facts, kind: str, failures: Sequence[FailingCase]) -> Iterator[str]:
     """Yield what to do next, most urgent first; where the part is not at fault, what every report says."""
     verdict, device = facts.verdict, facts.device
     if kind == "drill":

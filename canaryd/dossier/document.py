@@ -60,7 +60,7 @@ class Spot(Tried):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure(Tried):
+class FailingCase(Tried):
     """A failing case: results of the same operands on the same instruction set."""
 
     probe: str
@@ -162,7 +162,7 @@ class Document:
     redacted: bool = False
     verdict: Mapping[str, Any]
     identity: Identity
-    failures: tuple[Failure, ...]
+    failures: tuple[FailingCase, ...]
     failures_omitted: int
     bits: tuple[Mapping[str, Any], ...]
     places: tuple[Spot, ...]

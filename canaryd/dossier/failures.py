@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from canaryd.dossier.document import Facts, Failure, Rate, Share, Spot, Totals, Tried
+from canaryd.dossier.document import Facts, FailingCase, Rate, Share, Spot, Totals, Tried
 from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
 from canaryd.judge.characterised import Claims, Proof
@@ -69,7 +69,7 @@ def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
-def find_failures(facts: Facts) -> tuple[tuple[Failure, ...], int]:
+def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
     """Return the failing cases, the device's own and most often wrong first, and how many more there are."""
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
@@ -133,7 +133,7 @@ def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
     return found
 
 
-def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[int, Proof]) -> Failure:
+def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[int, Proof]) -> FailingCase:
     probe, version, instruction_set, case, shape, seed, subject = key
     wrong = [(r, c) for r, c in found if c.wrong]
     by = next((proofs[id(c)] for _, c in reversed(wrong) if id(c) in proofs), None)
@@ -145,7 +145,7 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
     for e in evidence:
         bits.update({int(bit): n for bit, n in e.bits.items()})
     failed = {r.id for r, _ in wrong}
-    return Failure(
+    return FailingCase(
         probe=probe,
         version=version,
         instruction_set=instruction_set,
@@ -231,7 +231,7 @@ def _placed(comparisons: Iterable[Comparison]) -> tuple[Spot, ...]:
     )
 
 
-def bit_totals(failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
+def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]:
     """Return the flipped bits of all failing cases, by the format of the result."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
     for failure in failures:
@@ -269,7 +269,9 @@ def probe_totals(facts: Facts) -> tuple[Totals, ...]:
     )
 
 
-def peer_results(facts: Facts, peers: Iterable[Device], failures: Sequence[Failure]) -> tuple[Mapping[str, Any], ...]:
+def peer_results(
+    facts: Facts, peers: Iterable[Device], failures: Sequence[FailingCase]
+) -> tuple[Mapping[str, Any], ...]:
     """Return the results of the peers in the same probes, and of the same bytes."""
     verdicts = {} if facts.drill else facts.store.verdicts()
     probes = {f.probe for f in failures} or {r.probe for r in facts.runs}

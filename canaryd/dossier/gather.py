@@ -9,7 +9,7 @@ from typing import Any
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier.advice import commands, next_step, not_checked
-from canaryd.dossier.document import Document, DossierError, Facts, Failure, Identity, Totals
+from canaryd.dossier.document import Document, DossierError, Facts, FailingCase, Identity, Totals
 from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
 from canaryd.dossier.timeline import timeline
 from canaryd.engine.engine import Engine
@@ -194,7 +194,7 @@ def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
     return " ".join([text, *(incident["text"] for incident in incidents)])
 
 
-def _worst_failure(worst: Failure, more: int, state: str) -> str:
+def _worst_failure(worst: FailingCase, more: int, state: str) -> str:
     """Return what the worst failing case was, for a verdict that does not tell of it: it is cleared, or not judged."""
     uploads, results = worst.uploads, worst.results
     places = ", ".join(p.place for p in worst.places if p.results.wrong and p.unit != "device")
@@ -270,7 +270,7 @@ def _identity(facts: Facts, records: Iterable[DeviceRecord]) -> Identity:
 def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
     """Return what the firmware calls the machine, which the inventory keeps with the processor.
 
-    Most parts go back to its maker. Of an endpoint nothing is told: it may be elsewhere.
+    Most parts go back to its maker. An endpoint has none: it may be elsewhere.
     """
     hosts = [r for r in records if r.device.unit == "cpu" and r.device.is_whole]
     detail: Mapping[str, str] = {}

@@ -79,11 +79,11 @@ def joined(named: Mapping[str, str]) -> str:
 def failing_places(failure: Mapping[str, Any]) -> str:
     """Return where a case failed, worst first: "core 3: 8 of 32 (25 %)"; "not known" where nobody knows."""
     wrong = sorted((p for p in failure["places"] if p["results"]["wrong"]), key=lambda p: -p["results"]["wrong"])
-    told = [
+    named = [
         f"{p['place']}: {counted(p['results'])} ({share(p['results']['wrong'] / p['results']['total'])})"
         for p in wrong[:4]
     ]
-    return ", ".join([*told, *([f"{len(wrong) - 4} more"] if len(wrong) > 4 else [])]) or "not known"
+    return ", ".join([*named, *([f"{len(wrong) - 4} more"] if len(wrong) > 4 else [])]) or "not known"
 
 
 def flipped_bits(failure: Mapping[str, Any]) -> str:

@@ -39,11 +39,11 @@ def timeline(facts: Facts) -> tuple[tuple[Happening, ...], int]:
             items.append(Item(at=ack.at, first=ack.at, kind="ack", role="mark", text=text))
     items.sort(key=lambda i: (i.at, i.kind, i.text))
     kept = sorted([*decisive[-TIMELINE:], *items[-TIMELINE:]], key=lambda i: (i.at, i.kind, i.text))
-    told = (
+    entries = (
         Happening(at=i.at, kind=i.kind, text=i.text, conditions=_conditions(facts, i.at) if i.kind == "run" else {})
         for i in kept
     )
-    return tuple(told), len(items) + len(decisive) - len(kept)
+    return tuple(entries), len(items) + len(decisive) - len(kept)
 
 
 def _conditions(facts: Facts, at: float) -> Mapping[str, Mapping[str, Any]]:

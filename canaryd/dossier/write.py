@@ -24,7 +24,7 @@ from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier import ocp
 from canaryd.dossier.advice import EXHIBITS
-from canaryd.dossier.document import SCHEMA, Document, DossierError, Failure, OutputError
+from canaryd.dossier.document import SCHEMA, Document, DossierError, FailingCase, OutputError
 from canaryd.dossier.failures import COPIED
 from canaryd.dossier.gather import gather, torch_name
 from canaryd.dossier.page import flipped, page
@@ -163,12 +163,12 @@ def _fill(
 def _with_evidence(
     folder: _Folder,
     number: int,
-    failure: Failure,
+    failure: FailingCase,
     document: Document,
     engine: Engine | None,
     device: Device,
     wait: float,
-) -> Failure:
+) -> FailingCase:
     """Write operands and script of one of the first failing cases; return it with where they are, or why not."""
     if number > EXHIBITS:
         return replace(failure, exhibit_absent=f"only the first {EXHIBITS} failing cases have one")
@@ -191,7 +191,7 @@ def _with_evidence(
 
 
 def _exhibit(
-    folder: Path, failure: Failure, engine: Engine | None, device: Device, wait: float
+    folder: Path, failure: FailingCase, engine: Engine | None, device: Device, wait: float
 ) -> tuple[list[str], str]:
     """Let a worker write operands, golden and script; return the files, or why there are none."""
     if failure.subject != Subject.DEVICE.value:
@@ -230,7 +230,7 @@ def _exhibit(
     return list(answer["files"]), ""
 
 
-def _table(failure: Failure) -> str:
+def _table(failure: FailingCase) -> str:
     rows = io.StringIO()
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(("run", "index", "expected", "observed", "flipped_bits"))

@@ -43,8 +43,8 @@ def answer(status: Status) -> str:
     for d in status.devices:
         alike.setdefault((d.verdict.state, d.verdict.cause, _what_is_wrong(d, status.state)), []).append(d)
     # What is wrong comes before verdicts that are merely old: these say nothing of a device.
-    told = sorted(alike, key=lambda key: (-key[0].severity, _is_only_old(alike[key][0])))
-    return f"{ANSWERS[status.state]}: " + "; ".join(_counted(key, alike[key], status.state) for key in told)
+    ordered = sorted(alike, key=lambda key: (-key[0].severity, _is_only_old(alike[key][0])))
+    return f"{ANSWERS[status.state]}: " + "; ".join(_counted(key, alike[key], status.state) for key in ordered)
 
 
 def _what_is_wrong(d: DeviceStatus, worst: State) -> str:

@@ -107,8 +107,8 @@ def _items(texts: Iterable[object]) -> str:
 
 def _html(todo: Iterable[Step]) -> str:
     """Return what to do now, each command on a line of its own, to be copied."""
-    told = ((_text(each.text), _text(each.command)) for each in todo if each.text)
-    return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in told)
+    escaped = ((_text(each.text), _text(each.command)) for each in todo if each.text)
+    return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in escaped)
 
 
 def _untested(status: Status) -> str:

@@ -61,13 +61,13 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
     """Return the status for a terminal: may the numbers be trusted, what to do now, then each device, worst first."""
     lines: list[Line] = paragraph("", answer(status), role=role_of(status.state))
     lines += step_lines("Do now: ", steps(status))
-    alike, told_of = dict[object, list[DeviceStatus]](), advised(status)
+    alike, covered = dict[object, list[DeviceStatus]](), advised(status)
     for d in status.devices:
         if not _is_quiet(d, verbose=verbose):
-            shown = _what_is_shown(d, verbose=verbose, advised=d.device.uuid in told_of)
+            shown = _what_is_shown(d, verbose=verbose, advised=d.device.uuid in covered)
             alike.setdefault(d.device.uuid if d.events else shown, []).append(d)
     for same in alike.values():
-        lines += _device_lines(same, status, verbose=verbose, advised=same[0].device.uuid in told_of)
+        lines += _device_lines(same, status, verbose=verbose, advised=same[0].device.uuid in covered)
     quiet = [d for d in status.devices if _is_quiet(d, verbose=verbose)]
     # Where many paragraphs have to fit on a screen, what was not tested is only counted, beside what is healthy.
     counted = bool(quiet) and len(alike) > PARAGRAPHS and not verbose and bool(status.not_tested)

@@ -35,7 +35,7 @@ SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
 UNBROKEN = "\u00a0"
 """The space at which no line is broken."""
 _REPLACED: dict[str, str] = {}
-"""What `type_with` was told: "options" and "start"."""
+"""What `type_with` was given: "options" and "start"."""
 
 
 def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
