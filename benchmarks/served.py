@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,6 @@ def faults(watched: Watched, rate: float, checks: int) -> Counter[str]:
 
 def flips(watched: Watched, count: int) -> list[dict[str, Any]]:
     """Serve copies with one flipped bit each, and say what became of one run on each."""
-    settings = watched.engine.config
-    watched.engine.config = replace(settings, judge=replace(settings.judge, confirm_runs=1))  # more only repeat it
     keep = watched.checkpoint.with_name("kept")
     shutil.copytree(watched.checkpoint, keep)
     found = []

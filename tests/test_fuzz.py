@@ -70,7 +70,7 @@ def test_a_target_can_fail(monkeypatch):
     for module in (load, schema):
         monkeypatch.setattr(module, "printable", lambda text: text)
     with pytest.raises(AssertionError, match="not printable"):
-        target.target(b'ajudge:\n  watch: "\\x7f"\n')
+        target.target(b'ajudge:\n  stale_after: "\\x7f"\n')
 
 
 def test_material_is_the_same_for_the_same_bytes():

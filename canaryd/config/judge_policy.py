@@ -1,30 +1,36 @@
-"""The thresholds of the judgement that an operator can set; those of single rules are constants in the rules' files.
+"""The thresholds that several rules share; those of single rules are constants in the rules' files.
 
-docs/thresholds.md lists both.
+docs/thresholds.md lists both, with source and false-alarm rate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from canaryd.config.schema import setting
-from canaryd.config.values import DURATION, whole
+from canaryd.config.schema import fixed, setting
+from canaryd.config.values import DURATION
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePolicy:
-    """The numbers of the judge, durations in seconds. docs/thresholds.md has source and false-alarm rate of each."""
+    """The numbers of the judge, durations in seconds. Only the first is a setting."""
 
     stale_after: float = setting(
         DURATION, '"2h"', "A device is unknown when its newest evidence is older than this and than three periods."
     )
-    confirm_runs: int = setting(
-        whole(1, 100), "3", "A mismatch is confirmed when this many new processes all repeat it."
+    confirm_runs: ClassVar[int] = 3
+    """New processes that must all repeat a mismatch to confirm it."""
+    repeat_window: ClassVar[float] = 86_400.0
+    """Two mismatches within this time make a device faulty."""
+    repeat_gap: ClassVar[float] = 60.0
+    """Mismatches closer together than this count as one, because they may have one cause."""
+    week_count: ClassVar[int] = 3
+    """Mismatches within `week` that make a device faulty."""
+    week: ClassVar[float] = 7 * 86_400.0
+    watch: ClassVar[float] = 30 * 86_400.0
+    """A suspect device stays suspect for at least this long."""
+    GONE: ClassVar[Mapping[str, str]] = fixed(
+        confirm_runs="3", repeat_window="24h", repeat_gap="60s", week_count="3", week="7d", watch="30d"
     )
-    repeat_window: float = setting(DURATION, '"24h"', "Two mismatches within this time make a device faulty.")
-    repeat_gap: float = setting(
-        DURATION, '"60s"', "Mismatches closer together than this count as one, because they may have one cause."
-    )
-    week_count: int = setting(whole(2, 1000), "3", "This many mismatches within judge.week make a device faulty.")
-    week: float = setting(DURATION, '"7d"', "The time in which judge.week_count mismatches count.")
-    watch: float = setting(DURATION, '"30d"', "A suspect device stays suspect for at least this long.")

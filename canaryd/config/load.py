@@ -44,19 +44,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "failures would be deleted before successes; make store.keep_failures at least as long as store.keep_successes",
     ),
     (
-        ("store.keep_failures", "judge.watch", "judge.week", "judge.repeat_window"),
-        lambda c: c.store.keep_failures < max(c.judge.watch, c.judge.week, c.judge.repeat_window),
-        "failures would be deleted while they count; make store.keep_failures at least as long as the windows of judge",
-    ),
-    (
-        ("budget.evidence", "judge.stale_after"),
-        lambda c: c.budget.evidence is not None and c.budget.evidence >= c.judge.stale_after,
-        "a device would be unknown before its test may start; make budget.evidence shorter than judge.stale_after",
-    ),
-    (
-        ("judge.repeat_gap", "judge.repeat_window"),
-        lambda c: c.judge.repeat_gap >= c.judge.repeat_window,
-        "two mismatches could never count; make judge.repeat_gap shorter than judge.repeat_window",
+        ("store.keep_failures",),
+        lambda c: c.store.keep_failures < c.judge.watch,
+        'failures would be deleted while they count; write at least "30d"',
     ),
 )
 """Rules between settings: (settings, whether the rule is broken, message). Reported at the last of the settings."""

@@ -367,6 +367,11 @@ def section(cls: type[Any], doc: str) -> Any:
     return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
 
 
+def fixed(**values: str) -> dict[str, str]:
+    """Return what is said of former settings that now have one value each: a class has it as `GONE`."""
+    return {name: f"no setting any more: it is always {value}; delete the line" for name, value in values.items()}
+
+
 SPELLED = ("str", "bool", "int", "float")
 """YAML types of a value that is parsed as typed, so that the message for a bare 900 can name the missing unit."""
 

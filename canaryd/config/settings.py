@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from canaryd.config.judge_policy import JudgePolicy
-from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, section, setting
+from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, fixed, section, setting
 from canaryd.config.values import (
     API,
-    DEGREES,
     DIALECT,
     DURATION,
     ENFORCEMENT,
     FILLED,
-    FRACTION,
     GRADE,
     HOURS,
     LEVEL,
@@ -102,7 +100,7 @@ class WorkerConfig:
         "Environment variables for workers, in addition to canaryd's own environment. Default: none.",
         sample='{LD_LIBRARY_PATH: "/opt/cuda/lib64"}',
     )
-    grace: float = setting(DURATION, '"2s"', "Time that a worker gets to end by itself before it is killed.")
+    GONE: ClassVar[Mapping[str, str]] = fixed(grace="2s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +233,7 @@ class ScheduleConfig:
         "quick",
         "How thoroughly to test: quick, standard or deep. On CPUs quick tests one instruction set per round, in turn.",
     )
-    jitter: float = setting(
-        FRACTION, "0.1", "Fraction of its period by which a run may move, so that hosts do not run in step."
-    )
-    run_at_start: bool = setting(BOOLEAN, "true", "Whether to run every probe once when the daemon starts.")
+    GONE: ClassVar[Mapping[str, str]] = fixed(jitter="0.1", run_at_start="true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,27 +243,13 @@ class BudgetConfig:
     share: float = setting(
         SHARE, "0.005", "Largest fraction of an hour of device time, or of a CPU's cores, that rounds may use."
     )
-    burst: float = setting(DURATION, '"0.05s"', "A run pauses each time it has worked for this long.")
     memory: int = setting(
         MEMORY, '"1GiB"', "Memory that a worker may use; on an accelerator in addition to the driver's own context."
     )
-    free: int = setting(MEMORY, '"512MiB"', "Memory that always stays free for the server.")
     busy: float = setting(
         SHARE,
         "0.9",
         "Rounds wait while the device is in use for at least this fraction of the time; with 1 they never wait.",
-    )
-    power: float | None = setting(
-        SHARE,
-        "null",
-        "Rounds wait while the device draws at least this fraction of its power limit. Default: they do not wait.",
-        sample="0.95",
-    )
-    headroom: float = setting(
-        DEGREES,
-        "5",
-        "Rounds wait while the device is less than this many degrees Celsius below its throttle point; with 0 they"
-        " never wait.",
     )
     quiet_hours: tuple[tuple[int, int], ...] = setting(
         ListOf(HOURS),
@@ -276,13 +257,11 @@ class BudgetConfig:
         "Hours of the day, in local time, in which rounds wait. Default: none.",
         sample='["08:00-20:00"]',
     )
-    evidence: float | None = setting(
-        DURATION,
-        "null",
-        "Rounds that wait for load, heat, power, quiet hours or their share run anyway when the newest evidence is this"
-        " old. Default: three quarters of the age that judge.stale_after allows.",
-        sample='"90m"',
-    )
+    GONE: ClassVar[Mapping[str, str]] = {
+        **fixed(burst="0.05s", free="512MiB", headroom="5"),
+        **fixed(evidence="three quarters of the age that judge.stale_after allows"),
+        "power": "no setting any more: rounds do not wait for power; delete the line",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,21 +269,6 @@ class TelemetryConfig:
     """How telemetry is read and judged. docs/thresholds.md has source and false-alarm rate of each number."""
 
     kernel_log: Path = setting(PATH, '"/dev/kmsg"', "The kernel log, or a file with records in its format.")
-    keep: float = setting(
-        DURATION, '"5m"', "A poll is stored at least this often, and whenever a counter or a flag changes."
-    )
-    settle: float = setting(
-        DURATION, '"1h"', "A condition that comes and goes has ended when it was not seen for this long."
-    )
-    throttle: float = setting(
-        DURATION, '"60s"', "Time throttled by heat or power within telemetry.settle that makes a device degraded."
-    )
-    corrected_per_day: int = setting(
-        whole(1, 10**9), "1000", "Corrected memory errors of an accelerator in a day that make it degraded."
-    )
-    dimm_corrected_per_day: int = setting(
-        whole(1, 10**9), "10", "Corrected errors of one memory module in a day that make the host degraded."
-    )
     xids: Mapping[str, str] = setting(
         Variables(
             GRADE, "[0-9]{1,5}", "a mapping of Xid codes to grades", 'not an Xid; write its number in quotes, e.g. "31"'
@@ -313,6 +277,17 @@ class TelemetryConfig:
         "Xids to grade differently from NVIDIA's catalogue. Default: none.",
         sample='{"31": none}',
     )
+    settle: ClassVar[float] = 3600.0
+    """Seconds after which a condition that comes and goes has ended when it was not seen."""
+    throttle: ClassVar[float] = 60.0
+    """Seconds throttled by heat or power within `settle` that make a device degraded."""
+    corrected_per_day: ClassVar[int] = 1000
+    """Corrected memory errors of an accelerator in a day that make it degraded."""
+    dimm_corrected_per_day: ClassVar[int] = 10
+    """Corrected errors of one memory module in a day that make the host degraded."""
+    GONE: ClassVar[Mapping[str, str]] = fixed(
+        keep="5m", settle="1h", throttle="60s", corrected_per_day="1000", dimm_corrected_per_day="10"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +295,7 @@ class StoreConfig:
     """How long runs are kept. Sizes are in bytes."""
 
     keep_successes: float = setting(
-        DURATION, '"45d"', "How long runs without a mismatch are kept; must exceed judge.watch to clear suspects."
+        DURATION, '"45d"', "How long runs without a mismatch are kept; must exceed 30 days to clear suspects."
     )
     keep_failures: float = setting(DURATION, '"400d"', "How long mismatches and failed runs are kept.")
     max_size: int = setting(SIZE, '"256MiB"', "Size of the database above which old successes are deleted early.")

@@ -173,10 +173,6 @@ def whole(low: int, high: int) -> Scalar:
     return _between(low, high, "a whole number", read_integer, "int")
 
 
-def _number(low: float, high: float) -> Scalar:
-    return _between(low, high, "a number", read_number, "int", "float")
-
-
 DURATION = Scalar(
     'a duration, e.g. "15m"',
     parse_duration,
@@ -195,7 +191,7 @@ LISTEN = Scalar(
 )
 LEVEL = choice("a level", LEVELS, SPELLED)
 GRADE = choice("a grade", GRADES, SPELLED)
-FRACTION, SHARE, DEGREES = _number(0, 0.5), _number(0.0001, 1), _number(0, 100)
+SHARE = _between(0.0001, 1, "a number", read_number, "int", "float")
 HOURS = Scalar(
     'hours of the day, e.g. "08:00-20:00"',
     parse_hours,

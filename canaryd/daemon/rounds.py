@@ -100,13 +100,9 @@ class Rounds:
 
     def _choose(self, device: Device, periods: Mapping[str, float]) -> _Round:
         """Return what runs now: an extra test that an event calls for, or what is due and within the budget."""
-        uuid, settings = device.uuid, self._engine.config.schedule
-        luck = self._luck.setdefault(uuid, random.random())
+        uuid, luck = device.uuid, self._luck.setdefault(device.uuid, random.random())
         last = {name: self._last[uuid, name] for name in periods if (uuid, name) in self._last}
-        if not settings.run_at_start:
-            for name in periods:
-                last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
-        due = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
+        due = schedule.due(last, periods, now=time.time(), luck=luck)
         loading = self._loading(periods)
         hindered = loading and uuid in self._engine.watch.history.triggers and self._waits(device, budget.DOUBT)
         if not hindered and (trigger := self._take_trigger(uuid)):
@@ -200,7 +196,7 @@ class Rounds:
             n
             for n in loading
             if not self._is_first(device.uuid, n)
-            and self._since(device.uuid, n) < budget.oldest(policy, case.freshness(engine.config.judge, periods[n]))
+            and self._since(device.uuid, n) < budget.COVERAGE * case.freshness(engine.config.judge, periods[n])
         }
         purpose = budget.FORCED if young < set(loading) else budget.ROUND
         if self._waits(device, purpose, facts):

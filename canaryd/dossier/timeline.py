@@ -18,7 +18,7 @@ TIMELINE = 200
 DECISIVE = (EventKind.FLAG, EventKind.OFF_BUS, EventKind.RESET)
 """Kinds of older events that it keeps too: a flag such as a failed row remap decides a return."""
 NEARBY = 150.0
-"""Largest distance in seconds of a poll that gives the conditions of a run (ours: half the default `telemetry.keep`, at
+"""Largest distance in seconds of a poll that gives the conditions of a run (ours: half of `engine.polling.KEEP`, at
 which the polls of a quiet device are stored)."""
 FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
 """Sensors and domains that are taken first."""

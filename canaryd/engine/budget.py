@@ -1,6 +1,6 @@
 """What canaryd may take from a device that serves, and why a test is postponed: pure functions, and an account.
 
-A round waits for its share, for load, heat, power and the operator's quiet hours, until the evidence would become too
+A round waits for its share, for load, heat and the operator's quiet hours, until the evidence would become too
 old. Then it runs anyway, as small as always. Nothing runs where memory is short or the compute mode forbids it.
 docs/budget.md has the reasons.
 """
@@ -23,12 +23,12 @@ ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a
 suspect; and a confirmation of a mismatch or a test after an event."""
 PURPOSES = (ROUND, FORCED, RETEST, DOUBT)
-REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "power", "load", "share")
+REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "load", "share")
 """Reasons to postpone a test, the most binding first."""
 _REASONS_FOR: Mapping[str, tuple[str, ...]] = {
     ROUND: REASONS,
     FORCED: ("compute_mode", "memory"),
-    RETEST: ("compute_mode", "memory", "quiet_hours", "heat", "power"),
+    RETEST: ("compute_mode", "memory", "quiet_hours", "heat"),
     DOUBT: ("compute_mode", "memory"),
 }
 """Purpose → the reasons that postpone it. Retests have a share of their own (`schedule.RETEST_SHARE`), and should run
@@ -43,6 +43,12 @@ NICE = 10
 """Nice level of workers. A core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
 kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, and starting torch would take minutes
 (ours)."""
+BURST = 0.05
+"""A run pauses each time it has worked for this many seconds: a request beside it waits no longer than that."""
+FREE = 512 << 20
+"""Bytes of memory that always stay free for the server."""
+HEADROOM = 5.0
+"""Rounds wait while the device is less than this many degrees Celsius below its throttle point."""
 REST = 3.0
 """A pause is this many times as long as the burst before it, so that a round works a quarter of its time (ours)."""
 UNHELD = 300 << 20
@@ -69,8 +75,6 @@ class Facts:
     """Fraction of the time for which it is in use; above 1 where tasks wait for a CPU."""
     free: int | None = None
     """Free bytes of memory."""
-    power: float | None = None
-    """Power draw as a fraction of the power limit."""
     margin: float | None = None
     """Degrees Celsius below the throttle point."""
     mode: str = ""
@@ -122,7 +126,7 @@ def _compute_mode(_: BudgetConfig, facts: Facts) -> str:
 
 
 def _memory(policy: BudgetConfig, facts: Facts) -> str:
-    wanted = policy.memory + policy.free + (CONTEXT if facts.accelerator else 0)
+    wanted = policy.memory + FREE + (CONTEXT if facts.accelerator else 0)
     if facts.free is None or facts.free >= wanted:
         return ""
     return f"{facts.free >> 20:,} MiB of memory free, {wanted >> 20:,} MiB needed"
@@ -137,18 +141,12 @@ def _quiet_hours(policy: BudgetConfig, facts: Facts) -> str:
     return ""
 
 
-def _heat(policy: BudgetConfig, facts: Facts) -> str:
-    if not policy.headroom or facts.margin is None or facts.margin >= policy.headroom:
+def _heat(_: BudgetConfig, facts: Facts) -> str:
+    if facts.margin is None or facts.margin >= HEADROOM:
         return ""
     if facts.margin < 0:
         return f"{-facts.margin:.0f} °C above its throttle point"
-    return f"{facts.margin:.0f} °C below its throttle point ({policy.headroom:g} °C needed)"
-
-
-def _power(policy: BudgetConfig, facts: Facts) -> str:
-    if policy.power is None or facts.power is None or facts.power < policy.power:
-        return ""
-    return f"power draw is {100 * facts.power:.0f} % of its limit (tests run below {100 * policy.power:g} %)"
+    return f"{facts.margin:.0f} °C below its throttle point ({HEADROOM:g} °C needed)"
 
 
 def _load(policy: BudgetConfig, facts: Facts) -> str:
@@ -170,7 +168,6 @@ _CHECKS: Mapping[str, Callable[[BudgetConfig, Facts], str]] = {
     "memory": _memory,
     "quiet_hours": _quiet_hours,
     "heat": _heat,
-    "power": _power,
     "load": _load,
     "share": _share,
 }
@@ -181,11 +178,10 @@ def facts(
 ) -> Facts:
     """Return the facts in the fresh readings of a device; `whole` are those of the device that it is an instance of.
 
-    An instance of a divided device has its own memory, and shares heat, power and the compute mode.
+    An instance of a divided device has its own memory, and shares heat and the compute mode.
     """
     mine, shared = _by_name(own), _by_name(whole)
     heat = mine if "temperature_celsius" in mine or not device.parent else shared
-    draws = mine if "power_watts" in mine or not device.parent else shared
     total, used = _one(mine, "memory_total_bytes"), _one(mine, "memory_used_bytes")
     reserved = _one(mine, "memory_reserved_bytes") or 0
     free = _one(mine, "memory_available_bytes") if device.unit == "cpu" else None
@@ -195,7 +191,6 @@ def facts(
     if device.unit == "cpu":
         load, cores = _one(mine, "load_average"), _one(mine, "cpu_cores", state="online")
         busy = [load / cores] if load is not None and cores else []
-    watts, limit = _one(draws, "power_watts"), _one(draws, "power_limit_watts", limit="enforced")
     processes = _one(mine, "compute_processes")
     return Facts(
         now=now,
@@ -204,7 +199,6 @@ def facts(
         expected=expected,
         busy=max(busy, default=None),
         free=None if free is None else int(free),
-        power=watts / limit if watts is not None and limit else None,
         margin=_margin(heat),
         mode=next((r.labels.get("mode", "") for r in mine.get("compute_mode", shared.get("compute_mode", ()))), ""),
         processes=None if processes is None else int(processes),
@@ -241,12 +235,7 @@ def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
 
 def allowance(policy: BudgetConfig) -> dict[str, float]:
     """Return the limits of a run beside a server: seconds of a burst, pause over burst, bytes to use and to leave."""
-    return {"burst": policy.burst, "rest": REST, "memory": policy.memory, "free": policy.free}
-
-
-def oldest(policy: BudgetConfig, fresh: float) -> float:
-    """Return the age of evidence in seconds at which a round is forced; `fresh` is the age up to which it counts."""
-    return COVERAGE * fresh if policy.evidence is None else policy.evidence
+    return {"burst": BURST, "rest": REST, "memory": policy.memory, "free": FREE}
 
 
 def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:

@@ -33,6 +33,8 @@ from canaryd.supervisor import process
 from canaryd.supervisor.protocol import RunRequest
 from canaryd.supervisor.series import Series
 
+KEEP = 300.0
+"""Seconds after which a poll is stored even if it shows nothing new."""
 RECALLED = 20
 """Completed polls that are read at the start: a value that is missing in the newest may be in an older one."""
 EARLY = 0.7
@@ -258,14 +260,14 @@ class Watch:
         """Take from the store what telemetry said last of a device, by probe and its period, without polling it.
 
         What it said before `since`, ahead of a repair, does not count. What says nothing new is stored once in
-        `telemetry.keep`, so a stored poll stays fresh for that long. That nobody polls now is no gap; that polls failed
+        `KEEP`, so a stored poll stays fresh for that long. That nobody polls now is no gap; that polls failed
         is one since the last that completed.
         """
         for probe, period in periods.items():
             polls = self._store.polls(device, probe, since, limit=RECALLED)
             if not polls:
                 continue
-            lane = self._lane(device, probe, max(period, self._config().telemetry.keep), since)
+            lane = self._lane(device, probe, max(period, KEEP), since)
             lane.newest = polls[-1]
             if lane.newest.outcome is not Outcome.COMPLETED:
                 lane.since = (lane.completed or polls[0]).started
@@ -296,7 +298,7 @@ class Watch:
             completed = run.outcome is Outcome.COMPLETED
             mark = judged_values(run) if completed else lane.mark
             new = completed and (lane.kept is None or mark != (lane.mark or judged_values(lane.kept)))
-            due = not 0 <= run.started - lane.stored < self._config().telemetry.keep
+            due = not 0 <= run.started - lane.stored < KEEP
             if record or events or new or due or not same:
                 self._store.add_poll(run, lane.uncounted, events)
                 lane.kept, lane.stored, lane.mark = (run if completed else lane.kept), run.started, mark

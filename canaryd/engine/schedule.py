@@ -12,6 +12,8 @@ from canaryd.engine.catalogue import Entry
 from canaryd.facts import TRIALS, Comparison, Place, Reading
 from canaryd.model import INTENSITIES, Device, Outcome, Run
 
+JITTER = 0.1
+"""Fraction of its period by which a run may move, so that hosts do not run in step."""
 CONFIRMED_UNKNOWN = 8
 """Cases with unknown bits that one confirmation run repeats: all of an endpoint's quick run."""
 CONFIRMED_CASES = 3
@@ -176,16 +178,14 @@ def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Com
     return replace(comparison, place=place, peer=group[sum(ends) - number].uuid)
 
 
-def due(
-    last: Mapping[str, float], periods: Mapping[str, float], *, now: float, jitter: float, luck: float
-) -> list[str]:
+def due(last: Mapping[str, float], periods: Mapping[str, float], *, now: float, luck: float) -> list[str]:
     """Return the probes whose period has passed since they last started.
 
-    `luck` in 0…1 shortens or lengthens each period by up to the fraction `jitter`. A probe that never ran is due; so is
+    `luck` in 0…1 shortens or lengthens each period by up to the fraction `JITTER`. A probe that never ran is due; so is
     one whose last start lies in the future, because the clock was set back. A probe is due once, however many periods
     have passed.
     """
-    scale = 1.0 + jitter * (2.0 * luck - 1.0)
+    scale = 1.0 + JITTER * (2.0 * luck - 1.0)
     return [
         name
         for name, period in periods.items()

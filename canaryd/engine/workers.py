@@ -67,7 +67,7 @@ class Workers:
             spec = WorkerSpec(python=python, command=command, env=settings.env, nice=nice, only=only)
         series = self._take_over(spec, instruction_set, on_progress)
         if series is None:
-            series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
+            series = Series(spec, instruction_set=instruction_set, on_progress=on_progress)
         with self._mutex:
             self._series[series] = uses_device
             if self._host.stopping or (self.released and uses_device):

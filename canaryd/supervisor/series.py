@@ -36,6 +36,8 @@ from canaryd.supervisor.protocol import (
 )
 from canaryd.supervisor.slot import Slot, decoding
 
+GRACE = 2.0
+"""Seconds that a worker gets to end by itself before it is killed."""
 STARVED = 4.0
 """How many times its timeout a low-priority worker may wait for a core in addition, before it counts as hung (ours)."""
 IMPORT = 120.0
@@ -58,7 +60,7 @@ class Series:
         spec: WorkerSpec,
         *,
         instruction_set: str = "",
-        grace: float = 2.0,
+        grace: float = GRACE,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
         """`grace`: seconds between SIGTERM and SIGKILL. Raises `ValueError` for an unknown instruction set."""

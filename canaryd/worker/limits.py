@@ -136,7 +136,7 @@ def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -
     wanted = budget["memory"] + budget["free"]
     if free is not None and free < wanted:
         of = f" of {total >> 20}" if total else ""
-        need = f"budget.memory and budget.free need {wanted >> 20} MiB"
+        need = f"budget.memory and what stays free need {wanted >> 20} MiB"
         raise Withheld(f"{SKIPPED}{free >> 20}{of} MiB of memory are free; {need}")
 
 

@@ -36,15 +36,16 @@ FILES: dict[str, str | bytes] = {
     "empty": "",
     "binary": bytes(range(128, 256)) * 8,
     "object.json": "{}",
-    "tab.yaml": "judge:\n\twatch: 30d\n",
-    "twice.yaml": "judge:\n  watch: 30d\n  watch: 20d\n",
-    "key.yaml": "judge:\n  wach: 30d\n",
-    "section.yaml": "jugde:\n  watch: 30d\n",
+    "tab.yaml": "judge:\n\tstale_after: 30d\n",
+    "twice.yaml": "judge:\n  stale_after: 3h\n  stale_after: 2h\n",
+    "key.yaml": "judge:\n  stale_aftr: 3h\n",
+    "section.yaml": "jugde:\n  stale_after: 3h\n",
     "type.yaml": "devices:\n  expected: many\n",
     "level.yaml": "schedule:\n  level: quik\n",
     "listen.yaml": "listen: 19469\n",
     "relative.yaml": "state_dir: canaryd\n",
-    "duration.yaml": "judge:\n  watch: 30\n",
+    "duration.yaml": "judge:\n  stale_after: 30\n",
+    "gone.yaml": "judge:\n  watch: 30d\n",
     "no-url.yaml": "endpoints:\n  main:\n    model: x\n",
     "bad-url.yaml": "endpoints:\n  main:\n    url: localhost\n",
     "exact.yaml": URL + "    exact: @directory\n",
@@ -53,6 +54,8 @@ FILES: dict[str, str | bytes] = {
     "probe.yaml": "probes:\n  exact_matmull:\n    period: 1h\n",
     "no-drop-ins.yaml": "probes:\n  directories: [@absent]\n",
     "drop-in.yaml": "worker:\n  python: @python\nprobes:\n  directories: [@drop-ins]\n",
+    "command.yaml": "worker:\n  command: [dokcer, exec]\n",
+    "text.yaml": "worker:\n  python: @file\n",
     "python.yaml": "worker:\n  python: @absent\n",
     "web.yaml": "web_config: /etc/canaryd/web.yml\n",
     "password.yaml": "basic_auth_users:\n  alice: hunter2\n",
@@ -141,14 +144,15 @@ TABLE = (
     config("directory", "@directory: is a directory", "name a YAML file"),
     config("binary", "@binary:1: byte 0x80 is not UTF-8", "save the file as UTF-8"),
     config("tab.yaml", "@tab.yaml:2: cannot read this YAML", "indent with spaces"),
-    config("twice.yaml", "@twice.yaml:3: judge.watch: given twice, on lines 2 and 3", "keep one"),
-    config("key.yaml", "@key.yaml:2: judge.wach: unknown setting", 'did you mean "watch"?'),
+    config("twice.yaml", "@twice.yaml:3: judge.stale_after: given twice, on lines 2 and 3", "keep one"),
+    config("key.yaml", "@key.yaml:2: judge.stale_aftr: unknown setting", 'did you mean "stale_after"?'),
     config("section.yaml", "@section.yaml:1: jugde: unknown setting", 'did you mean "judge"?'),
     config("type.yaml", '@type.yaml:2: devices.expected: "many" is text', "wanted a whole number"),
     config("level.yaml", '@level.yaml:2: schedule.level: "quik" is not a level', "write one of quick, standard, deep"),
     config("listen.yaml", '@listen.yaml:1: listen: "19469" is not HOST:PORT', "write e.g."),
     config("relative.yaml", 'state_dir: "canaryd" is not an absolute path', "write e.g."),
-    config("duration.yaml", '@duration.yaml:2: judge.watch: "30" has no unit', "write"),
+    config("duration.yaml", '@duration.yaml:2: judge.stale_after: "30" has no unit', "write"),
+    config("gone.yaml", "@gone.yaml:2: judge.watch: no setting any more: it is always 30d", "delete the line"),
     config("no-url.yaml", "@no-url.yaml:2: endpoints.main: url is missing", "write e.g."),
     config("bad-url.yaml", 'endpoints.main.url: "localhost" is not the address of an API', "write e.g."),
     config("exact.yaml", "endpoints.main.exact: @directory holds no expected.json", "canaryd canary export", code=3),
@@ -158,6 +162,8 @@ TABLE = (
     config("no-drop-ins.yaml", "@absent: there is no such directory", "correct probes.directories", code=3),
     config("drop-in.yaml", "raises_at_import.py", code=3),
     config("python.yaml", "worker.python: @absent: there is no such file", "name another one"),
+    config("text.yaml", "worker.python: @file: you may not read and execute it", "name another one"),
+    config("command.yaml", "worker.command: dokcer cannot be run here", "name a program that can", code=3),
     config("web.yaml", ":1: web_config: no setting any more", "under tls", "let a proxy ask for passwords"),
     config("password.yaml", ":1: basic_auth_users: canaryd checks no passwords", "put a proxy in front of it"),
     config("tls.yaml", "tls.key_file: OpenSSL cannot use @absent", "no such file", "name a certificate and its key"),
@@ -248,7 +254,7 @@ def test_a_state_directory_that_does_not_exist_is_named(directory):
 def test_a_file_that_this_user_may_not_read(place):  # noqa: F811  the fixture
     """A configuration: as whom, and what to do."""
     path = place / "closed.yaml"
-    path.write_text("judge:\n  watch: 30d\n")
+    path.write_text("judge:\n  stale_after: 3h\n")
     path.chmod(0o600)
     (answer,) = in_turn(("config", "check", "--config", path), user=NOBODY)
     assert (answer.code, answer.out) == (64, "")

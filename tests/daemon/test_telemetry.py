@@ -545,7 +545,7 @@ def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
     each["nvidia_telemetry"] = ProbeSettings(period=SWEEP, timeout=0.5)
     config = Config(
         state_dir=tmp_path / "state",
-        worker=WorkerConfig(python=bare_python(), grace=0.2),
+        worker=WorkerConfig(python=bare_python()),
         probes=ProbesConfig(each=each),
         telemetry=TelemetryConfig(kernel_log=log),
     )

@@ -110,8 +110,7 @@ def drilled(tmp_path_factory):
     quiet = directory / "kernel.log"
     quiet.touch()
     settings = directory / "canaryd.yaml"
-    # One retest: the three of every other drill (tests/engine/test_check.py) are not the point.
-    settings.write_text(json.dumps({"telemetry": {"kernel_log": str(quiet)}, "judge": {"confirm_runs": 1}}))
+    settings.write_text(json.dumps({"telemetry": {"kernel_log": str(quiet)}}))
     common = ("--config", settings, "--state-dir", directory / "state")
     answer = canaryd("drill", "--fault", "consistent", "--device", "cpu", "--probe", "exact_integer", "--json", *common)
     assert answer.code == 2, answer.err

@@ -54,8 +54,7 @@ NEED = 2 * GIB
         ("memory", {}, {"free": 0}, {"free": None}),
         ("memory", {"memory": 4 * GIB}, {"free": NEED}, {"free": 5 * GIB}),
         ("heat", {}, {"margin": 4.9}, {"margin": 5.0}),
-        ("heat", {"headroom": 1.0}, {"margin": -1.0}, {"margin": None}),
-        ("power", {"power": 0.95}, {"power": 0.95}, {"power": 0.94}),
+        ("heat", {}, {"margin": -1.0}, {"margin": None}),
         ("load", {}, {"busy": 0.9}, {"busy": 0.89}),
         ("load", {"busy": 0.5}, {"busy": 3.0}, {"busy": None}),
         ("share", {}, {"spent": 10.0, "expected": 8.1}, {"spent": 10.0, "expected": 8.0}),
@@ -72,10 +71,8 @@ def test_each_reason_from_both_sides(policy, utc, reason, changed, waits, runs):
     assert budget.wait(policy, Facts(**{"now": NOW} | runs), ROUND) is None
 
 
-def test_what_is_switched_off_withholds_nothing():
-    """No power limit by default; 1 as load is never, and so is 0 as headroom."""
-    assert budget.wait(BudgetConfig(headroom=0.0), Facts(now=NOW, margin=-3.0), ROUND) is None
-    assert budget.wait(BudgetConfig(), Facts(now=NOW, power=1.2), ROUND) is None
+def test_a_limit_of_one_is_no_limit_of_load():
+    """It runs however busy the device is."""
     assert budget.wait(BudgetConfig(busy=1.0), Facts(now=NOW, busy=1.0), ROUND) is None
 
 
@@ -95,7 +92,6 @@ ALL = {
     "memory": {"free": 0},
     "quiet_hours": {},
     "heat": {"margin": 0.0},
-    "power": {"power": 1.0},
     "load": {"busy": 1.0},
     "share": {"spent": 100.0},
 }
@@ -107,7 +103,7 @@ ALL = {
         (ROUND, set(REASONS)),
         (FORCED, {"compute_mode", "memory"}),
         (DOUBT, {"compute_mode", "memory"}),
-        (RETEST, {"compute_mode", "memory", "quiet_hours", "heat", "power"}),
+        (RETEST, {"compute_mode", "memory", "quiet_hours", "heat"}),
     ],
 )
 def test_who_waits_for_what(purpose, heeded):
@@ -115,7 +111,7 @@ def test_who_waits_for_what(purpose, heeded):
     found = set()
     for reason, fields in ALL.items():
         hours = ((0, 1440),) if reason == "quiet_hours" else ()
-        policy = BudgetConfig(quiet_hours=hours, power=0.9)
+        policy = BudgetConfig(quiet_hours=hours)
         if held := budget.wait(policy, Facts(now=NOW, **fields), purpose):
             assert held.reason == reason
             found.add(reason)
@@ -161,18 +157,12 @@ def test_quiet_hours_are_local(monkeypatch):
         time.tzset()
 
 
-def test_when_evidence_is_forced(policy):
-    """By default at three quarters of what counts as fresh; else when the operator says."""
-    assert budget.oldest(policy, 7200.0) == 5400.0
-    assert budget.oldest(BudgetConfig(evidence=600.0), 7200.0) == 600.0
-
-
 def known(device: Device, *own: Reading, whole: tuple[Reading, ...] = ()) -> Facts:
     return budget.facts(device, own, whole, now=NOW, spent=1.0, expected=2.0)
 
 
 def test_facts_of_an_accelerator():
-    """Its engines' use without its memory's; the nearest limit of heat; free memory; power over its enforced limit."""
+    """Its engines' use without its memory's; the nearest limit of heat; free memory."""
     found = known(
         GPU,
         reading("utilization_ratio", 0.4, engine="gpu"),
@@ -184,13 +174,10 @@ def test_facts_of_an_accelerator():
         reading("temperature_threshold_celsius", 87.0, threshold="slowdown"),
         reading("temperature_threshold_celsius", 95.0, threshold="mem_crit"),
         reading("temperature_threshold_celsius", 92.0, threshold="shutdown"),
-        reading("power_watts", 350.0),
-        reading("power_limit_watts", 700.0, limit="enforced"),
-        reading("power_limit_watts", 350.0, limit="min"),
         reading("compute_mode", 1, mode="exclusive_process"),
         reading("compute_processes", 2),
     )
-    assert (found.busy, found.free, found.margin, found.power) == (0.4, 8 * GIB, 5.0, 0.5)
+    assert (found.busy, found.free, found.margin) == (0.4, 8 * GIB, 5.0)
     assert (found.mode, found.processes, found.accelerator) == ("exclusive_process", 2, True)
     assert (found.spent, found.expected, found.now) == (1.0, 2.0, NOW)
 
@@ -208,12 +195,10 @@ def test_facts_of_a_processor():
 
 
 def test_facts_of_an_instance():
-    """Heat, power and compute mode are those of the whole device; memory and use are its own."""
+    """Heat and compute mode are those of the whole device; memory and use are its own."""
     whole = (
         reading("temperature_margin_celsius", 3.0),
         reading("temperature_celsius", 60.0, sensor="core"),
-        reading("power_watts", 50.0),
-        reading("power_limit_watts", 100.0, limit="enforced"),
         reading("memory_total_bytes", 80 * GIB),
         reading("memory_used_bytes", 80 * GIB),
         reading("utilization_ratio", 1.0, engine="gpu"),
@@ -221,14 +206,16 @@ def test_facts_of_an_instance():
     )
     own = reading("memory_total_bytes", 10 * GIB), reading("memory_used_bytes", GIB)
     found = known(PART, *own, whole=whole)
-    assert (found.free, found.margin, found.power, found.busy) == (9 * GIB, 3.0, 0.5, None)
+    assert (found.free, found.margin, found.busy) == (9 * GIB, 3.0, None)
     assert found.mode == "prohibited"
     assert known(PART, reading("compute_mode", 0, mode="default"), whole=whole).mode == "default"
 
 
 def test_facts_of_a_silent_device():
     """What is not read is not known, and text is no number."""
-    assert known(GPU, Reading(name="power_watts", value="n/a")) == Facts(now=NOW, spent=1.0, expected=2.0)
+    assert known(GPU, Reading(name="temperature_margin_celsius", value="n/a")) == Facts(
+        now=NOW, spent=1.0, expected=2.0
+    )
 
 
 def test_the_share_is_of_a_sliding_hour():
@@ -322,18 +309,9 @@ def read(tmp_path: Path, text: str) -> BudgetConfig:
 
 def test_every_key_is_read(tmp_path):
     """As an operator writes them."""
-    text = """budget: {share: 0.01, burst: "0.1s", memory: "2GiB", free: "256MiB", busy: 0.5, power: 0.9, headroom: 8,
-      quiet_hours: ["08:00-20:00", "22:30-06:00"], evidence: "1h"}"""
+    text = """budget: {share: 0.01, memory: "2GiB", busy: 0.5, quiet_hours: ["08:00-20:00", "22:30-06:00"]}"""
     assert read(tmp_path, text) == BudgetConfig(
-        share=0.01,
-        burst=0.1,
-        memory=2 * GIB,
-        free=GIB // 4,
-        busy=0.5,
-        power=0.9,
-        headroom=8.0,
-        quiet_hours=((480, 1200), (1350, 360)),
-        evidence=3600.0,
+        share=0.01, memory=2 * GIB, busy=0.5, quiet_hours=((480, 1200), (1350, 360))
     )
 
 
@@ -347,12 +325,11 @@ def test_every_key_is_read(tmp_path):
         ("share: 0", "out of range; write a number from 0.0001 to 1"),
         ("share: 1.5", "out of range"),
         ("memory: 2", "not a size"),
-        ("headroom: -1", "out of range; write a number from 0 to 100"),
-        ('evidence: "2h"', "make budget.evidence shorter than judge.stale_after"),
+        ("headroom: 8", "no setting any more: it is always 5; delete the line"),
     ],
 )
 def test_mistakes_are_told(tmp_path, text, said):
-    """Each at its line, with what to write; evidence that would be stale before it is forced is one."""
+    """Each at its line, with what to write; a former setting is one."""
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, f"budget:\n  {text}\n")
     assert re.search(r"canaryd\.yaml:2: budget\.\w+", str(caught.value))

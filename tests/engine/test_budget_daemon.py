@@ -313,7 +313,7 @@ def test_quiet_hours_withhold_and_the_age_of_evidence_overrules_them(tmp_path):
     What loads no device of ours runs on.
     """
     state = tmp_path / "state"
-    config = prepared(tmp_path, "passes", budget={"quiet_hours": ["00:00-24:00"], "evidence": "20s"})
+    config = prepared(tmp_path, "passes", budget={"quiet_hours": ["00:00-24:00"]}, judge={"stale_after": "27s"})
     with running(Daemon(config, state)) as daemon:
         eventually(lambda: completed(daemon) == 1)
         eventually(lambda: daemon.value("canaryd_budget_withheld", reason="quiet_hours") == 1)

@@ -306,8 +306,8 @@ def test_a_drill_of_memory_says_memory(tmp_path, fault, said):
 
     The drill says that this is its success, and asks for nothing.
     """
-    settings = {"probes": {"memory_sweep": {"settings": {"mebibytes": 1}}}, "judge": {"confirm_runs": 1}}
-    (tmp_path / "canaryd.yaml").write_text(json.dumps(settings))  # the three retests are those of `drill` above
+    settings = {"probes": {"memory_sweep": {"settings": {"mebibytes": 1}}}}
+    (tmp_path / "canaryd.yaml").write_text(json.dumps(settings))
     common = ("--config", tmp_path / "canaryd.yaml", "--state-dir", tmp_path / "state")
     answer = canaryd("drill", "--fault", fault, "--device", "cpu:0", *common)
     assert answer.code == 2, answer.out

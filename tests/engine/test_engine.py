@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.settings import (
     Config,
     DevicesConfig,
@@ -48,13 +47,12 @@ NOW = 1_700_000_000.0
 EVIDENCE = Evidence(wrong=1, total=4, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
 
 
-def settings(directory: Path, *probes: str, confirm_runs: int = 3, **each: ProbeSettings) -> Config:
+def settings(directory: Path, *probes: str, **each: ProbeSettings) -> Config:
     off = {name: ProbeSettings(enabled=False) for name in BUILTIN}
     return Config(
         state_dir=directory / "state",
-        worker=WorkerConfig(python=bare_python(), grace=0.2),
+        worker=WorkerConfig(python=bare_python()),
         probes=ProbesConfig(directories=(catalogue(directory / "probes.d", *probes),), each=off | each),
-        judge=JudgePolicy(confirm_runs=confirm_runs),
     )
 
 
@@ -127,12 +125,6 @@ def test_a_mismatch_is_confirmed_in_new_workers_and_makes_a_device_faulty(tmp_pa
     assert (found.state, found.cause) == (State.FAULTY, Cause.UNDETERMINED)  # no sibling to ask
     assert "exact-mismatch-confirmed" in {finding.rule for finding in found.findings}
     assert len(engine.store.runs(failed=True)) == 4
-
-
-def test_the_policy_says_how_many_confirmations(tmp_path):
-    """Two here."""
-    engine = start(settings(tmp_path, "mismatches", confirm_runs=2))
-    assert len(carry_out(engine)) == 1 + 2
 
 
 def test_a_clean_retest_is_not_an_acquittal(tmp_path):

@@ -94,8 +94,6 @@ def test_a_run_killed_at_its_deadline_keeps_its_wrong_answers(tmp_path, director
         # A run without a baseline has the deadline of level deep.
         spec = replace(entry.spec, timeout=10.0, budget=dict.fromkeys(entry.spec.budget, 2.0))
         host.engine.entries["exact_endpoint"] = replace(entry, spec=spec)
-        settings = host.engine.config
-        host.engine.config = replace(settings, judge=replace(settings.judge, confirm_runs=1))
         runs = host.ask()
     assert runs[0].outcome is Outcome.TIMED_OUT
     assert [c.case for c in runs[0].wrong][:2] == ["completions/alone", "completions/again"]

@@ -130,9 +130,7 @@ def test_all_devices_of_a_group_are_locked(entry, tmp_path):
 @pytest.mark.parametrize("drill", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_check_of_links_between_cores(tmp_path, drill):
     """Real processes, joined by gloo: healthy, and links are no longer what was not tested; a drill names the link."""
-    # One retest: the three of every other drill (tests/engine/test_check.py) are not the point.
-    (tmp_path / "canaryd.yaml").write_text("judge: {confirm_runs: 1}\n")
-    common = ("--config", tmp_path / "canaryd.yaml", "--state-dir", tmp_path / "state", "--device", "cpu:0")
+    common = ("--state-dir", tmp_path / "state", "--device", "cpu:0")
     if drill:
         answer = canaryd("drill", "--fault", "wrong-link", *common)
         assert answer.code == 2, answer.out

@@ -48,7 +48,7 @@ class Host:
         each["says"] = ProbeSettings(settings={"file": str(self.file)})
         config = Config(
             state_dir=directory / "state",
-            worker=WorkerConfig(python=bare_python(), grace=0.2),
+            worker=WorkerConfig(python=bare_python()),
             probes=ProbesConfig(directories=(catalogue(directory / "probes.d", "says"),), each=each),
             telemetry=TelemetryConfig(kernel_log=self.log),
         )

@@ -7,8 +7,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine import schedule
@@ -47,8 +45,8 @@ def run(*comparisons: Comparison, **fields) -> Run:
     return Run(comparisons=comparisons, outcome=Outcome.COMPLETED, **(default | fields))
 
 
-def due(last: dict[str, float], period: float = HOUR, *, jitter: float = 0.0, luck: float = 0.5) -> list[str]:
-    return schedule.due(last, {"p": period}, now=NOW, jitter=jitter, luck=luck)
+def due(last: dict[str, float], period: float = HOUR, *, luck: float = 0.5) -> list[str]:
+    return schedule.due(last, {"p": period}, now=NOW, luck=luck)
 
 
 # --- When ------------------------------------------------------------------------------------------------------------
@@ -85,30 +83,14 @@ def test_a_clock_set_forward_makes_a_probe_due_once():
 def test_every_probe_has_its_own_period():
     """One with a long period does not hold back the others, nor the other way round."""
     last = {"short": NOW - 60, "long": NOW - 60}
-    assert schedule.due(last, {"short": 30.0, "long": 3000.0}, now=NOW, jitter=0, luck=0.5) == ["short"]
+    assert schedule.due(last, {"short": 30.0, "long": 3000.0}, now=NOW, luck=0.5) == ["short"]
 
 
-@given(
-    ago=st.floats(0, 4 * HOUR),
-    period=st.floats(1, HOUR),
-    jitter=st.floats(0, 0.5),
-    luck=st.floats(0, 1),
-)
-def test_jitter_moves_a_period_by_no_more_than_its_fraction(ago, period, jitter, luck):
-    """Whatever the luck: never due before (1 - jitter) periods, always due after (1 + jitter) of them."""
-    found = due({"p": NOW - ago}, period, jitter=jitter, luck=luck)
-    elapsed = NOW - (NOW - ago)  # as floating point sees it
-    if elapsed < period * (1 - jitter) * (1 - 1e-9):
-        assert not found
-    if elapsed >= period * (1 + jitter) * (1 + 1e-9):
-        assert found
-
-
-def test_the_extremes_of_luck_are_the_extremes_of_jitter():
-    """Luck 0 shortens by the whole fraction, luck 1 lengthens by it, one half leaves the period alone."""
+def test_luck_moves_a_period_by_a_tenth():
+    """Luck 0 shortens it, luck 1 lengthens it, one half leaves it alone."""
     for luck, first in ((0.0, 90.0), (0.5, 100.0), (1.0, 110.0)):
-        assert not due({"p": NOW - first + 0.01}, 100.0, jitter=0.1, luck=luck)
-        assert due({"p": NOW - first - 0.01}, 100.0, jitter=0.1, luck=luck)
+        assert not due({"p": NOW - first + 0.01}, 100.0, luck=luck)
+        assert due({"p": NOW - first - 0.01}, 100.0, luck=luck)
 
 
 # --- What ------------------------------------------------------------------------------------------------------------

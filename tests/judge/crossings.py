@@ -104,7 +104,7 @@ def too_often():
 def unsteady(reruns):
     """Return what a departure of a case that never repeats itself amounts to, by so many re-runs that repeat it."""
     t = recorded
-    history = t.History(policy=dataclasses.replace(POLICY, confirm_runs=reruns))
+    history = t.History(policy=t.asking(reruns))
     history.learn(9 * DAY, *(t.recording(n / 1000) for n in range(baseline.LEARN)))
     history.confirm(history.add(HOUR, t.recording(0.5)), *[t.recording(0.5 + n / 10) for n in range(1, reruns + 1)])
     (found,) = [state for rule, state in recordings(history).items() if rule.startswith("recording")]

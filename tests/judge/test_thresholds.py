@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -53,7 +52,7 @@ NOT_THRESHOLDS = {
     "judge.telemetry.signals.MINUTE": "a unit of time",
     "judge.telemetry.signals.HOUR": "a unit of time",
     "telemetry.kernel_log": "a path",
-    "telemetry.keep": "how often a poll is stored; what rises or changes is stored whatever it says",
+    "engine.schedule.JITTER": "when a test runs, not what is said of it",
     "telemetry.xids": "the operator's own grades; there is none by default",
     "judge.telemetry.events.LARGEST": "what no counter of a driver can show is no number",
     "judge.telemetry.events.NVLINK5": "Xids",
@@ -216,11 +215,12 @@ def constants() -> dict[str, list[float]]:
 
 @functools.cache
 def settings() -> dict[str, list[float]]:
-    """Return every setting of the sections that judge, with its default."""
+    """Return every number of the sections that judge, settings with their defaults."""
     fields = {
-        f"{section}.{f.name}": getattr(kind(), f.name)
+        f"{section}.{name}": getattr(kind(), name)
         for section, kind in SECTIONS.items()
-        for f in dataclasses.fields(kind)
+        for name in kind.__annotations__
+        if name != "GONE"
     }
     return {name: [float(value)] if is_number(value) else [] for name, value in fields.items()}
 

@@ -229,7 +229,7 @@ class Host(Hardware):
         periods = engine.periods(device)
         last = {name: self.last[uuid, name] for name in periods if (uuid, name) in self.last}
         trigger = engine.watch.history.triggers.pop(uuid, "")
-        names = schedule.due(last, periods, now=begun, jitter=0.0, luck=0.5)
+        names = schedule.due(last, periods, now=begun, luck=0.5)
         if trigger:
             names = list(periods)
         levels = {n: level for n, level in engine.levels().items() if n in names}

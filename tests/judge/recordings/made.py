@@ -14,6 +14,17 @@ from canaryd.model import Device, Outcome, Run
 NOW = 1_790_000_000.0
 HOUR, DAY = 3600.0, 86_400.0
 POLICY = JudgePolicy()
+
+
+def asking(reruns: int) -> JudgePolicy:
+    """Return a policy that asks for another number of retests: how many are enough is a matter of chances."""
+
+    class Policy(JudgePolicy):
+        confirm_runs = reruns
+
+    return Policy()
+
+
 ENDPOINT = Device(uuid="endpoint:main", backend="endpoint", index=0, model="qwen", detail={"behind": "cuda:0 cuda:1"})
 GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H100")
 CHAIN = {"checkpoint": "c1", "tokenizer": "t1", "template": "m1", "server": "vllm 0.32", "client": "vllm 1"}

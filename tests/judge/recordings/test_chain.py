@@ -17,9 +17,9 @@ from tests.judge.recordings.made import (
     HOUR,
     KERNEL,
     NOW,
-    POLICY,
     STRANGE,
     History,
+    asking,
     departed,
     recording,
     twin,
@@ -111,8 +111,7 @@ def test_back_on_a_known_chain_nothing_is_new():
 
 def test_cases_of_one_probe_make_one_record():
     """Two re-runs are enough where several cases have shown how seldom a new vector comes."""
-    policy = dataclasses.replace(POLICY, confirm_runs=2)
-    history = History(policy=policy).learn()
+    history = History(policy=asking(2)).learn()
     for name in ("tale", "saga", "ode"):
         history.learn(9 * DAY, recording(case=name))
     first = history.add(HOUR, STRANGE)

@@ -21,11 +21,11 @@ from tests.judge.recordings.made import (
     HOUR,
     KERNEL,
     NOW,
-    POLICY,
     STRANGE,
     TALE,
     WORDS,
     History,
+    asking,
     departed,
     recording,
 )
@@ -245,8 +245,7 @@ def test_what_comes_back_too_often_is_a_departure(times, rule):
 @pytest.mark.parametrize(("confirm_runs", "state"), [(3, State.SUSPECT), (2, State.UNKNOWN)])
 def test_a_short_record_cannot_accuse(confirm_runs, state):
     """The chance of a healthy device to fail the whole test has to be small: 0.098³ is, 0.098² is not."""
-    policy = dataclasses.replace(POLICY, confirm_runs=confirm_runs)
-    history = History(policy=policy).learn()
+    history = History(policy=asking(confirm_runs)).learn()
     first = history.add(HOUR, STRANGE)
     history.confirm(first, *[STRANGE] * confirm_runs)
     found = findings(history.record())
