@@ -53,9 +53,7 @@ class Limits:
 
     connections: int = 64
     head: float = 5.0
-    """From a request's first byte to its blank line; also for a TLS handshake, and for silence after it."""
-    idle: float = 30.0
-    """Silence allowed between two requests of one connection."""
+    """From the connection to the blank line of its request, the handshake of TLS included."""
     write: float = 10.0
     """For a whole answer."""
     patience: float = 1.0
@@ -70,7 +68,7 @@ _QUIET = 60.0
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes.
+    """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes, one request per connection.
 
     A slow or silent client delays no other. When all places are taken, a new client gets the place of the one that has
     waited longest.
@@ -208,16 +206,18 @@ class _Connection(BaseHTTPRequestHandler):
 
     server: Server
     rfile: io.BufferedReader
-    protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # a request line without a version is no HTTP/0.9, whose answers have no head
     disable_nagle_algorithm = True  # TLS writes in records: the last would wait 40 ms for an acknowledgement
 
     def handle(self) -> None:
-        self._silence = self.server.limits.head
-        if self.server.tls is None or self._shake_hands():
-            super().handle()
+        server, limits = self.server, self.server.limits
+        if server.tls is None or self._shake_hands():
+            with self.rfile as stream:
+                head = self._read_head(stream)
+            if head and server.turn(self.request, limits.write, limits.patience):
+                self._answer(head)
         # To close with unread bytes would destroy the answer: end our side, and read on for a moment.
-        if self.server.turn(self.request, self.server.limits.patience):
+        if server.turn(self.request, limits.patience):
             socket.socket.shutdown(self.request, socket.SHUT_WR)
             while socket.socket.recv(self.request, 65536):
                 pass
@@ -234,28 +234,11 @@ class _Connection(BaseHTTPRequestHandler):
             return False
         return True
 
-    def handle_one_request(self) -> None:
-        server, limits = self.server, self.server.limits
-        self.close_connection, self.command = True, ""
-        if not (server.turn(self.request, self._silence) and self.rfile.peek(1)):
-            return
-        self._silence = limits.idle
-        server.turn(self.request, limits.head)
-        head = self._read_head()
-        # Who came in by another certificate or authority than that of now comes in again, or not.
-        current = server.tls is None or server.tls.context is self.request.context
-        if not (head and current and server.turn(self.request, limits.write, limits.patience)):
-            return
-        if len(head) > _MAX_HEAD:
-            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        elif self._parse(head):
-            self._reply(self._answer())
-
-    def _read_head(self) -> bytes:
+    def _read_head(self, stream: io.BufferedReader) -> bytes:
         """Return a request up to its blank line, or too much of it; b"" where the client hung up before."""
         head = bytearray()
         while len(head) <= _MAX_HEAD:
-            line = self.rfile.readline(_MAX_HEAD + 1 - len(head))
+            line = stream.readline(_MAX_HEAD + 1 - len(head))
             head += line
             if not line:
                 return b""
@@ -263,23 +246,16 @@ class _Connection(BaseHTTPRequestHandler):
                 break
         return bytes(head)
 
-    def _parse(self, head: bytes) -> bool:
-        stream: Any = self.rfile
+    def _answer(self, head: bytes) -> None:
+        self.command = ""
         self.raw_requestline, _, headers = head.partition(b"\n")
-        self.rfile = io.BytesIO(headers)  # type: ignore[assignment]  # as much of the stream as was asked for
-        try:
-            good = self.parse_request()
-        finally:
-            self.rfile = stream
-        # A body is never read, so what follows it could be taken for the next request.
-        if good and (self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers):
-            self.close_connection = True
-        return good
+        self.rfile = io.BytesIO(headers)  # type: ignore[assignment]  # as much of the stream as is asked for
+        if len(head) > _MAX_HEAD:
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.parse_request():
+            self._reply(self._found())
 
-    def handle_expect_100(self) -> bool:
-        return True  # no body is wanted: the answer itself is next
-
-    def _answer(self) -> Answer:
+    def _found(self) -> Answer:
         routes, path = self.server.routes, self.path.partition("?")[0]
         if self.command not in ("GET", "HEAD"):
             return Answer(405, PLAIN_TEXT, b"method not allowed: use GET or HEAD\n", ("Allow: GET, HEAD",))
@@ -300,14 +276,13 @@ class _Connection(BaseHTTPRequestHandler):
             f"Content-Length: {len(answer.body)}",
             *(f"{name}: {value}" for name, value in SECURITY.items()),
             *answer.headers,
-            f"Connection: {'close' if self.close_connection else 'keep-alive'}",
+            "Connection: close",
         ]
         body = b"" if self.command == "HEAD" else answer.body
         self.wfile.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
         """Answer a bad request without a word of it; the standard library repeats it, in HTML."""
-        self.close_connection = True
         self._reply(Answer(code, PLAIN_TEXT, f"bad request: {HTTPStatus(code).phrase}\n".encode()))
 
     def log_message(self, *_: object) -> None:

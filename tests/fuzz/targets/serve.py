@@ -19,7 +19,7 @@ from canaryd.metrics.families import answer
 from canaryd.web.server import PLAIN_TEXT, Answer, Limits, Server
 from tests.fuzz.material import Choices, modes, seed, stretched
 
-LIMITS = Limits(connections=8, head=0.5, idle=0.5, write=2.0, patience=0.05)
+LIMITS = Limits(connections=8, head=0.5, write=2.0, patience=0.05)
 STATUSES = (200, 400, 404, 405, 431, 505)
 PAGE = Page({"canaryd_x": Family("gauge", ("name",), "Help.")})
 PAGE.add("canaryd_x", 1, "a")
