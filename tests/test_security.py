@@ -30,7 +30,6 @@ from canaryd.config.load import ConfigError
 from canaryd.engine import catalogue
 from tests.command import ROOT, Daemon, canaryd, configure, environment, eventually, in_turn, marked, running
 from tests.pki import Authority
-from tests.prometheus import prometheus
 
 STRANGER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away: owners were not tried")
@@ -311,38 +310,6 @@ def test_curl(guarded):
         [curl, "-sS", f"http://{guarded.target}/metrics"], capture_output=True, text=True, check=False
     )
     assert done.stdout == "this is an HTTPS server: write https:// for http://\n"
-
-
-def test_prometheus_scrapes_through_tls(guarded, tmp_path):
-    """Up with everything; down with another authority, no certificate, an expired or foreign one."""
-
-    def job(name: str, pair=None, ca: Path | None = None) -> dict[str, object]:
-        tls = {"ca_file": str(ca or guarded.ca.cert)}
-        tls |= {"cert_file": str(pair.cert), "key_file": str(pair.key)} if pair else {}
-        return {
-            "job_name": name,
-            "scheme": "https",
-            "tls_config": tls,
-            "static_configs": [{"targets": [guarded.target]}],
-        }
-
-    jobs = [
-        job("good", guarded.client),
-        job("other authority", guarded.client, ca=guarded.other.cert),
-        job("no certificate"),
-        job("expired", guarded.expired),
-        job("stranger", guarded.stranger),
-    ]
-    with prometheus(tmp_path / "prometheus", {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}) as server:
-
-        def seen() -> dict[str, str]:
-            return {series["metric"]["job"]: series["value"][1] for series in server.query("up")}
-
-        wanted = {name["job_name"]: "1" if name["job_name"] == "good" else "0" for name in jobs}
-        eventually(lambda: seen() == wanted)
-        assert eventually(lambda: server.query('canaryd_build_info{job="good"}'))
-        assert server.query('canaryd_build_info{job!="good"}') == []
-    guarded.daemon.line("127.0.0.1 was not let in: ")
 
 
 def test_a_rotated_certificate_reaches_the_next_scrape(guarded):

@@ -154,17 +154,6 @@ def test_config_check_says_everything_at_once(tmp_path):
         assert any(f"{config}:{number}: " in line and words in line for line in lines), lines
 
 
-def test_config_check_refuses_an_endpoint_without_an_address(tmp_path):
-    """Whatever else it is given; exit 64. A name alone is a heading."""
-    rows = (({"timeout": "60s"}, 64), ({"apis": ["chat"]}, 64), (None, 0))
-    files = [tmp_path / f"{number}.yaml" for number in range(len(rows))]
-    for (settings, _), file in zip(rows, files, strict=True):
-        configure(tmp_path, endpoints={"main": settings}).rename(file)
-    answers = in_turn(*(("config", "check", "--config", file) for file in files))
-    for (_, code), answer in zip(rows, answers, strict=True):
-        assert (answer.code, "endpoints.main: url is missing" in answer.err) == (code, code == 64), answer
-
-
 def test_config_check_says_what_a_run_would_go_without(tmp_path):
     """Probes of no file, drop-ins that cannot be loaded, missing files: each on a line, all at once, exit 3."""
     gone = str(tmp_path / "gone")
@@ -208,30 +197,6 @@ def test_config_check_tells_live_that_torch_takes_long_and_once_that_it_is_lost(
     assert "SIGABRT" in lost
 
 
-def test_config_check_says_that_a_worker_command_is_not_there(tmp_path):
-    """A program that cannot be run here: nothing would be tested."""
-    config = tmp_path / "canaryd.yaml"
-    config.write_text(json.dumps({"worker": {"command": ["dokcer", "exec"]}}))
-    answer = canaryd("config", "check", "--config", config)
-    assert (answer.code, "worker.command: dokcer cannot be run here" in answer.err) == (3, True)
-
-
-def test_config_check_refuses_an_interpreter_that_cannot_run(tmp_path):
-    """One that is not there, is no program, or that the service's user may not reach: exit 64, with its name."""
-    text = tmp_path / "python3"
-    text.write_text("no program\n")
-    rows = (("/nonexistent/python", "no such file"), (text, "may not read and execute"), (sys.executable, ""))
-    files = [tmp_path / f"{number}.yaml" for number in range(len(rows))]
-    for (python, _), file in zip(rows, files, strict=True):
-        file.write_text(json.dumps({"worker": {"python": str(python)}}))
-    *refused, accepted = in_turn(*(("config", "check", "--config", file) for file in files))
-    for (python, words), file, answer in zip(rows, files, refused, strict=False):
-        assert (answer.code, answer.out) == (64, "")
-        assert answer.err.startswith(f"canaryd: {file}: worker.python: {python}: ")
-        assert words in answer.err
-    assert accepted.code == 0
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask for another user")
 def test_an_interpreter_that_the_service_may_not_reach_is_refused(tmp_path):
     """Root may run all of it, and the service cannot: the question is the service's."""
@@ -261,53 +226,6 @@ def test_config_schema_is_a_json_schema():
 
 
 # --- Wrong use -------------------------------------------------------------------------------------------------------
-
-
-WRONG_USE = (
-    ((), "the following arguments are required: COMMAND"),
-    (("chekc",), "invalid choice: 'chekc' (choose from "),
-    (("check", "--levle", "quick"), "unrecognized arguments: --levle quick"),
-    (("check", "--level", "quickly"), "invalid choice: 'quickly' (choose from "),
-    (("check", "--for", "1yr"), '"1yr" is not a duration; write e.g. "15m"'),
-    (("check", "--for", "30"), '"30" has no unit; write "30s"'),
-    (("check", "--wait", "-1s"), "--wait"),
-    (("check", "--seed", "-5"), "'-5' is not a seed"),
-    (("check", "--seed", "9007199254740992"), "'9007199254740992' is not a seed"),
-    (("check", "--seed", "1e3"), "'1e3' is not a seed"),
-    (("check", "--instruction-set", "avx9"), "invalid choice: 'avx9'"),
-    (("drill", "--fault", "fire"), "invalid choice: 'fire'"),
-    (("run", "--listen", "19469"), '"19469" is not HOST:PORT'),
-    (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
-    (("config", "chekc"), "invalid choice: 'chekc' (choose from "),
-    (("gate", "--on", "healthy"), "invalid choice: 'healthy' (choose from "),
-    (("statsu",), '; type "canaryd --help"'),
-    (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
-    (("check", "--config", "/"), "/: is a directory"),
-    (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
-    (("check", "--report", "/"), "--report /: cannot be written"),
-)
-"""What is typed, and what has to be said."""
-
-
-def test_wrong_use_is_told_in_words(tmp_path):
-    """Exit 64, nothing on standard output, and a sentence with what was given."""
-    answers = in_turn(*(arguments for arguments, _ in WRONG_USE), XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
-    for (arguments, said), answer in zip(WRONG_USE, answers, strict=True):
-        assert (answer.code, answer.out) == (64, ""), arguments
-        assert said in answer.err, arguments
-    assert list(tmp_path.iterdir()) == []  # none has even begun
-
-
-@pytest.mark.parametrize("command", ["check", "drill"])
-def test_an_unknown_device_or_probe_is_told_with_those_there_are(common, command):
-    """Both at once; exit 64, and nothing has run."""
-    unknown = (command, "--device", "cuda:99", "--device", "cpu", "--probe", "exact_matmull", *common)
-    answer, misspelt = in_turn(unknown, (command, "--device", "cpu0", "--probe", "pases", *common))
-    assert (answer.code, answer.out) == (64, "")
-    assert "--device cuda:99: no such device; this host has cpu:0" in answer.err
-    assert "--probe exact_matmull: no such probe; choose from passes" in answer.err
-    assert '--device cpu0: no such device; this host has cpu:0; did you mean "cpu:0"?' in misspelt.err
-    assert '--probe pases: no such probe; choose from passes; did you mean "passes"?' in misspelt.err
 
 
 def test_a_database_of_a_newer_canaryd_is_left_alone(common):
@@ -359,17 +277,6 @@ def test_a_case_is_judged_by_the_probes_that_have_it(tmp_path):
     common = ("--config", config, "--state-dir", tmp_path / "state")
     answer = canaryd("check", "--json", "--case", "int64/sum", *common)
     assert (answer.code, answer.document["state"]) == (0, "healthy"), answer
-
-
-def test_a_built_in_probe_names_its_nearest_cases(tmp_path):
-    """A real probe in a real worker."""
-    (tmp_path / "empty.yaml").touch()
-    pytest.importorskip("torch")
-    common = ("--config", tmp_path / "empty.yaml", "--state-dir", tmp_path / "state")
-    options = ("--level", "quick", "--device", "cpu", "--probe", "exact_integer", "--case", "int64/cumsumm")
-    answer = canaryd("check", *options, *common)
-    assert (answer.code, answer.out) == (64, "")
-    assert "--case int64/cumsumm: no such case in exact_integer; the nearest are int64/cumsum/fresh" in answer.err
 
 
 def test_nothing_is_reported_of_a_device_without_a_record(tmp_path):
@@ -427,16 +334,6 @@ def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
     assert done.returncode == 3
     assert "half an upgrade" in done.stderr
     assert "the state of this machine is unknown" in done.stderr
-
-
-def test_a_file_is_no_state_directory(tmp_path):
-    """A state directory that is a file is a mistake to be told, not a reason to run unrecorded."""
-    wrong = tmp_path / "file"
-    wrong.touch()
-    for command in ("check", "status", "run"):
-        answer = canaryd(command, "--config", configure(tmp_path, "passes"), "--state-dir", wrong)
-        assert answer.code == 64
-        assert answer.err == f"canaryd: {wrong}: not a directory; give a directory with --state-dir or state_dir\n"
 
 
 @pytest.mark.parametrize("columns", [60, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 120))])

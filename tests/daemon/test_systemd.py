@@ -78,13 +78,6 @@ def test_a_start_says_what_the_unit_lets_through(ear, tmp_path):
 # --- The protocol ----------------------------------------------------------------------------------------------------
 
 
-def test_the_variables_are_taken_out():
-    """No child can speak for the daemon; other variables stay."""
-    given = {"NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": str(os.getpid()), "LANG": "C"}
-    assert systemd.take(given) == systemd.Manager(address="/run/x", watchdog=3.0)
-    assert given == {"LANG": "C"}
-
-
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
@@ -119,13 +112,6 @@ def test_a_manager_that_is_gone_or_deaf_costs_nothing(tmp_path, monkeypatch):
         deaf.bind(str(tmp_path / "deaf"))
         manager = systemd.Manager(address=str(tmp_path / "deaf"))
         assert any(not manager.tell("STATUS=" + "x" * 1000) for _ in range(100_000))
-
-
-def test_a_reload_is_dated_by_the_monotonic_clock():
-    """As sd_notify(3) wants it, in microseconds."""
-    first, second = systemd.reloading()
-    assert first == "RELOADING=1"
-    assert abs(int(second.removeprefix("MONOTONIC_USEC=")) / 1e6 - time.monotonic()) < 60
 
 
 # --- The daemon ------------------------------------------------------------------------------------------------------

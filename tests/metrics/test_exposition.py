@@ -17,7 +17,6 @@ from canaryd.metrics.exposition import (
     OPENMETRICS,
     TEXT,
     Exemplar,
-    Exposition,
     Family,
     Page,
     Prepared,
@@ -205,12 +204,6 @@ def test_a_real_prometheus_reads_it_with_exemplars(tmp_path):
     finally:
         one.close()
         other.close()
-
-
-def test_a_page_without_series():
-    """Before there is evidence the page is empty, in both formats."""
-    empty = Exposition(Page({}))
-    assert (empty.text.body, empty.openmetrics.body) == (b"", b"")
 
 
 def test_a_real_daemon_shows_periods_words_and_runs(tmp_path):

@@ -207,25 +207,6 @@ def test_documentation():
         assert (unit_of(name) or "1") == unit, name
 
 
-def test_process_metrics_are_those_of_this_process():
-    """The daemon's own memory and descriptors can be read beside the prepared page."""
-    page = live()
-    assert select(page, "process_resident_memory_bytes")[0] > 1e6
-    assert select(page, "process_open_fds")[0] > 2
-
-
-def test_what_happened_is_counted_from_zero():
-    """Common Xids and known components start at 0 on a device that can have them; rare ones appear when they occur."""
-    bad = gpu(1)
-    page = render(example())
-    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="79") == [2.0]
-    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="160") == [1.0]
-    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="31") == [0.0]
-    assert select(page, "canaryd_stack_changes_total", device=bad.uuid, component="serial") == [0.0]
-    cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC")
-    assert not select(render(snapshot(view(cpu))), "canaryd_xid_errors_total")
-
-
 @pytest.mark.parametrize(
     "reading",
     [
@@ -242,31 +223,6 @@ def test_a_reading_that_is_no_metric_is_not_shown(reading):
     assert not select(page, f"canaryd_{reading.name}")
 
 
-def test_telemetry_probes_have_no_mismatches():
-    """A poll compares nothing: it shows outcomes, duration and age, but neither trials nor mismatches."""
-    page = render(example())
-    mine = {name for name, labels in samples(page) if ("probe", "nvidia_telemetry") in labels}
-    assert mine == {
-        "canaryd_probe_runs_total",
-        "canaryd_probe_duration_seconds",
-        "canaryd_probe_last_success_timestamp_seconds",
-        "canaryd_probe_period_seconds",
-        "canaryd_readings_absent",
-    }
-
-
-def test_state_and_cause_are_state_sets():
-    """Exactly one state and one cause are 1; all the others are there and 0."""
-    page = render(example())
-    for name, label, kind, bad in (
-        ("canaryd_device_state", "state", State, "faulty"),
-        ("canaryd_device_cause", "cause", Cause, "hardware"),
-    ):
-        for member in kind:
-            wanted = float(member.value == bad)
-            assert select(page, name, device="GPU-0001", **{label: member.value}) == [wanted]
-
-
 def test_no_verdict_is_unknown():
     """A device that was never judged is unknown, cause undetermined, and has no time of judgement."""
     page = render(snapshot(view(gpu())))
@@ -276,44 +232,10 @@ def test_no_verdict_is_unknown():
     assert not select(page, "canaryd_device_verdict_timestamp_seconds")
 
 
-def test_counters_start_at_zero():
-    """A planned probe shows all its counters as 0 before its first run, so that increase() sees a first mismatch."""
-    page = render(snapshot(view(gpu(), periods={"exact_matmul": 600.0})))
-    assert select(page, "canaryd_probe_runs_total", probe="exact_matmul") == [0.0] * len(Outcome)
-    for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
-        assert select(page, f"canaryd_{name}_total", probe="exact_matmul") == [0.0]
-    assert not select(page, "canaryd_probe_duration_seconds")
-
-
-def test_vanished_device():
-    """A vanished device keeps its presence, 0, its identity and the verdict, so that no alarm ends with the part."""
-    page = render(example())
-    left = {name for name, labels in samples(page) if ("device", "GPU-0003") in labels}
-    verdict = {"canaryd_device_state", "canaryd_device_cause", "canaryd_device_acknowledged"}
-    times = {f"canaryd_device_{name}_timestamp_seconds" for name in ("verdict", "state_since")}
-    assert left == {"canaryd_device_present", "canaryd_device_info", *verdict, *times}
-    assert select(page, "canaryd_device_present", device="GPU-0003") == [0.0]
-
-
-def test_forgotten_device():
-    """Counters of a device that is no longer known are left out."""
-    assert b"GPU-forgotten" not in render(example())
-
-
 def test_expected_devices_only_if_configured():
     """Without an expectation there is no series, rather than a 0."""
     assert select(render(snapshot(expected_devices=0)), "canaryd_devices_expected") == [0.0]
     assert not select(render(snapshot()), "canaryd_devices_expected")
-
-
-def test_drills_are_shown_apart():
-    """A drill that finds a fault leaves state and counters of the device as they were."""
-    page = render(example())
-    assert select(page, "canaryd_drill_device_state", device="GPU-0000", state="faulty") == [1.0]
-    assert select(page, "canaryd_device_state", device="GPU-0000", state="healthy") == [1.0]
-    assert select(page, "canaryd_drill_mismatches_total", device="GPU-0000", probe="exact_matmul") == [3.0]
-    assert select(page, "canaryd_probe_mismatches_total", device="GPU-0000", probe="exact_matmul") == [0.0]
-    assert not select(page, "canaryd_drill_device_state", device="GPU-0001")
 
 
 def test_a_drill_cannot_pass_for_evidence():
@@ -409,15 +331,6 @@ def test_what_people_and_programs_write_is_no_label():
         page = render(node(1, text=f"words of moment {index}"))
         assert b"words of moment" not in page
         assert series(page) == series(render(node(1)))
-
-
-def test_a_device_joins_with_other_exporters_by_its_uuid():
-    """The label `device` is the uuid as NVML writes it, on every series of a device; no other label repeats it."""
-    uuid = gpu().uuid
-    page = render(example())
-    of = [dict(labels) for _, labels in samples(page) if uuid in dict(labels).values()]
-    assert of
-    assert all(labels["device"] == uuid for labels in of)
 
 
 # --- OpenMetrics --------------------------------------------------------------------------------------------------

@@ -6,23 +6,18 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from canaryd.facts import Reading
 from canaryd.model import Outcome
-from canaryd.probe import Absent
 from canaryd.supervisor import protocol
 from canaryd.supervisor.protocol import WorkerSpec, new_run_id
 from canaryd.supervisor.series import Series
-from tests.command import children, eventually
-from tests.supervisor.workers import PATIENCE, PROBES, gone, pid_in, readings, request, run_once
+from tests.command import children
+from tests.supervisor.workers import PATIENCE, gone, pid_in, readings, request, run_once
 
 # --- What a good run is made of --------------------------------------------------------------------------------------
 
@@ -256,68 +251,6 @@ def test_close_ends_a_busy_worker_within_the_grace():
     assert children() == before
 
 
-@pytest.mark.parametrize("name", ["hangs", "hangs_ignoring_sigterm"])
-def test_a_killed_supervisor_leaves_no_orphans(name):
-    """After kill -9 of the daemon, worker and children see the end of their input and go."""
-    script = f"""
-        from pathlib import Path
-        from canaryd.model import Device
-        from canaryd.probe import ProbeSpec
-        from canaryd.supervisor.protocol import RunRequest, WorkerSpec; from canaryd.supervisor.series import Series
-        import os, threading, time
-        def tell():
-            while True:
-                time.sleep(0.1)
-                path = f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children"
-                for task in os.listdir("/proc/self/task"):
-                    for pid in open(f"/proc/self/task/{{task}}/children").read().split():
-                        print(pid, flush=True)
-        threading.Thread(target=tell, daemon=True).start()
-        device = Device(uuid="CPU-test", backend="cpu", index=0, model="x")
-        path = Path({str(PROBES / name)!r} + ".py")
-        spec = ProbeSpec(name={name!r}, summary="x")
-        with Series(WorkerSpec()) as series:
-            series.run(RunRequest(probe_path=path, spec=spec, device=device, level="quick", seed=1), 60.0)
-    """
-    daemon = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    assert daemon.stdout is not None
-    with daemon.stdout:
-        worker = int(daemon.stdout.readline())
-        time.sleep(0.7)  # as a rule it hangs by then
-        listed = Path(f"/proc/{worker}/task/{worker}/children")
-        if name == "hangs_ignoring_sigterm":  # it starts one before it hangs
-            eventually(listed.read_text)
-        family = [worker, *map(int, listed.read_text().split())]
-        daemon.kill()
-        daemon.wait()
-    assert all(gone(pid) for pid in family)
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        None,
-        [],
-        ["name"],
-        ["name", 1],
-        ["name", 1, "unit"],
-        ["name", "why"],
-        ["name", "why", "999"],
-        ["name", "why", 2**63],
-        ["name", None, "unit", {}],
-        [1, 1, "unit", {}],
-        ["name", 1, 1, {}],
-        ["name", 1, "unit", []],
-        ["name", 1, "unit", {"label": 1}],
-        ["name", [1], "unit", {}],
-    ],
-)
-def test_what_stands_for_no_reading_is_refused(item):
-    """Readings are taken apart by hand, and as strictly as every other message."""
-    with pytest.raises(ValueError, match="not a reading"):
-        protocol.parse_fact(item)
-
-
 @pytest.mark.parametrize(
     "sent",
     [
@@ -344,16 +277,6 @@ def test_readings_of_more_than_64_bits_are_refused(value):
     """A number that no double holds would cost the whole page of metrics."""
     with pytest.raises(ValueError, match="has more than 64 bits"):
         protocol.Facts().add("readings", {"values": [["energy_joules", value, "joules", {}]]})
-
-
-def test_readings_arrive_as_they_were_yielded():
-    """Name, value with its type, unit, labels; an absence with its reason and the driver's code."""
-    assert protocol.parse_fact(["a", True, "1", {"b": "c"}]) == Reading(
-        name="a", value=True, unit="1", labels={"b": "c"}
-    )
-    assert protocol.parse_fact(["a", 2**60, "", {}]).value == 2**60
-    assert protocol.parse_fact(["a", "why", 0]) == Absent(name="a", reason="why")
-    assert protocol.parse_fact(["a", "why", 999]) == Absent(name="a", reason="why", code=999)
 
 
 def test_polls_share_their_texts():
