@@ -24,7 +24,7 @@ from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.phrases import reason_of
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import UNBROKEN, typed
-from canaryd.store.locks import Busy, Unreadable, user_name
+from canaryd.store.locks import Unreadable, user_name
 from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
@@ -33,8 +33,6 @@ MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir
 """What to do where a command cannot store what it found."""
 RELEASE_PERIOD = 1.0
 """Seconds between two looks at what `canaryd release` asks for."""
-ANSWER_PATIENCE = 3600.0
-"""Seconds that a capture or a comparison may take: a large model is read from a disk."""
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -276,36 +274,3 @@ def make_engine(settings: Config, store: Store) -> Engine:
     stop_on_signals(engine)
     engine.discover(complain)
     return engine
-
-
-def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
-    """Return what a module of the worker answers; None, with a complaint, where it does not."""
-    printer = ProgressPrinter()
-    try:
-        outcome, answer, detail = engine.answer(
-            device,
-            module,
-            arguments,
-            timeout=ANSWER_PATIENCE,
-            wait=wait,
-            on_wait=printer.waiting,
-            on_progress=lambda fraction, text: printer.moving(fraction, f"{module} {text}"),
-        )
-    except Busy as busy:
-        outcome, answer, detail = Outcome.ERRORED, {}, str(busy)
-    printer.clear()
-    if outcome is Outcome.COMPLETED:
-        return answer
-    complain(f"{module} {OUTCOMES[outcome][1]}: {detail or 'no reason given'}")
-    return None
-
-
-def ask_processor(
-    command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
-) -> dict[str, Any] | None:
-    """Return what `ask` does of this host's processor, whose worker has torch; also None where it cannot be started."""
-    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
-    if cpu is None:
-        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
-        return None
-    return ask(engine, cpu, module, arguments, wait)

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from canaryd.config import permissions
 from canaryd.config.schema import Each, Notes, Section, document, example_lines
 from canaryd.config.settings import Config
 from canaryd.config.values import PATH
-from canaryd.facts import printable
 
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 MAX_FILE_BYTES = 1 << 20
@@ -32,26 +31,6 @@ class ConfigError(Exception):
         self.problems = problems
 
 
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (
-        ("worker.python", "worker.command"),
-        lambda c: c.worker.python is not None and bool(c.worker.command),
-        "worker.python and worker.command are both set; remove one",
-    ),
-    (
-        ("store.keep_successes", "store.keep_failures"),
-        lambda c: c.store.keep_failures < c.store.keep_successes,
-        "failures would be deleted before successes; make store.keep_failures at least as long as store.keep_successes",
-    ),
-    (
-        ("store.keep_failures",),
-        lambda c: c.store.keep_failures < c.judge.watch,
-        'failures would be deleted while they count; write at least "30d"',
-    ),
-)
-"""Rules between settings: (settings, whether the rule is broken, message). Reported at the last of the settings."""
-
-
 def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
     """Read `path`, else the file that $CANARYD_CONFIG names, else `system_file`; without it, return the defaults.
 
@@ -60,34 +39,33 @@ def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
     named = os.environ.get("CANARYD_CONFIG", "")
     file = path or (Path(named) if named else system_file)
     by = "" if path or not named else " (named by $CANARYD_CONFIG)"
-    if not path and not named:
-        try:
-            file.stat()
-        except FileNotFoundError:
-            return Config()
-        except OSError:
-            pass  # reported below, as for any other file
-    data = read_bytes(file, by)
+    try:
+        data = _read(file, by)
+    except FileNotFoundError:
+        if path or named:
+            raise ConfigError([f"{file}: no such file{by}; name an existing file, or leave it out"]) from None
+        return Config()
     notes = Notes()
     node = document(data, notes)
     config = (Section(Config).read(node, "", notes) if node else None) or Config()
     _check_rules(config, notes)
-    raise_problems(file, notes)
+    if notes.problems:
+        raise ConfigError(notes.told(file))
     return dataclasses.replace(config, file=file)
 
 
-def read_bytes(file: Path, by: str = "") -> bytes:
+def _read(file: Path, by: str) -> bytes:
     """Return the content of a configuration file; `by` says who named it.
 
-    Raises `ConfigError` where the file cannot be read, is too large, or where users other than root and this one could
-    have written it: it names programs to run, and decides who may read the evidence.
+    Raises `FileNotFoundError`, and `ConfigError` where the file cannot be read, is too large, or where users other than
+    root and this one could have written it: it names programs to run, and decides who may read the evidence.
     """
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
         doubt = permissions.doubt(file)
     except FileNotFoundError:
-        raise ConfigError([f"{file}: no such file{by}; name an existing file, or leave it out"]) from None
+        raise
     except IsADirectoryError:
         raise ConfigError([f"{file}: is a directory{by}; name a YAML file"]) from None
     except OSError as error:
@@ -101,31 +79,33 @@ def read_bytes(file: Path, by: str = "") -> bytes:
     return data
 
 
-def raise_problems(file: Path, notes: Notes) -> None:
-    """Raise `ConfigError` with all problems of a file in file order; do nothing where there are none."""
-    if notes.problems:
-        in_order = sorted(notes.problems, key=lambda problem: problem[0])
-        lines = (f"{file}:{line}: {f'{where}: ' if where else ''}{text}" for line, where, text in in_order)
-        raise ConfigError(list(map(printable, lines)))
-
-
 def _check_rules(config: Config, notes: Notes) -> None:
+    """Note settings that do not go together, unless one of them is wrong by itself."""
     wrong = {where for _, where, _ in notes.problems}
+    for where, text in list(_contradictions(config, notes.lines, wrong)):
+        if where not in wrong:
+            notes.add_at(where, text)
+
+
+def _contradictions(config: Config, given: Collection[str], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (setting, what is wrong with it) for settings that do not go together."""
+    store = config.store
+    if config.worker.python and config.worker.command:
+        yield "worker.python", "worker.python and worker.command are both set; remove one"
+    if "store.keep_failures" in given and store.keep_failures < config.judge.watch:
+        yield "store.keep_failures", 'failures would be deleted while they count; write at least "30d"'
+    elif store.keep_failures < store.keep_successes:
+        text = "successes would be kept for longer than failures; make it at most as long as store.keep_failures"
+        yield "store.keep_successes", text
     for name, endpoint in config.endpoints.each.items():
         where = f"endpoints.{name}"
-        has_settings = any(line.startswith(f"{where}.") for line in notes.lines)
-        if not endpoint.url and has_settings and f"{where}.url" not in wrong:
-            notes.add_at(where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
-        for unused in (name for name in ("directory", "prompts") if f"{where}.{name}" in notes.lines):
-            if endpoint.exact is not None:
-                text = "has no use beside exact, which names the checkpoint and its prompts; remove one of them"
-                notes.add_at(f"{where}.{unused}", text)
+        if not endpoint.url and f"{where}.url" not in wrong and any(n.startswith(f"{where}.") for n in given):
+            yield where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"'
+        for unused in (f"{where}.{setting}" for setting in ("directory", "prompts")):
+            if endpoint.exact is not None and unused in given:
+                yield unused, "has no use beside exact, which names the checkpoint and its prompts; remove one of them"
         if endpoint.command is not None and (text := _bad_command(endpoint.command)):
-            notes.add_at(f"{where}.command", text)
-    for names, broken, message in _RULES:
-        given = [(notes.lines[name], name) for name in names if name in notes.lines]
-        if given and not wrong.intersection(names) and broken(config):
-            notes.problems.append((*max(given), message))
+            yield f"{where}.command", text
 
 
 def _bad_command(command: str) -> str:

@@ -14,6 +14,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
@@ -121,6 +122,11 @@ class Notes:
         line = next((self.lines[place] for place in places if place in self.lines), 1)
         self.problems.append((line, where, message))
 
+    def told(self, file: Path) -> list[str]:
+        """Return the mistakes in a file in its order, each as "FILE:LINE: setting: message"."""
+        found = sorted(self.problems, key=lambda problem: problem[0])
+        return [printable(f"{file}:{line}: {f'{where}: ' if where else ''}{text}") for line, where, text in found]
+
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
         """Yield (key as typed, key node, value node); note keys that are given twice or are not names.
 
@@ -165,7 +171,7 @@ def document(data: bytes, notes: Notes) -> yaml.Node | None:
 # --- Kinds of settings -----------------------------------------------------------------------------------------------
 
 
-class Kind(Protocol):
+class _Kind(Protocol):
     """The type of a setting."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
@@ -342,7 +348,7 @@ def _settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 def _read_setting(setting: dataclasses.Field[Any], node: yaml.Node, where: str, notes: Notes) -> Any:
     notes.lines[where] = node.start_mark.line + 1
-    kind: Kind = setting.metadata["kind"]
+    kind: _Kind = setting.metadata["kind"]
     if _type(node) == "null" and not isinstance(kind, Section):
         if setting.metadata["default"] != "null":
             notes.add(node, where, "no value is given; write one, or remove the line for the default")
@@ -350,7 +356,7 @@ def _read_setting(setting: dataclasses.Field[Any], node: yaml.Node, where: str, 
     return kind.read(node, where, notes)
 
 
-def setting(kind: Kind, default: str, doc: str, *, sample: str = "", factory: Callable[[], Any] | None = None) -> Any:
+def setting(kind: _Kind, default: str, doc: str, *, sample: str = "", factory: Callable[[], Any] | None = None) -> Any:
     """Declare a setting. `default` and `sample` are YAML text; `example()` shows `sample` if there is one."""
     notes = Notes()
     node = _compose(default)

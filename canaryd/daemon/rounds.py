@@ -236,7 +236,7 @@ class Rounds:
         newest = {r.probe: r.seconds for r in engine.evidence(uuid) if r.whole and not r.drill}
         return budget.worked(sum(newest.get(n, 0.0) for n in names if engine.entries[n].spec.numeric))
 
-    def _facts(self, device: Device, expected: float = 0.0) -> budget.Facts:
+    def _facts(self, device: Device, expected: float = 0.0) -> budget.Conditions:
         engine, now = self._engine, time.time()
         return budget.facts(
             device,
@@ -247,7 +247,7 @@ class Rounds:
             expected=expected,
         )
 
-    def _waits(self, device: Device, purpose: str, facts: budget.Facts | None = None) -> bool:
+    def _waits(self, device: Device, purpose: str, facts: budget.Conditions | None = None) -> bool:
         """Return whether something that is due has to wait; log, count and publish why."""
         found = budget.wait(self._engine.config.budget, facts or self._facts(device), purpose)
         if found and self._engine.account.withhold(device.uuid, found, time.time()):

@@ -61,7 +61,7 @@ CONTEXT = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Conditions:
     """What is known of a device at one moment. None means unknown, which postpones nothing."""
 
     now: float
@@ -95,7 +95,7 @@ class Wait:
     """The reason in words: what was measured, and the limit."""
 
 
-def others(facts: Facts) -> str:
+def others(facts: Conditions) -> str:
     """Return what shows that another process uses an accelerator on which canaryd runs nothing; "" for nothing.
 
     Processors are not meant: there something always computes.
@@ -109,7 +109,7 @@ def others(facts: Facts) -> str:
     return ""
 
 
-def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
+def wait(policy: BudgetConfig, facts: Conditions, purpose: str) -> Wait | None:
     """Return the most binding reason to postpone a series; None if it may run."""
     for reason in _REASONS_FOR[purpose]:
         if text := _CHECKS[reason](policy, facts):
@@ -117,7 +117,7 @@ def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
     return None
 
 
-def _compute_mode(_: BudgetConfig, facts: Facts) -> str:
+def _compute_mode(_: BudgetConfig, facts: Conditions) -> str:
     if facts.mode == PROHIBITED:
         return "the compute mode prohibits computing"
     if facts.mode.startswith(EXCLUSIVE) and facts.processes == 0:
@@ -125,14 +125,14 @@ def _compute_mode(_: BudgetConfig, facts: Facts) -> str:
     return ""  # another process holds it: the worker tries, and succeeds if that is MPS
 
 
-def _memory(policy: BudgetConfig, facts: Facts) -> str:
+def _memory(policy: BudgetConfig, facts: Conditions) -> str:
     wanted = policy.memory + FREE + (CONTEXT if facts.accelerator else 0)
     if facts.free is None or facts.free >= wanted:
         return ""
     return f"{facts.free >> 20:,} MiB of memory free, {wanted >> 20:,} MiB needed"
 
 
-def _quiet_hours(policy: BudgetConfig, facts: Facts) -> str:
+def _quiet_hours(policy: BudgetConfig, facts: Conditions) -> str:
     local = datetime.fromtimestamp(facts.now).astimezone()
     minute = 60 * local.hour + local.minute
     for begin, end in policy.quiet_hours:
@@ -141,7 +141,7 @@ def _quiet_hours(policy: BudgetConfig, facts: Facts) -> str:
     return ""
 
 
-def _heat(_: BudgetConfig, facts: Facts) -> str:
+def _heat(_: BudgetConfig, facts: Conditions) -> str:
     if facts.margin is None or facts.margin >= HEADROOM:
         return ""
     if facts.margin < 0:
@@ -149,21 +149,21 @@ def _heat(_: BudgetConfig, facts: Facts) -> str:
     return f"{facts.margin:.0f} °C below its throttle point ({HEADROOM:g} °C needed)"
 
 
-def _load(policy: BudgetConfig, facts: Facts) -> str:
+def _load(policy: BudgetConfig, facts: Conditions) -> str:
     if policy.busy >= 1 or facts.busy is None or facts.busy < policy.busy:
         return ""
     what = "device" if facts.accelerator else "CPU"
     return f"{what} load is {100 * facts.busy:.0f} % (limit {100 * policy.busy:g} %)"
 
 
-def _share(policy: BudgetConfig, facts: Facts) -> str:
+def _share(policy: BudgetConfig, facts: Conditions) -> str:
     limit = policy.share * HOUR
     if not facts.spent or facts.spent + facts.expected <= limit:
         return ""  # the first round of an hour always runs, because only then its time is known
     return f"{facts.spent:.1f} s used this hour, this needs {facts.expected:.1f} s, limit {limit:g} s"
 
 
-_CHECKS: Mapping[str, Callable[[BudgetConfig, Facts], str]] = {
+_CHECKS: Mapping[str, Callable[[BudgetConfig, Conditions], str]] = {
     "compute_mode": _compute_mode,
     "memory": _memory,
     "quiet_hours": _quiet_hours,
@@ -175,7 +175,7 @@ _CHECKS: Mapping[str, Callable[[BudgetConfig, Facts], str]] = {
 
 def facts(
     device: Device, own: Iterable[Reading], whole: Iterable[Reading] = (), *, now: float, spent: float, expected: float
-) -> Facts:
+) -> Conditions:
     """Return the facts in the fresh readings of a device; `whole` are those of the device that it is an instance of.
 
     An instance of a divided device has its own memory, and shares heat and the compute mode.
@@ -192,7 +192,7 @@ def facts(
         load, cores = _one(mine, "load_average"), _one(mine, "cpu_cores", state="online")
         busy = [load / cores] if load is not None and cores else []
     processes = _one(mine, "compute_processes")
-    return Facts(
+    return Conditions(
         now=now,
         accelerator=device.unit != "cpu",
         spent=spent,

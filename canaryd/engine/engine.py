@@ -275,7 +275,7 @@ class Engine(Host):
                 raise Busy(f"{device.name}: {who}; {held.text}")
         return found
 
-    def _look(self, device: Device) -> budget.Facts:
+    def _look(self, device: Device) -> budget.Conditions:
         """Return what the driver says of an accelerator at this moment; where it gives no answer, what it said last."""
         now = self.clock()
         own, whole = (

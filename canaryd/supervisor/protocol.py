@@ -163,7 +163,7 @@ def parse_fact(item: Any) -> Reading | Absent:
 
 
 @dataclass
-class Facts:
+class RunFacts:
     """The facts of a run, as they arrive."""
 
     readings: list[Reading] = field(default_factory=list)

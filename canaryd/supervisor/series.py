@@ -26,9 +26,9 @@ from canaryd.supervisor.process import MAX_RUN, MAX_TOLD, LostError, Worker
 from canaryd.supervisor.protocol import (
     Answer,
     Description,
-    Facts,
     Listing,
     Reach,
+    RunFacts,
     RunRequest,
     WorkerSpec,
     new_run_id,
@@ -36,8 +36,6 @@ from canaryd.supervisor.protocol import (
 )
 from canaryd.supervisor.slot import Slot, decoding
 
-GRACE = 2.0
-"""Seconds that a worker gets to end by itself before it is killed."""
 STARVED = 4.0
 """How many times its timeout a low-priority worker may wait for a core in addition, before it counts as hung (ours)."""
 IMPORT = 120.0
@@ -60,7 +58,7 @@ class Series:
         spec: WorkerSpec,
         *,
         instruction_set: str = "",
-        grace: float = GRACE,
+        grace: float = 2.0,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
         """`grace`: seconds between SIGTERM and SIGKILL. Raises `ValueError` for an unknown instruction set."""
@@ -280,7 +278,7 @@ class Series:
         Never raises for what a worker does. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
-        run, facts, ready_at, worker = new_run_id(started), Facts(), None, None
+        run, facts, ready_at, worker = new_run_id(started), RunFacts(), None, None
         try:
             worker = self._slot.ready(deadline)
             ready_at = time.monotonic()
@@ -352,7 +350,7 @@ class Series:
             "timeout": timeout,
         }
 
-    def _receive_result(self, worker: Worker, run: str, facts: Facts, deadline: float) -> Answer:
+    def _receive_result(self, worker: Worker, run: str, facts: RunFacts, deadline: float) -> Answer:
         """Collect the facts of a run until its result arrives, and return that."""
         while True:
             message = self._slot.receive(worker, deadline)

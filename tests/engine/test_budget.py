@@ -13,7 +13,7 @@ import pytest
 from canaryd.config.load import ConfigError, load
 from canaryd.config.settings import BudgetConfig
 from canaryd.engine import budget
-from canaryd.engine.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Facts, Wait
+from canaryd.engine.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Conditions, Wait
 from canaryd.facts import Reading
 from canaryd.model import Device, Outcome, Run
 from tests.engine.budgets import CPU, GIB, GPU, NOW, Clock, reading
@@ -65,26 +65,26 @@ NEED = 2 * GIB
 def test_each_reason_from_both_sides(policy, utc, reason, changed, waits, runs):
     """A round waits on one side of each limit and runs on the other; the reason is told in words."""
     policy = BudgetConfig(**changed)
-    found = budget.wait(policy, Facts(**{"now": NOW} | waits), ROUND)
+    found = budget.wait(policy, Conditions(**{"now": NOW} | waits), ROUND)
     assert found is not None
     assert (found.reason, bool(found.text)) == (reason, True)
-    assert budget.wait(policy, Facts(**{"now": NOW} | runs), ROUND) is None
+    assert budget.wait(policy, Conditions(**{"now": NOW} | runs), ROUND) is None
 
 
 def test_a_limit_of_one_is_no_limit_of_load():
     """It runs however busy the device is."""
-    assert budget.wait(BudgetConfig(busy=1.0), Facts(now=NOW, busy=1.0), ROUND) is None
+    assert budget.wait(BudgetConfig(busy=1.0), Conditions(now=NOW, busy=1.0), ROUND) is None
 
 
 def test_nothing_known_holds_nothing_back(policy):
     """A device that says nothing is tested."""
-    assert budget.wait(policy, Facts(now=NOW), ROUND) is None
+    assert budget.wait(policy, Conditions(now=NOW), ROUND) is None
 
 
 def test_the_first_round_runs_whatever_it_may_take(policy):
     """How long it takes is known afterwards; one that is dearer than a whole hour's share would never run otherwise."""
-    assert budget.wait(policy, Facts(now=NOW, expected=100.0), ROUND) is None
-    assert budget.wait(policy, Facts(now=NOW, expected=100.0, spent=0.1), ROUND) is not None
+    assert budget.wait(policy, Conditions(now=NOW, expected=100.0), ROUND) is None
+    assert budget.wait(policy, Conditions(now=NOW, expected=100.0, spent=0.1), ROUND) is not None
 
 
 ALL = {
@@ -112,7 +112,7 @@ def test_who_waits_for_what(purpose, heeded):
     for reason, fields in ALL.items():
         hours = ((0, 1440),) if reason == "quiet_hours" else ()
         policy = BudgetConfig(quiet_hours=hours)
-        if held := budget.wait(policy, Facts(now=NOW, **fields), purpose):
+        if held := budget.wait(policy, Conditions(now=NOW, **fields), purpose):
             assert held.reason == reason
             found.add(reason)
     assert found == heeded
@@ -121,7 +121,7 @@ def test_who_waits_for_what(purpose, heeded):
 def test_the_most_binding_reason_is_told():
     """One that nothing overrules comes before one that waiting mends."""
     policy = BudgetConfig(quiet_hours=((0, 1440),))
-    found = budget.wait(policy, Facts(now=NOW, free=0, busy=1.0), ROUND)
+    found = budget.wait(policy, Conditions(now=NOW, free=0, busy=1.0), ROUND)
     assert found is not None
     assert found.reason == "memory"
 
@@ -140,7 +140,7 @@ def test_quiet_hours(utc, hours, quiet, loud):
 
     def waits(clock: str) -> bool:
         at = datetime.fromisoformat(f"2026-05-04T{clock}:00+00:00").timestamp()
-        return budget.wait(policy, Facts(now=at), ROUND) is not None
+        return budget.wait(policy, Conditions(now=at), ROUND) is not None
 
     assert [waits(clock) for clock in quiet] == [True] * len(quiet)
     assert [waits(clock) for clock in loud] == [False] * len(loud)
@@ -151,13 +151,13 @@ def test_quiet_hours_are_local(monkeypatch):
     monkeypatch.setenv("TZ", "XYZ-8")
     time.tzset()
     try:
-        assert budget.wait(BudgetConfig(quiet_hours=((1200, 1260),)), Facts(now=NOW), ROUND) is not None
+        assert budget.wait(BudgetConfig(quiet_hours=((1200, 1260),)), Conditions(now=NOW), ROUND) is not None
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
-def known(device: Device, *own: Reading, whole: tuple[Reading, ...] = ()) -> Facts:
+def known(device: Device, *own: Reading, whole: tuple[Reading, ...] = ()) -> Conditions:
     return budget.facts(device, own, whole, now=NOW, spent=1.0, expected=2.0)
 
 
@@ -213,7 +213,7 @@ def test_facts_of_an_instance():
 
 def test_facts_of_a_silent_device():
     """What is not read is not known, and text is no number."""
-    assert known(GPU, Reading(name="temperature_margin_celsius", value="n/a")) == Facts(
+    assert known(GPU, Reading(name="temperature_margin_celsius", value="n/a")) == Conditions(
         now=NOW, spent=1.0, expected=2.0
     )
 
@@ -240,7 +240,7 @@ def test_default_rounds_keep_the_default_share(policy):
     for _ in range(24 * 720):
         clock.now += 5.0
         due = clock.now % 1800.0 == 0.0 or account.withheld("a") is not None
-        facts = Facts(now=clock.now, spent=account.spent("a"), expected=account.cost("a", ("p",)))
+        facts = Conditions(now=clock.now, spent=account.spent("a"), expected=account.cost("a", ("p",)))
         if due and (held := budget.wait(policy, facts, ROUND)):
             account.withhold("a", held, clock.now)
         elif due:

@@ -263,7 +263,7 @@ def test_close_ends_a_busy_worker_within_the_grace():
 )
 def test_counts_that_no_store_holds_are_refused(sent):
     """They break the protocol: the run is garbled, and costs no other one."""
-    facts = protocol.Facts()
+    facts = protocol.RunFacts()
     common = {"case": "c", "shape": "", "seed": 1, "exactness": "U"}
     *first, last = ({"type": "Comparison", "value": common | count} for count in sent)
     for fact in first:
@@ -276,7 +276,7 @@ def test_counts_that_no_store_holds_are_refused(sent):
 def test_readings_of_more_than_64_bits_are_refused(value):
     """A number that no double holds would cost the whole page of metrics."""
     with pytest.raises(ValueError, match="has more than 64 bits"):
-        protocol.Facts().add("readings", {"values": [["energy_joules", value, "joules", {}]]})
+        protocol.RunFacts().add("readings", {"values": [["energy_joules", value, "joules", {}]]})
 
 
 def test_polls_share_their_texts():

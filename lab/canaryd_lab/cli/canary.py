@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.cli.arguments import USAGE, Commands, add_wait, seed
-from canaryd.cli.common import ask_processor, complain, make_engine, open_store, say
+from canaryd.cli.common import complain, make_engine, open_store, say
 from canaryd.config.settings import Config
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
+from canaryd_lab.cli.asking import ask_processor
 
 CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
 MAX_CONFIG_BYTES = 1 << 20

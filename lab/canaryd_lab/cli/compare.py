@@ -8,8 +8,6 @@ from pathlib import Path
 
 from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait, seed
 from canaryd.cli.common import (
-    ask,
-    ask_processor,
     complain,
     device_names,
     is_released,
@@ -29,6 +27,7 @@ from canaryd.engine.schedule import new_seed
 from canaryd.facts import DTYPES
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, State
+from canaryd_lab.cli.asking import ask, ask_processor
 from canaryd_lab.compare import exact, score_files, scores
 from canaryd_lab.compare.captures import page, table
 

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 
 from canaryd.cli.arguments import USAGE, Commands, add_wait
-from canaryd.cli.common import ask_processor, complain, make_engine, open_store, say
+from canaryd.cli.common import complain, make_engine, open_store, say
 from canaryd.config.settings import Config
 from canaryd.engine.catalogue import builtin_directory
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
+from canaryd_lab.cli.asking import ask_processor
 from canaryd_lab.cli.canary import unusable
 from canaryd_lab.compare import pack
 

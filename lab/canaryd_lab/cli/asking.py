@@ -1,0 +1,47 @@
+"""What commands of the lab share: a question that a module of the worker answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from canaryd.cli.common import ProgressPrinter, complain
+from canaryd.engine.engine import Engine
+from canaryd.judge.coverage import OUTCOMES
+from canaryd.model import Device, Outcome
+from canaryd.store.locks import Busy
+
+PATIENCE = 3600.0
+"""Seconds that a capture or a comparison may take: a large model is read from a disk."""
+
+
+def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
+    """Return what a module of the worker answers; None, with a complaint, where it does not."""
+    printer = ProgressPrinter()
+    try:
+        outcome, answer, detail = engine.answer(
+            device,
+            module,
+            arguments,
+            timeout=PATIENCE,
+            wait=wait,
+            on_wait=printer.waiting,
+            on_progress=lambda fraction, text: printer.moving(fraction, f"{module} {text}"),
+        )
+    except Busy as busy:
+        outcome, answer, detail = Outcome.ERRORED, {}, str(busy)
+    printer.clear()
+    if outcome is Outcome.COMPLETED:
+        return answer
+    complain(f"{module} {OUTCOMES[outcome][1]}: {detail or 'no reason given'}")
+    return None
+
+
+def ask_processor(
+    command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
+) -> dict[str, Any] | None:
+    """Return what `ask` does of this host's processor, whose worker has torch; also None where it cannot be started."""
+    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    if cpu is None:
+        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
+        return None
+    return ask(engine, cpu, module, arguments, wait)
