@@ -121,25 +121,15 @@ def choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
     return Scalar(f"one of {', '.join(known)}", parse, {"enum": list(known)}, types)
 
 
-def is_web_address(text: str) -> bool:
-    """Whether a text is like "http://HOST:PORT/PATH", without a query, and nobody would have to guess what it means."""
+def _url(text: str) -> str:
+    if "@" in text:  # a user name, and perhaps a password: it must not be repeated
+        raise ValueError('the address contains "@", as one with a password; put the key into a file and set key_file')
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a bracket or a port that cannot be
-        return False
-    return good and not (parts.query or parts.fragment) and text.isprintable() and " " not in text
-
-
-def names_user(text: str) -> bool:
-    """Whether an address may contain a user name, and perhaps a password: it must not be repeated then."""
-    return "@" in text
-
-
-def _url(text: str) -> str:
-    if names_user(text):
-        raise ValueError('the address contains "@", as one with a password; put the key into a file and set key_file')
-    if not is_web_address(text):
+        good = False
+    if not good or parts.query or parts.fragment or not text.isprintable() or " " in text:
         raise ValueError(f'{quoted(text)} is not the address of an API; write e.g. "http://127.0.0.1:8000/v1"')
     return text.rstrip("/")
 

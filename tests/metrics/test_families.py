@@ -238,30 +238,12 @@ def test_expected_devices_only_if_configured():
     assert not select(render(snapshot()), "canaryd_devices_expected")
 
 
-def test_a_drill_cannot_pass_for_evidence():
-    """Handing over a drill's run or verdict as real is refused."""
-    device = gpu()
-    with pytest.raises(ValueError, match="view of GPU-0000: a drill among the real evidence"):
-        view(device, last_runs={"exact_matmul": run(device, "exact_matmul", drill="zeros")})
-    with pytest.raises(ValueError, match="drill among"):
-        view(device, verdict=verdict(device, drill=True))
-    with pytest.raises(ValueError, match="drill among"):
-        view(device, mismatches={"exact_matmul": run(device, "exact_matmul", drill="zeros")})
-
-
 @pytest.mark.parametrize("value", [0, 1, 123_456, 1_234_567, 10**15, 10**15 + 1, 2**52 + 1, 2**53 - 2, 2**53 - 1])
 def test_fingerprints_are_exact(value):
     """An integer below 2^53 arrives digit for digit, exponents or not."""
     page = render(snapshot(view(gpu(), fingerprints={("exact_matmul", "abc"): value})))
     text = re.search(rb"^canaryd_golden_fingerprint\{.*\} (\S+)$", page, re.MULTILINE)[1]
     assert int(float(text)) == value
-
-
-@pytest.mark.parametrize("value", [-1, 2**53])
-def test_fingerprints_that_cannot_be_exact_are_refused(value):
-    """A number that a float may round cannot be compared across nodes."""
-    with pytest.raises(ValueError, match=r"fingerprint \('p', 'abc'\) is -?\d+; wanted an integer in \[0, 2\^53\)"):
-        view(gpu(), fingerprints={("p", "abc"): value})
 
 
 @pytest.mark.parametrize(
