@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from canaryd.facts import Claim, Seen
 from canaryd.formatting import format_time
 from canaryd.judge.characterised import Met, class_of
 from canaryd.model import Device
 from canaryd_lab.characterise.results import Result, Status
+from canaryd_lab.observation import Claim, Seen
 
 CASES = "cases/"
 """Beginning of the names of parts whose cases are those that tests run: what else was tried accuses nobody."""

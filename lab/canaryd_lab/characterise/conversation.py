@@ -11,11 +11,12 @@ from typing import Any
 from canaryd.codec import from_json, to_json
 from canaryd.engine.catalogue import Entry
 from canaryd.engine.engine import Engine
-from canaryd.facts import Claim, Observation, Seen, Subject
+from canaryd.facts import Subject
 from canaryd.model import Device, Outcome, Run
 from canaryd.supervisor.protocol import RunRequest
 from canaryd.supervisor.series import Series
 from canaryd_lab.characterise.results import Part, Result
+from canaryd_lab.observation import Claim, Observation, Seen
 
 MODULE = "characterise"
 START = 4.0

@@ -10,9 +10,9 @@ from typing import Any
 
 from canaryd import __version__
 from canaryd.codec import to_json
-from canaryd.facts import Claim, Seen
 from canaryd.model import Device
 from canaryd_lab.characterise.results import Part, Result, Status
+from canaryd_lab.observation import Claim, Seen
 
 SCHEMA = "canaryd.characterise/1"
 Document = Mapping[str, Any]

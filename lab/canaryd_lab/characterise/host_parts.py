@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from canaryd.codec import to_json
 from canaryd.engine import budget, schedule
-from canaryd.facts import DTYPES, Claim, Observation, Seen
+from canaryd.facts import DTYPES
 from canaryd.model import TORCH, Outcome, Run
 from canaryd_lab.characterise.conversation import MODULE, Conversation, observed, result
 from canaryd_lab.characterise.results import Part, Result
+from canaryd_lab.observation import Claim, Observation, Seen
 
 CarryOut = Callable[[Part, Conversation], Result]
 EVERY = ("*",)

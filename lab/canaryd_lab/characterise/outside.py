@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from canaryd.codec import to_json
-from canaryd.facts import Claim, Observation, Seen
 from canaryd.model import TORCH, Outcome, Run
 from canaryd_lab.characterise.conversation import MODULE, Conversation, result
 from canaryd_lab.characterise.host_parts import CarryOut
 from canaryd_lab.characterise.results import Part, Result
+from canaryd_lab.observation import Claim, Observation, Seen
 
 CAPTURES = ("float32", "bfloat16")
 """Formats in which the exact canary is captured."""

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Claim, Observation, Seen, Sentence
+from canaryd.facts import Sentence
 from canaryd.files import write_whole
 from canaryd.model import Outcome
+from canaryd_lab.observation import Claim, Observation, Seen
 
 
 class Status(str, enum.Enum):

@@ -14,9 +14,9 @@ from canaryd_lab.characterise.acceptance import records
 from canaryd_lab.characterise.document import document, verdict
 from canaryd_lab.characterise.page import page
 from canaryd_lab.characterise.results import Directory, NotOurs, Part, Result, Status, file_name, sliced
+from canaryd_lab.observation import Claim, Observation, Seen
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Claim, Observation, Seen
 from canaryd.model import Device, Outcome
 from tests.command import Answer, Process, canaryd, configure, eventually, in_turn, running
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from canaryd_lab.characterise.outside import _compared
-
-from canaryd.facts import Claim, Seen
+from canaryd_lab.observation import Claim, Seen
 
 
 @pytest.mark.parametrize(

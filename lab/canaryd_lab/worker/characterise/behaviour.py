@@ -9,11 +9,12 @@ import time
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Seen, beginning
+from canaryd.facts import beginning
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.operands import build
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import strict_switches, synchronize, torch, torch_device
+from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Observation, Seen, beginning
+from canaryd.facts import beginning
 from canaryd.model import Device
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import QUOTED
@@ -17,6 +17,7 @@ from canaryd.worker.numeric.operands import Inexact, Problem
 from canaryd.worker.numeric.tensors import host_same_bits
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation, Runtime
+from canaryd_lab.observation import Claim, Observation, Seen
 
 BLIND = "blind"
 """The drill that makes every comparison say "equal": the controls must notice."""

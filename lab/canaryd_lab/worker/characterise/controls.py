@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from canaryd.facts import Claim, Seen
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.operands import Problem, build
 from canaryd.worker.numeric.products import label_of
 from canaryd.worker.numeric.tensors import bits
 from canaryd.worker.runtime.interface import Operation
+from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Seen
 from canaryd.model import RUNTIMES, Device
 from canaryd.worker.numeric import attention
 from canaryd.worker.numeric.cases import refusal
@@ -25,6 +24,7 @@ from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, allowing, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation
+from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import SEED, Bench
 
 SHAPES = {

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Seen
 from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.canary.fixed import cannot_be_fixed, why_not
@@ -30,6 +29,7 @@ from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
 from canaryd.worker.runtime.graphs import Graph
 from canaryd.worker.runtime.interface import Operation
+from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 

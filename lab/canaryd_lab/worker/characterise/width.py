@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Seen
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.integers import below, permutation
 from canaryd.worker.numeric.products import FORMAT_PAIRS, label_of, multiply
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.runtime.interface import Operation
+from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import BLIND, SEED, Bench
 from canaryd_lab.worker.characterise.exactness import switches_of
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from canaryd_lab.observation import Claim, Observation, Seen
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Claim, Observation, Seen
 
 pytestmark = pytest.mark.torch
 

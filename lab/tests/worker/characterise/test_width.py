@@ -40,10 +40,10 @@ def test_the_width_and_the_rounding_of_a_known_accumulator_are_found(bits, trunc
 
 def test_a_width_below_what_the_goldens_assume_is_wrong(monkeypatch):
     """The premise of a golden is a strict claim: a device that accumulates in 11 bits must not look exact."""
+    from canaryd_lab.observation import Claim, Seen
     from canaryd_lab.worker.characterise import width
     from canaryd_lab.worker.characterise.bench import Bench
 
-    from canaryd.facts import Claim, Seen
     from canaryd.worker.numeric.stack import cpu
     from canaryd.worker.runtime import interface
 
