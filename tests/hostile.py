@@ -218,12 +218,12 @@ def tls_drips(_: Request) -> None:
     raise AssertionError
 
 
-@hostile("its certificate is for another name", tls="other")
+@hostile("its certificate is not accepted: IP address mismatch", tls="other")
 def tls_other_name(_: Request) -> None:
     return None
 
 
-@hostile("its certificate is out of date", tls="old")
+@hostile("its certificate is not accepted: certificate has expired", tls="old")
 def tls_out_of_date(_: Request) -> None:
     return None
 
@@ -297,11 +297,6 @@ def nested(_: Request) -> bytes:
     return http(b"[" * 5000 + b"]" * 5000)
 
 
-@hostile("has an object with two values of one name")
-def two_of_one_name(_: Request) -> bytes:
-    return http(b'{"data": [{"id": "tiny"}], "data": [{"id": "huge"}]}')
-
-
 @hostile("got a web page")
 def web_page(_: Request) -> bytes:
     return http(b"<!doctype html><title>Login</title>", "Content-Type: text/html")
@@ -356,16 +351,6 @@ def repeats_all(request: Request) -> bytes | None:
 # --- The answer ------------------------------------------------------------------------------------------------------
 
 
-@hostile("has the log probability 0.5")
-def more_than_certain(request: Request) -> dict[str, Any] | None:
-    return answer(logprobs={"tokens": WORDS, "token_logprobs": [0.5] * 5}) if asked(request) else None
-
-
-@hostile("has a text that its tokens do not spell")
-def other_text(request: Request) -> dict[str, Any] | None:
-    return answer(text="all is well, trust me") if asked(request) else None
-
-
 @hostile("has an unknown shape")
 def object_for_a_count(request: Request) -> dict[str, Any] | None:
     return answer(usage={"prompt_tokens": {"text": 14}}) if asked(request) else None
@@ -411,13 +396,6 @@ def long_text(request: Request) -> dict[str, Any] | None:
 def long_token(request: Request) -> dict[str, Any] | None:
     token = "a" * 1_000_000
     return answer(text=token, logprobs={"tokens": [token], "token_logprobs": [-1.0]}) if asked(request) else None
-
-
-@hostile("has alternatives whose probabilities add up to 5")
-def each_of_them_certain(request: Request) -> dict[str, Any] | None:
-    tops = [{f"w{n}": 0.0 for n in range(5)}] * 5
-    scores = {"tokens": WORDS, "token_logprobs": [0.0] * 5, "top_logprobs": tops}
-    return answer(logprobs=scores) if asked(request) else None
 
 
 # --- A server that says which it is, and means harm beside its answers ------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,6 @@ from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of
 
 MINUS_INFINITY = -9999.0
 """Servers write this for a log probability of minus infinity; llama-server writes the lowest float32."""
-
-ABOVE_ZERO = 0.25
-"""Largest log probability that rounding can give: in bfloat16 two logits below 64 round by up to 0.125 each."""
 LONGEST_TOKEN = 256
 """Characters of a token; the longest of OpenAI's and Qwen's vocabularies have 128 (ours)."""
 ENDED = ("abort", "cancelled", "error", "timeout")
@@ -107,9 +103,7 @@ class Answer:
 def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, known: bool = False) -> Answer:
     """Parse a server's answer of at most so many `tokens`; raise `Skip` for an unknown shape, or one that is no answer.
 
-    Where the right values are `known`, impossible ones are an answer too: a wrong one. An engine that rounds its
-    log-softmax gives them when its logits are wrong and large. So is an answer that was broken off: what came of it can
-    be wrong.
+    Where the right values are `known`, an answer that was broken off is one too: what came of it can be wrong.
 
     Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
     objects, with or without ids, and the mapping of ids that scores a prompt.
@@ -142,56 +136,22 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
             model=text_of(data, "model"),
             request=text_of(data, "id"),
         )
-        spelled = () if forced or dialect.greedy_is_best else _spelled(choice.get("logprobs"))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):
         keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
         keys = printable(keys)[:200]
         raise Skip(f"the answer of this {dialect.name} server has an unknown shape, with the keys {keys}") from None
-    if wrong := _mistake(answer, spelled, tokens) or ("" if known else answer.broken_off or _impossible(answer)):
+    if wrong := _too_much(answer, tokens) or ("" if known else answer.broken_off):
         raise Skip(f"the answer of this {dialect.name} server {wrong}")
     return answer
 
 
-def _mistake(answer: Answer, spelled: tuple[str, ...], tokens: int) -> str:
-    """Return what no right answer of at most so many tokens has; "" for nothing."""
+def _too_much(answer: Answer, tokens: int) -> str:
+    """Return what is more than so many tokens can be; "" for nothing."""
     if len(answer.positions) > tokens:
         return f"has {len(answer.positions):,} tokens; at most {tokens:,} were asked for"
     if len(answer.text) > tokens * LONGEST_TOKEN:
         return f"has {len(answer.text):,} characters; at most {tokens:,} tokens were asked for"
-    return "" if _spells(spelled, answer.text) else "has a text that its tokens do not spell"
-
-
-def _impossible(answer: Answer) -> str:
-    """Return which of its values are no probabilities; "" for none."""
-    values = [value for p in answer.positions for value in (p.value, *(value for _, value in p.top))]
-    above = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
-    if above > ABOVE_ZERO:
-        return f"has the log probability {above:g}; the logarithm of a probability is at most 0"
-    if (most := max((_together(p.top) for p in answer.positions), default=0.0)) > math.exp(ABOVE_ZERO):
-        return f"has alternatives whose probabilities add up to {most:.3g}; together they are at most 1"
     return ""
-
-
-def _spelled(scores: Any) -> tuple[str, ...]:
-    """Return the texts of the tokens, without special ones; empty where they are not given, or given as ids."""
-    given: Iterable[Any] = ()
-    if isinstance(scores, dict):
-        given = scores.get("tokens") or [item["token"] for item in scores.get("content") or () if "token" in item]
-    texts = [text for text in given if isinstance(text, str)]
-    special = re.compile(r"<.*>|\[.*\]|token_id:\d+", re.DOTALL)
-    return tuple(text for text in texts if not special.fullmatch(text))
-
-
-def _spells(tokens: tuple[str, ...], text: str) -> bool:
-    """Return whether tokens and text can be of one answer.
-
-    Servers leave tokens out of the text (control tokens, what a parser of reasoning takes away) and text out of the
-    tokens, and they spell spaces and bytes beyond ASCII in several ways. So letters and digits of the shorter one must
-    stand in the other, in the same order.
-    """
-    letters = sorted((re.sub(r"[^0-9A-Za-z]", "", given) for given in ("".join(tokens), text)), key=len)
-    rest = iter(letters[1])
-    return all(letter in rest for letter in letters[0])
 
 
 def _text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
@@ -287,11 +247,6 @@ def _few(top: Iterable[tuple[str, float | None]]) -> tuple[tuple[str, float | No
     if len(found) > MOST_ALTERNATIVES:
         raise ValueError("too many alternatives")
     return found
-
-
-def _together(top: tuple[tuple[str, float | None], ...]) -> float:
-    """Return the sum of the probabilities of different tokens, each at most what `ABOVE_ZERO` admits."""
-    return sum(math.exp(value) for value in {t: finite(raw) for t, raw in top}.values() if value is not None)
 
 
 def finite(value: float | None) -> float | None:

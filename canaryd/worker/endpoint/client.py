@@ -1,41 +1,55 @@
-"""HTTP for endpoint canaries: one request at a time; every failure becomes a readable reason.
+"""HTTP for endpoint canaries, through urllib3: one request at a time; every failure becomes a readable reason.
 
 Each request has its own connection, and one deadline that includes all attempts. No message contains the API key, and
-a server's texts are shortened before they are quoted.
+a server's texts are shortened before they are quoted. urllib3 is loaded with the first request: `worker.python`, which
+may lack it, reads this module to describe the probes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import queue
 import re
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canaryd.facts import printable
+from canaryd.facts import printable, whole
 from canaryd.hidden import bare, hide, keep
 from canaryd.probe import Skip
-from canaryd.worker.endpoint import documents
-from canaryd.worker.endpoint.wire import Exchange, NotListening, Site
 
 ATTEMPTS = 4
 """One request and three more: only after a refused connection, 429 or 503 (`GATEWAY` too on an optional path)."""
 PATIENCE = 10.0
 """Longest wait in seconds between two attempts; a server that wants more gets no further request."""
+CONNECT = 10.0
+"""Seconds to wait for a connection, TLS included; a server on this host needs almost none."""
+MAX_BYTES = 16 << 20
+"""Most bytes of an answer; 1,024 tokens with their alternatives take about 1 MB, and 20,000 scored tokens of a prompt
+about 10 MB."""
+MAX_VALUES = 1_000_000
+"""Most values of a JSON document: 20,000 scored tokens of a prompt with their alternatives have about 900,000."""
+TICK = 0.001
+"""Seconds within which parts of an answer count as one: a server may send byte by byte."""
 MOST_WORDS = 4096
 """Characters of a server's own text that are looked at."""
-LONGEST_EVENT = 1 << 20
-"""Bytes of an event of a stream; one of a token has some hundred (ours)."""
 QUOTED = 200
 """Characters of a server's own text that a message quotes."""
 UNSAID = "without a message"
 BUSY = (429, 503)
 GATEWAY = (502, 504)
 """Status of a proxy that does not reach its server; it does not show whether an optional path exists."""
+
+
+class NotListening(Skip):
+    """The connection was refused, so no server received the request."""
 
 
 class Refused(Skip):
@@ -56,32 +70,43 @@ class Replayed(Refused):
         self.status, self.words = 200, text
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Reply:
     """An answer with any status."""
 
     where: str
     """Method and address, for messages."""
-    status: int
-    server: str
-    """The Server header."""
-    data: Any
-    """The body as JSON; None where it is not JSON that can be read."""
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    arrived: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the request, bytes of the body by then), at most one for each `TICK`."""
+    data: Any = None
+    """The body as JSON; None where it is not JSON that can be read, and on an optional path without success."""
     fault: str = ""
     """Why not."""
-    text: str
-    """The body as text."""
-    words: str
+    words: str = ""
     """The body's own words about a failure, short and without the key."""
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode(errors="replace")
+
+    @property
+    def server(self) -> str:
+        """The Server header."""
+        return self.headers.get("Server", "")
 
     def json(self) -> Any:
         """Return the JSON of a success; raise `Refused` for another status, `Skip` where the body is no JSON."""
         if self.status >= 400:
             raise Refused(self.where, self.status, self.words)
         if self.data is None:
-            if self.text.lstrip()[:1] == "<":
+            text = self.text
+            if text.lstrip()[:1] == "<":
                 raise Skip(f"{self.where}: got a web page, wanted JSON: set url to the API, e.g. ending in /v1")
-            raise Skip(f"{self.where}: the answer of {len(self.text)} characters {self.fault}")
+            raise Skip(f"{self.where}: the answer of {len(text)} characters {self.fault}")
         if isinstance(self.data, dict) and (self.data.get("error") or self.data.get("object") == "error"):
             raise Skip(f"{self.where}: answered with {self.status} and an error: {self.words[:QUOTED] or UNSAID}")
         return self.data
@@ -96,7 +121,7 @@ class Client:
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
-    """Seconds for one request, from the first connection to the last byte of the last attempt."""
+    """Seconds for one request, from the name's lookup to the last byte of the last attempt."""
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
@@ -111,22 +136,15 @@ class Client:
             raise Skip("url: remove the user, query or fragment; put a key into key_file")
         if parts.scheme not in ("http", "https") or not host or not self.url.isascii() or " " in self.url:
             raise Skip(f'url: got {self.url!r}, wanted e.g. "http://127.0.0.1:8000/v1"')
-        tls = None
+        self._address, self._tls = (host, port or (443 if parts.scheme == "https" else 80)), None
         if parts.scheme == "https":
             try:
-                tls = ssl.create_default_context(cafile=self.ca_file or None)
+                self._tls = ssl.create_default_context(cafile=self.ca_file or None)
             except (OSError, ValueError) as error:  # an unreadable file, or one without a certificate
                 reason = getattr(error, "strerror", None) or error
                 raise Skip(f"ca_file: {self.ca_file}: cannot read certificates: {reason}") from None
-        self._prefix = parts.path.rstrip("/")
+        self._origin, self._prefix = f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/")
         self._root = self._prefix.removesuffix("/v1")
-        self._site = Site(
-            origin=f"{parts.scheme}://{parts.netloc}",
-            address=(host, port or (443 if parts.scheme == "https" else 80)),
-            tls=tls,
-            key=self.key,
-            timeout=self.timeout,
-        )
 
     def get(self, path: str) -> Reply:
         """Request a path below the server's root, e.g. "/version", which may be missing or forbidden.
@@ -149,75 +167,198 @@ class Client:
 
         Raises `Refused` where the server does not stream, `Skip` where the stream is cut off or is not JSON.
         """
-        where = f"POST {self._site.origin}{self._prefix}{path}"
-        begun = time.monotonic()
-        with closing(Exchange(self._site, "POST", self._prefix + path, body, begun + self.timeout)) as answer:
-            if answer.status >= 400 or "text/event-stream" not in answer.header("Content-Type"):
-                text = b"".join(answer.parts()).decode(errors="replace")
-                words = _words(documents.read(text)[0], text, body) if answer.status >= 400 else "no stream of events"
-                raise Refused(where, answer.status, words)
-            count, finished, rest = 0, False, b""
-            for part in answer.parts():
-                *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > LONGEST_EVENT:
-                    raise Skip(f"{where}: the stream contains an event of more than {LONGEST_EVENT >> 20} MiB")
-                for line in lines:
-                    kind, _, value = line.decode(errors="replace").strip().partition(":")
-                    if kind != "data":
-                        continue
-                    if value.strip() == "[DONE]":
-                        return
-                    event, fault = documents.read(value)
-                    if not isinstance(event, dict) or event.get("error"):
-                        words = _words(event, value, body)
-                        instead = words[:QUOTED] or f"data that {fault or 'is no object'}"
-                        raise Skip(f"{where}: after {count} events the stream contains: {instead}")
-                    count += 1
-                    finished = finished or bool(first_choice(event).get("finish_reason"))
-                    yield time.monotonic() - begun, event
-        if not finished:
-            raise Skip(f"{where}: the stream broke off after {count} events, before the server marked its end")
+        reply = self._exchange(
+            "POST", self._prefix + path, body, time.monotonic() + self.timeout, until=b"data: [DONE]"
+        )
+        if reply.status >= 400 or "text/event-stream" not in reply.headers.get("Content-Type", ""):
+            raise Refused(reply.where, reply.status, reply.words if reply.status >= 400 else "no stream of events")
+        count, finished, begin = 0, False, 0
+        for at, size in reply.arrived:
+            complete = reply.body.rfind(b"\n", begin, size) + 1 or begin
+            lines, begin = reply.body[begin:complete].split(b"\n"), complete
+            for line in lines:
+                kind, _, value = line.decode(errors="replace").strip().partition(":")
+                if kind != "data":
+                    continue
+                if value.strip() == "[DONE]":
+                    return
+                event, fault = read(value)
+                if not isinstance(event, dict) or event.get("error"):
+                    instead = _words(event, value, body)[:QUOTED] or f"data that {fault or 'is no object'}"
+                    raise Skip(f"{reply.where}: after {count} events the stream contains: {instead}")
+                count += 1
+                finished = finished or bool(first_choice(event).get("finish_reason"))
+                yield at, event
+        if not finished and b"[DONE]" not in reply.body[begin:]:
+            raise Skip(f"{reply.where}: the stream broke off after {count} events, before the server marked its end")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
-        where, end = f"{method} {self._site.origin}{path}", time.monotonic() + self.timeout
+        end, wait = time.monotonic() + self.timeout, 0.25
         for attempt in range(1, ATTEMPTS + 1):
-            wait = 0.5 * 2 ** (attempt - 1)
+            wait *= 2
             try:
-                with closing(Exchange(self._site, method, path, body, end)) as answer:
-                    text = b"".join(answer.parts()).decode(errors="replace")
-                    status, server, after = answer.status, answer.header("Server"), answer.header("Retry-After")
-                    location = answer.header("Location")
+                reply = self._exchange(method, path, body, end)
             except NotListening:
                 if attempt == ATTEMPTS or wait > end - time.monotonic():
                     raise
                 self.sleep(wait)
                 continue
-            if status not in BUSY and not (optional and status in GATEWAY):
+            if reply.status not in BUSY and not (optional and reply.status in GATEWAY):
                 break
-            wait = float(after) if after.isdecimal() else wait
-            if wait > PATIENCE:
-                raise Skip(f"{where}: refused with {status}: it asks to wait for {wait:g} s")
-            if attempt == ATTEMPTS or wait > end - time.monotonic():
-                break
-            self.sleep(wait)
-        data, fault = documents.read(text)
-        words = _words(data, text, body)
-        if status in BUSY or (optional and status in GATEWAY):
-            raise Skip(f"{where}: refused with {status}, {_times(attempt)}: {words[:QUOTED] or UNSAID}")
+            after = reply.headers.get("Retry-After", "")
+            pause, refused = float(after) if after.isdecimal() else wait, f"{reply.where}: refused with {reply.status}"
+            if pause > PATIENCE:
+                raise Skip(f"{refused}: it asks to wait for {pause:g} s")
+            if attempt == ATTEMPTS or pause > end - time.monotonic():
+                times = "once" if attempt == 1 else f"{attempt} times"
+                raise Skip(f"{refused}, {times}: {reply.words[:QUOTED] or UNSAID}")
+            self.sleep(pause)
         if optional:
-            good = data if status < 300 else None
-            return Reply(where=where, status=status, server=server, data=good, text=text, words=words)
-        if status in (401, 403):
+            reply.data = reply.data if reply.status < 300 else None
+            return reply
+        if reply.status in (401, 403):
             key = "the key of key_file" if self.key else "a request without a key; set key_file"
-            raise Skip(f"{where}: refused with {status}: the server does not accept {key}")
-        if 300 <= status < 400:
-            target = hide(printable(re.split("[?#]", bare(location))[0]))[:QUOTED]
-            raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
-        return Reply(where=where, status=status, server=server, data=data, fault=fault, text=text, words=words)
+            raise Skip(f"{reply.where}: refused with {reply.status}: the server does not accept {key}")
+        if 300 <= reply.status < 400:
+            target = hide(printable(re.split("[?#]", bare(reply.headers.get("Location", "")))[0]))[:QUOTED]
+            to = f"{target or 'nowhere'}: set url to the server itself"
+            raise Skip(f"{reply.where}: redirected with {reply.status} to {to}")
+        return reply
+
+    def _exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None, end: float, until: bytes = b""
+    ) -> Reply:
+        """Return an answer as a whole, or up to the part with `until`.
+
+        Another thread talks to the server, so that neither a silent name server (`socket.getaddrinfo` has no timeout)
+        nor one that sends a byte now and then outlasts `end`. Raises `NotListening` where the connection is refused,
+        `Skip` where no complete answer comes.
+        """
+        from urllib3.connection import HTTPConnection, HTTPSConnection
+
+        reply = Reply(where=f"{method} {self._origin}{path}")
+        begun = time.monotonic()
+        left = max(0.001, end - begun)
+        wait, (host, port) = min(CONNECT, left), self._address
+        # Not a pool: no proxy, no redirect, no attempts of its own.
+        connection = (
+            HTTPSConnection(host, port, timeout=wait, ssl_context=self._tls)
+            if self._tls
+            else HTTPConnection(host, port, timeout=wait)
+        )
+        headers = {"Accept": "application/json, text/event-stream", "User-Agent": "canaryd"}
+        headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers |= {} if body is None else {"Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        connected, late, done = threading.Event(), threading.Event(), queue.SimpleQueue[Exception | None]()
+
+        def talk() -> None:
+            connection.connect()
+            connected.set()
+            if late.is_set():
+                return
+            connection.sock.settimeout(None)
+            connection.timeout = None
+            connection.request(method, path, data, headers, preload_content=False, decode_content=False)
+            with contextlib.closing(connection.getresponse()) as response:
+                reply.status, reply.headers = response.status, response.headers
+                while part := response.read1(1 << 16):
+                    reply.body += part
+                    reply.arrived[-1:] = _ticked(reply.arrived[-1:], time.monotonic() - begun, len(reply.body))
+                    if len(reply.body) > MAX_BYTES:
+                        raise Skip(f"{reply.where}: the answer is longer than the limit of {MAX_BYTES >> 20} MiB")
+                    if until and until in part:
+                        break
+
+        def work() -> None:
+            try:
+                talk()
+            except Exception as error:  # noqa: BLE001 - the other thread raises it
+                done.put(error)
+            else:
+                done.put(None)
+            finally:
+                connection.close()
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            error = done.get(timeout=left)
+        except queue.Empty:
+            error, wait = TimeoutError(), left
+            late.set()
+        if error is not None:
+            held = connection.sock is not None
+            if held:
+                with contextlib.suppress(OSError, AttributeError):  # it ended just now
+                    connection.sock.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            raise self._failed(reply, error, held=held, connected=connected.is_set(), wait=wait)
+        reply.data, reply.fault = read(reply.text)
+        reply.words = _words(reply.data, reply.text, body)
+        return reply
+
+    def _failed(self, reply: Reply, error: Exception, *, held: bool, connected: bool, wait: float) -> Skip:
+        """Return what an error of an exchange means; `held`: there was a socket, `connected`: TLS was done as well."""
+        if isinstance(error, Skip):
+            return error
+        cause = error.__cause__ or error
+        if isinstance(cause, ConnectionRefusedError) and not connected:
+            text = "connection refused: nothing listens there; start the server, or correct url"
+            return NotListening(f"{reply.where}: {text}")
+        if connected:
+            text = _broken(cause, len(reply.body), self.timeout)
+        elif isinstance(cause, TimeoutError):
+            text = (
+                f"connected, but no TLS within {wait:.2g} s: a hung server, or one that speaks http"
+                if held
+                else f"no connection within {wait:.2g} s: wrong address, a firewall, or a silent name server"
+            )
+        elif isinstance(cause, ssl.SSLCertVerificationError):
+            said = printable(str(cause.verify_message))[:200].rstrip(".")
+            text = f"its certificate is not accepted: {said}; correct url, or name its authority with ca_file"
+        elif isinstance(cause, ssl.SSLError):
+            text = f"the server does not speak TLS ({cause.reason}): write http://, or configure the server"
+        elif isinstance(cause, socket.gaierror):
+            text = f"unknown host name: {cause.strerror}"
+        else:
+            text = f"cannot be reached: {getattr(cause, 'strerror', None) or printable(str(cause))}"
+        return Skip(f"{reply.where}: {text}")
 
 
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
+def _ticked(last: list[tuple[float, int]], now: float, size: int) -> list[tuple[float, int]]:
+    """Return the last arrival with what came now: as one, or as two where more than `TICK` lies between them."""
+    return [(last[0][0], size)] if last and now - last[0][0] < TICK else [*last, (now, size)]
+
+
+def _broken(error: BaseException, size: int, timeout: float) -> str:
+    """Return why no complete answer came after `size` bytes of one."""
+    from urllib3.exceptions import IncompleteRead
+
+    if isinstance(error, TimeoutError):
+        return f"connected, but no complete answer within {timeout:g} s ({size} bytes came): slow, overloaded or hung"
+    if isinstance(error, http.client.RemoteDisconnected):
+        return "the server closed the connection without an answer: it crashed on the request, or expects https"
+    if isinstance(error, (IncompleteRead, http.client.IncompleteRead)):  # fewer bytes than Content-Length says
+        more = isinstance(error, IncompleteRead) and error.expected
+        return f"the answer was cut off after {size}{f' of {min(size + more, 10**20)}' if more else ''} bytes"
+    if isinstance(error, OSError):
+        return f"the connection was lost after {size} bytes of the answer: {error.strerror or error}"
+    return f"the server does not speak HTTP ({type(error).__name__})"
+
+
+def read(text: str) -> tuple[Any, str]:
+    """Return the data of JSON and "", or None and what is wrong, as in "the answer is not JSON, or incomplete"."""
+    if sum(map(text.count, ",:[{")) > MAX_VALUES:
+        return None, f"has more than {MAX_VALUES:,} values"
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        return None, "is nested too deeply"
+    except ValueError:
+        return None, "is not JSON, or incomplete"
+    try:
+        return whole(data), "is null" if data is None else ""
+    except ValueError:
+        return None, "is nested too deeply"
 
 
 def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:

@@ -11,16 +11,14 @@ from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint import excuses
 from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused, Replayed
-from canaryd.worker.endpoint.drills import another_word
 from canaryd.worker.endpoint.marking import Marked, Sort, hexadecimal, mark
 from canaryd.worker.endpoint.prompts import Prompt
-from canaryd.worker.exact_canary.expected import Expected, Question, word
+from canaryd.worker.exact_canary.expected import Expected, Question, spell, tokens_of, word
 
 REPEATS = 3
 """How often a question with a wrong answer is asked again, alone (ours)."""
 SHOWN = 64
 """Wrong places that evidence keeps, as everywhere."""
-ROUNDED = "all first words are right, but their values are slightly off, as from quantised weights or a quantised cache"
 BLIND = "the server gives no log probabilities: only the words are compared"
 
 
@@ -121,8 +119,10 @@ class Examiner:
     def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
         answer = self.endpoint.ask(api, _prompt(question), fresh=fresh, salt=salt)
         if not self._drilled:
-            self._drilled = True
-            answer = another_word(answer, self.expected.program)
+            self._drilled = True  # one wrong word, whatever the drill's fault, without log probabilities
+            tokens = tokens_of(self.expected.program, answer.text) or [0]
+            tokens[len(tokens) // 2] ^= 1
+            answer = replace(answer, text=spell(self.expected.program, tokens), positions=(), scored=False)
         return mark(self.expected, question, answer)
 
     def _keep(self, case: str, marked: Marked) -> None:
@@ -163,8 +163,6 @@ class Examiner:
         numbers = sorted({m.question.number for m in marked})
         wrong = [m for m in marked if not m.right]
         evidence = self._evidence(case.partition("/")[0], wrong, marked) if wrong else None
-        if evidence is not None and not self._proven and excuses.looks_rounded(marked):
-            evidence = replace(evidence, pattern=f"{evidence.pattern}; {ROUNDED}")
         again = evidence is not None and (evidence.repeats_alike or 0) < evidence.repeats
         return Comparison(
             case=case,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from canaryd.facts import printable
 from canaryd.worker.endpoint.marking import Fault, Marked, Sort
@@ -32,20 +32,18 @@ def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapp
 
     `formats` are those that the server reports.
     """
-    rules: tuple[Callable[[], str], ...] = (
-        lambda: _other_words(expected, marked),
-        lambda: _other_prompt(expected, api, marked),
-        lambda: _ended_early(marked),
-        lambda: _rounding_format(expected, formats),
-        lambda: _other_layers(expected, marked),
-        lambda: _unnormalised(marked),
-        lambda: _penalised(expected, marked),
-        lambda: _penalty_of_file(expected, marked),
-        lambda: _sampled(marked),
-        lambda: _scaled(marked),
-        lambda: _changed_file(expected),
+    return (
+        _other_words(expected, marked)
+        or _other_prompt(expected, api, marked)
+        or _ended_early(marked)
+        or _rounding_format(expected, formats)
+        or _other_layers(expected, marked)
+        or _unnormalised(marked)
+        or _penalised(expected, marked)
+        or _sampled(marked)
+        or _scaled(marked)
+        or _changed_file(expected)
     )
-    return next((text for rule in rules if (text := rule())), "")
 
 
 def _other_words(expected: Expected, marked: Sequence[Marked]) -> str:
@@ -183,29 +181,6 @@ def _lost(expected: Expected, m: Marked, fault: Fault, context: set[int]) -> boo
     costs = [cost for word in context if (cost := expected.cost(m.question.tokens[fault.position], word)) is not None]
     lost = math.fsum(math.exp(-cost) for cost in costs)
     return 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24
-
-
-def _penalty_of_file(expected: Expected, marked: Sequence[Marked]) -> str:
-    """In text alone: the words that came stood in the context, and the served directory sets a penalty."""
-    faults = [(m, fault) for m in marked for fault in m.faults]
-    if not faults or any(m.scored for m in marked):
-        return ""
-    if any(fault.token not in {*m.question.prompt, *m.question.tokens[: fault.position]} for m, fault in faults):
-        return ""
-    told = expected.penalties()
-    return f"{told}: set it to its neutral value and restart the server" if told else ""
-
-
-def looks_rounded(marked: Sequence[Marked]) -> bool:
-    """Return whether every answer is off a little from its first word on, though the first word is right.
-
-    A server that rounds looks like that, and a fault that reaches every logit may.
-    """
-    for m in marked:
-        first = [f for f in m.faults if f.position == 0]
-        if not first or any(f.sort is Sort.WORD or not abs(f.wanted - f.got) < COST / 2 for f in first):
-            return False
-    return True
 
 
 def _changed_file(expected: Expected) -> str:

@@ -35,44 +35,32 @@ class Prompt:
     """Tokens to generate."""
 
 
-class BadPrompts(Skip):
-    """The file of prompts cannot be used; `problems` has one line per mistake."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
 def load(path: Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a file; raise `BadPrompts` with all mistakes at once."""
+    """Return the prompts of a file; raise `Skip` with a line for each mistake."""
     if not path.exists():
-        raise BadPrompts([f"{path}: no such file"])
+        raise Skip(f"{path}: no such file")
     try:
         data = read_bytes(path)
     except Unreadable as error:
-        raise BadPrompts([f"{path}: cannot be read: {error}"]) from None
+        raise Skip(f"{path}: cannot be read: {error}") from None
     if len(data) > MAX_FILE_BYTES:
-        raise BadPrompts([f"{path}: {len(data)} bytes, wanted at most 1 MiB"])
+        raise Skip(f"{path}: {len(data)} bytes, wanted at most 1 MiB")
     try:
         document = json.loads(data.decode())
-    except UnicodeDecodeError:
-        raise BadPrompts([f"{path}: not UTF-8 text, wanted JSON such as {WANTED}"]) from None
-    except ValueError as error:  # JSONDecodeError: its text names line and column
-        raise BadPrompts([f"{path}: not JSON: {error}; wanted {WANTED}"]) from None
-    except RecursionError:
-        raise BadPrompts([f"{path}: nested too deeply, wanted {WANTED}"]) from None
+    except (ValueError, RecursionError) as error:  # JSONDecodeError: its text names line and column
+        raise Skip(f"{path}: not JSON: {error}; wanted {WANTED}") from None
     entries = document.get("prompts") if isinstance(document, dict) else None
     if not isinstance(entries, list) or len(document) != 1:
-        raise BadPrompts([f'{path}: wanted an object with one list "prompts", such as {WANTED}'])
+        raise Skip(f'{path}: wanted an object with one list "prompts", such as {WANTED}')
     if not 1 <= len(entries) <= MAX_PROMPTS:
-        raise BadPrompts([f"{path}: {len(entries)} prompts, wanted 1 to {MAX_PROMPTS}"])
+        raise Skip(f"{path}: {len(entries)} prompts, wanted 1 to {MAX_PROMPTS}")
     problems = [f"{path}: prompts[{i}]{text}" for i, entry in enumerate(entries) for text in _mistakes(entry)]
     given = [entry.get("name") for entry in entries if isinstance(entry, dict)]
     names = [name for name in given if isinstance(name, str) and NAME.fullmatch(name)]
     twice = sorted({name for name in names if names.count(name) > 1})
     problems += [f"{path}: the name {name!r} is given {names.count(name)} times, wanted once" for name in twice]
     if problems:
-        raise BadPrompts(problems)
+        raise Skip("\n".join(problems))
     return tuple(Prompt(**entry) for entry in entries)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import struct
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from canaryd.facts import ENDPOINT_SERVER, reading_key
 from canaryd.files import keep, recall
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
-from canaryd.worker.endpoint.answers import Answer
+from canaryd.worker.endpoint.answers import Answer, Position
 from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused
 from canaryd.worker.endpoint.dialects import GENERIC, digest
-from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
@@ -174,3 +175,39 @@ class Progress:
     def keep(self, rounds: int) -> None:
         """Store the rounds of a run that ends early; 0 forgets them."""
         keep(*self._kept, [self._about, rounds] if rounds else None)
+
+
+def injected(answer: Answer, fault: str) -> Answer:
+    """Return an answer with a fault of `canaryd drill` in the probability of one token, or else in the text.
+
+    Always at the same position, because a confirmation must meet the same fault again. The text names the fault.
+    """
+    at = [i for i, position in enumerate(answer.positions) if position.value is not None]
+    if not at:
+        place = len(answer.text) // 2
+        return replace(answer, text=f"{answer.text[:place]}[drill: {fault}]{answer.text[place:]}")
+    middle = len(at) // 2
+    positions = list(answer.positions)
+    for i in at[middle % 16 :: 16] if fault == "stuck" else at[middle : middle + 1]:
+        positions[i] = _CHANGES[fault](positions[i])
+    return replace(answer, positions=tuple(positions), text=f"[drill: {fault} at position {at[middle]}] {answer.text}")
+
+
+def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
+    """Return a change of the float32 in which the probability was computed."""
+
+    def changed(position: Position) -> Position:
+        (raw,) = struct.unpack("<I", struct.pack("<f", position.value))
+        return replace(position, value=struct.unpack("<f", struct.pack("<I", change(raw)))[0])
+
+    return changed
+
+
+_CHANGES: Mapping[str, Callable[[Position], Position]] = {
+    "flip": _bits(lambda raw: raw ^ 1),
+    "zero": lambda position: replace(position, value=0.0),
+    "swap": lambda position: replace(position, token=f"{position.token}?"),
+    "nan": lambda position: replace(position, value=float("nan")),
+    "stuck": _bits(lambda raw: raw | 1),
+    "consistent": _bits(lambda raw: raw ^ (1 << 23)),
+}

@@ -18,11 +18,7 @@ from canaryd.worker.exact_canary.golden import codes, continuation, prompt
 from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit, plan
 
 SCHEMA = "canaryd.exact/1"
-FILE, WEIGHTS, GGUF, GENERATION = "expected.json", "model.safetensors", "model.gguf", "generation_config.json"
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Penalties that `generation_config.json` may set, and the values that change nothing."""
-QUOTED = 20
-"""Characters of a penalty's value that a reason quotes."""
+FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
 """Largest `expected.json` (ours); eight prompts take 30 kB."""
 MOST_SAID = 4.0
@@ -116,18 +112,6 @@ class Expected:
         except OSError:
             return ""
         return "" if digest.hexdigest() == self.weights else f"{path} is not the file that canaryd wrote"
-
-    def penalties(self) -> str:
-        """Return which penalties the checkpoint's `generation_config.json` sets for every request; "" for none."""
-        path = self.directory / GENERATION
-        try:
-            document = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return ""
-        given = document if isinstance(document, dict) else {}
-        found = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name) not in (None, neutral)}
-        told = ", ".join(f"{name} {json.dumps(value)[:QUOTED]}" for name, value in found.items())
-        return f"{path} sets {told}" if told else ""
 
 
 def load(directory: Path) -> Expected:

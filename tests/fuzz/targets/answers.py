@@ -4,7 +4,6 @@ Only `Skip`, one printable line. An answer's values are finite or None, margins 
 that a store and the protocol take; what was not scored has no values. Prompts are refused with all mistakes at once, or
 are within their bounds. Symptoms are found in any text, in bounded time.
 """
-# ruff: noqa: PT017  a refusal is examined where it is caught: most inputs are none
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from typing import Any
 from canaryd.facts import Recording
 from canaryd.judge.recordings import triage
 from canaryd.probe import Skip
-from canaryd.worker.endpoint import documents, prompts
+from canaryd.worker.endpoint import prompts
 from canaryd.worker.endpoint.answers import Answer, parse
 from canaryd.worker.endpoint.canary import Endpoint
-from canaryd.worker.endpoint.client import Reply, _message, _without
+from canaryd.worker.endpoint.client import Reply, _message, _without, read
 from canaryd.worker.endpoint.dialects import DIALECTS, listed, recognise
-from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.recorder import injected
 from canaryd.worker.endpoint.settings import APIS, Settings
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, plain, scratch
@@ -60,7 +59,7 @@ def _parsed(data: bytes) -> None:
 
 def _parsed_json(document: Any) -> Any:
     """A document as the client reads it."""
-    return documents.read(dumps(document))[0]
+    return read(dumps(document))[0]
 
 
 def sound(answer: Answer, choices: Choices) -> None:
@@ -126,7 +125,13 @@ def _metrics(data: bytes) -> None:
 def _questions(given: Mapping[str, Any], metrics: str, choices: Choices) -> None:
     def get(path: str) -> Reply:
         text = metrics if path == "/metrics" else ""
-        return Reply(where=path, status=200, server=choices.text(), data=given.get(path), text=text, words="")
+        return Reply(
+            where=path,
+            status=200,
+            headers={"Server": choices.text()},
+            body=bytearray(text.encode("utf-8", "replace")),
+            data=given.get(path),
+        )
 
     try:
         found = recognise(get("/v1/models"), get, lambda: given.get("/props"))
@@ -157,9 +162,8 @@ def _prompt_file(data: bytes) -> None:
 def _prompts(file: Path) -> None:
     try:
         found = prompts.load(file)
-    except prompts.BadPrompts as error:
-        assert error.problems
-        for problem in error.problems:
+    except Skip as error:
+        for problem in str(error).splitlines():
             one_line(problem)
         return
     assert 1 <= len(found) <= prompts.MAX_PROMPTS
@@ -221,7 +225,7 @@ def _said(data: bytes) -> None:
 def _document(data: bytes) -> None:
     """Any JSON, as the answer to everything that a server is asked, in every dialect."""
     text = stretched(data).decode("utf-8", "replace")
-    document = documents.read(text)[0]
+    document = read(text)[0]
     with in_time(len(text) * 20):
         for dialect in DIALECTS.values():
             for forced in (False, True):

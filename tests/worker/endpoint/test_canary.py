@@ -17,9 +17,8 @@ from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import recorder as endpoint_recorder
 from canaryd.worker.endpoint.canary import PATHS
-from canaryd.worker.endpoint.drills import injected
 from tests import checkpoints
-from tests.worker.endpoint.asked import CHUNKS, PROBED, PROMPT, reach, reason, routes_of, run, sse, streaming
+from tests.worker.endpoint.asked import CHUNKS, PROBED, PROMPT, reason, routes_of, run, sse, streaming
 from tests.worker.endpoint.served import PROBE, completion, context, only, recorded, recordings, served
 
 # --- The probe -------------------------------------------------------------------------------------------------------
@@ -131,19 +130,6 @@ def test_a_baseline_asks_every_case_alone_first_and_then_under_load(apis):
     assert skipped(facts) == []
 
 
-def test_one_prompt_on_one_api_has_as_many_recordings(tmp_path):
-    """There is no other to stand beside it."""
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps({"prompts": [{"name": "mine", "text": PROMPT.text, "tokens": 32}]}))
-    settings = {"apis": ["chat"], "prompts": str(path)}
-    with served(routes_of("llama-server")) as server:
-        facts = run(server.url, baselining=True, budget=100.0, settings=settings)
-    assert {case: len(each) for case, each in recordings(facts).items()} == {
-        "chat/mine/fresh": 32,
-        "chat/mine/warm": 32,
-    }
-
-
 def test_a_baseline_ends_with_its_budget():
     """What it has is kept, and it says that more is to come."""
     with served(routes_of("vllm")) as server:
@@ -209,45 +195,6 @@ def test_a_load_that_a_server_does_not_take_is_halved(refusal):
     assert "not take 2 requests" not in text
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
     assert "requests at once" in absent["endpoint_token_seconds{api=chat}"]
-
-
-def test_a_server_that_takes_one_request_alone_is_learnt_alone():
-    """The loaded part ends, the run does not."""
-    counting = Counting(64, 1, BUSY)
-    with served(counting.around("llama-server")) as server:
-        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"]})
-    for each in recordings(facts).values():
-        assert [recording.condition for recording in each][:16] == ["idle"] * 16
-        assert len(each) <= 18
-    ((case, text),) = skipped(facts)
-    assert case == "baseline"
-    assert "the server did not answer 2 requests at once: " in text
-    assert text.endswith("it asks to wait for 3600 s")
-    assert max(counting.peaks) == 2
-    assert any(isinstance(fact, Reading) and fact.name == "switches" for fact in facts)
-
-
-def test_a_server_that_dies_under_our_load_has_been_recorded():
-    """Nothing after that ends the run as skipped, and latencies are absent with that reason."""
-    routes = routes_of("vllm")
-    asked = []
-    answers = {path: routes[path] for path in routes if path.startswith("POST")}
-
-    def dying(path):
-        def route(body):
-            asked.append(path)
-            return answers[path](body) if len(asked) <= 16 * 10 else (500, {}, {"error": "EngineCore died"})
-
-        return route
-
-    routes |= {path: dying(path) for path in answers}
-    with served(routes) as server:
-        facts = run(server.url, baselining=True, budget=100.0)
-    assert {len(each) for each in recordings(facts).values()} == {16}
-    ((_, text),) = skipped(facts)
-    assert "EngineCore died" in text
-    absent = {fact.name for fact in facts if isinstance(fact, Absent)}
-    assert {f"endpoint_first_token_seconds{{api={api}}}" for api in ("completions", "chat")} <= absent
 
 
 def test_a_spent_budget_leaves_cases_out_aloud():
@@ -483,14 +430,6 @@ def test_a_baseline_keeps_what_it_has_when_a_request_fails(tmp_path):
     assert {sum(r.condition == "idle" for r in each) for each in recordings(again).values()} == {6}
 
 
-def test_a_baseline_of_long_answers_takes_several_runs(monkeypatch):
-    """A run is bounded in what it sends; the rest is learnt by the next."""
-    monkeypatch.setattr(endpoint_recorder, "MOST_POSITIONS", 4)
-    with served(recorded("llama-server")) as server:
-        facts = run(server.url, baselining=True, budget=100.0)
-    assert skipped(facts) == [("baseline", "2 of 64 requests alone and none under load in this run; more to come")]
-
-
 def test_a_server_that_nobody_knows_is_negotiated_with_and_said_to_be_unknown():
     """A proxy refuses a seed here and log probabilities there: the rest is recorded, and what is unseen is said."""
     routes = recorded("generic")
@@ -565,15 +504,6 @@ def test_a_drill_changes_every_digest_visibly(fault):
         assert recording.digest == again[case][0].digest
         assert recording.chain == clean[case][0].chain
         assert recording.text.startswith(f"[drill: {fault} at position ")
-
-
-def test_a_drill_reaches_text_alone():
-    """Where there is no probability to change."""
-    with served(routes_of("transformers")) as server:
-        endpoint = reach(server, model="/srv/tiny")
-        answer = endpoint.ask("chat", PROMPT, fresh=True)
-    assert injected(answer, "flip").text == "syo[drill: flip]ols"
-    assert injected(answer, "flip").digest != answer.digest
 
 
 def test_its_facts_travel_through_a_worker():

@@ -1,20 +1,16 @@
-"""What can go wrong between here and an answer."""
+"""What can go wrong between here and an answer; tests/engine/test_hostile.py has servers that mean harm."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import socket
-import ssl
-import subprocess
 import threading
 import time
 
 import pytest
 
 from canaryd.worker.endpoint import client as endpoint_client
-from canaryd.worker.endpoint import wire
 from canaryd.worker.endpoint.client import Client
 from tests.worker.endpoint.asked import KEY, PROMPT, reason, routes_of, run
 from tests.worker.endpoint.served import models, recordings, served
@@ -108,16 +104,6 @@ def test_an_address_that_cannot_be_meant_is_one_line(url, said):
     assert "hunter2" not in text
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_key_that_is_not_accepted_is_one_line(status):
-    """With a key and without one; the server's words are not needed, and it is not asked twice."""
-    refusal = (status, {}, {"error": {"message": f"Invalid key {KEY}"}})
-    with served({"GET /v1/models": refusal}) as server:
-        assert reason(Client(url=server.url).api, "/models").endswith("a request without a key; set key_file")
-        assert reason(Client(url=server.url, key=KEY).api, "/models").endswith("does not accept the key of key_file")
-        assert [headers.get("Authorization") for _, _, headers in server.requests] == [None, f"Bearer {KEY}"]
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -125,10 +111,6 @@ def test_a_key_that_is_not_accepted_is_one_line(status):
             (200, {"Content-Type": "text/html"}, b"<!doctype html><title>Login</title>"),
             "got a web page, wanted JSON",
         ),
-        ((200, {}, b'{"choices": [{"text": "a'), "is not JSON, or incomplete"),
-        ((200, {}, b""), "the answer of 0 characters is not JSON"),
-        ((200, {"Content-Length": "4000"}, b'{"choices": ['), "the answer was cut off after 13 of 4000 bytes"),
-        ((200, {"Transfer-Encoding": "chunked", "Content-Length": "0"}, b"5\r\n{"), "cut off after"),
         ((500, {}, {"error": {"message": "CUDA error: device-side assert"}}), "500: CUDA error: device-side assert"),
         ((502, {}, b"<html>Bad Gateway</html>"), "refused with 502: without a message"),
         ((500, {}, b"Internal\n  Server Error"), "refused with 500: Internal Server Error"),
@@ -137,8 +119,7 @@ def test_a_key_that_is_not_accepted_is_one_line(status):
         ({"error": True}, "answered with 200 and an error: without a message"),
         ((307, {"Location": "https://else.example/v1?token=x"}, b""), "to https://else.example/v1: set url"),
         ((307, {"Location": "https://me:p/w@else.example/v1"}, b""), "to …@else.example/v1: set url"),
-        ((200, {}, b"[" * (1 << 20)), "has more than 1,000,000 values"),
-        ((200, {}, b"[" * 100_000), "is nested too deeply"),
+        ((200, {}, b"[" * 101 + b"]" * 101), "is nested too deeply"),
     ],
 )
 def test_what_is_no_answer_is_one_line(answer, said):
@@ -148,13 +129,6 @@ def test_what_is_no_answer_is_one_line(answer, said):
         text = reason(lambda: client.api("/completions", {"prompt": PROMPT.text}).json())
     assert said in text
     assert text.startswith(f"POST {server.url}/completions: ")
-
-
-def test_an_answer_without_end_is_not_read_on(monkeypatch):
-    """A body has a bound."""
-    monkeypatch.setattr(wire, "MAX_BYTES", 1 << 20)
-    with served({"GET /v1/models": b" " * (3 << 20)}) as server:
-        assert "longer than the limit of 1 MiB" in reason(Client(url=server.url).api, "/models")
 
 
 def test_the_words_of_a_server_hold_neither_prompt_nor_key():
@@ -179,71 +153,11 @@ def test_what_a_slow_name_server_takes_is_missing_later(monkeypatch):
         assert time.monotonic() - begun < 4.0
 
 
-def test_a_slow_server_is_told_from_one_that_is_not_there():
-    """Connected, but no answer; and one that drips does not hold on to the run."""
-    over = threading.Event()
-    with served({"GET /v1/models": lambda _: over.wait(20.0) or {}}) as server:
-        begun = time.monotonic()
-        assert "connected, but no complete answer within 0.4 s (0 bytes came)" in reason(
-            Client(url=server.url, timeout=0.4).api, "/models"
-        )
-        over.set()
-        assert time.monotonic() - begun < 5.0
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        drip = threading.Thread(target=_drip, args=(listener,), daemon=True)
-        drip.start()
-        begun = time.monotonic()
-        text = reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout=0.8).api, "/models")
-        assert time.monotonic() - begun < 5.0
-        assert "connected, but no complete answer within 0.8 s" in text
-        drip.join()
-
-
 def test_an_answer_may_take_longer_than_the_connection(monkeypatch):
     """A connection has seconds, the answer all of its timeout."""
-    monkeypatch.setattr(wire, "CONNECT", 0.2)
+    monkeypatch.setattr(endpoint_client, "CONNECT", 0.2)
     with served({"GET /v1/models": lambda _: time.sleep(0.6) or models("tiny")}) as server:
         assert Client(url=server.url, timeout=20.0).api("/models").json() == models("tiny")
-
-
-def _drip(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        connection.recv(4096)
-        try:
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-            for _ in range(100):
-                connection.sendall(b" ")
-                time.sleep(0.1)
-        except OSError:
-            pass
-
-
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        (b"", "closed the connection without an answer"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", "cut off after 1 of 50 bytes"),
-    ],
-)
-def test_a_server_that_dies_over_a_request_is_one_line(sent, said):
-    """Nothing came, no HTTP came, or half of it; none of them is tried again."""
-    accepted = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def die() -> None:
-            connection, _ = listener.accept()
-            accepted.append(1)
-            with connection:
-                connection.recv(4096)
-                connection.sendall(sent)
-
-        thread = threading.Thread(target=die)
-        thread.start()
-        assert said in reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1").api, "/models")
-        thread.join()
-    assert accepted == [1]
 
 
 @pytest.mark.parametrize(
@@ -289,44 +203,6 @@ def test_a_path_that_stays_busy_ends_the_run(monkeypatch, route):
     with served(routes_of("llama-server")) as server:
         server.routes[route] = (503, {}, {"error": "loading model"})
         assert f"{route.split()[1]}: refused with 503" in reason(run, server.url, settings={"dialect": "llama-server"})
-
-
-def test_a_server_that_wants_to_be_left_alone_is_left_alone():
-    """A long Retry-After is said instead of waited for."""
-    with served({"GET /v1/models": (429, {"Retry-After": "3600"}, {})}) as server:
-        assert "asks to wait for 3600 s" in reason(Client(url=server.url).api, "/models")
-        assert len(server.requests) == 1
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A certificate of its own authority for 127.0.0.1, with its key."""
-    openssl = shutil.which("openssl")
-    if not openssl:
-        pytest.skip("no openssl here to make a certificate with")
-    place = tmp_path_factory.mktemp("tls")
-    argv = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=canary"]
-    argv += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", place / "key.pem", "-out", place / "cert.pem"]
-    subprocess.run(argv, check=True, capture_output=True)
-    return place
-
-
-def test_tls_is_spoken_and_certificates_are_checked(certificate):
-    """With the authority it is trusted; without it is not; plain HTTP is not taken for TLS."""
-    with served({"GET /v1/models": models("tiny")}) as server:
-        plain = server.url
-        assert "the server does not speak TLS" in reason(Client(url=plain.replace("http:", "https:")).api, "/models")
-    secured = served({"GET /v1/models": models("tiny")})
-    with secured as server:
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
-        server.httpd.socket = tls.wrap_socket(server.httpd.socket, server_side=True)
-        url = server.url.replace("http:", "https:")
-        client = Client(url=url, ca_file=str(certificate / "cert.pem"))
-        assert client.api("/models").json() == models("tiny")
-        text = reason(Client(url=url).api, "/models")
-        assert "certificate is not accepted" in text
-        assert "ca_file" in text
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])

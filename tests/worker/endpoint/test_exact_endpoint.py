@@ -139,15 +139,6 @@ def test_right_words_without_one_number_among_their_log_probabilities_are_wrong(
     assert (printed(value, alone=True).scored, printed(value, alone=True).right) == (value != -9999.0, value == -9999.0)
 
 
-def test_more_candidates_than_neighbours_are_compared_too(directory):
-    """Beyond the ten words that are one bit off come those that are two bits off."""
-    with serving(directory, best=20) as url:
-        compared, _, reason = ask(url, directory)
-    assert reason == ""
-    assert compared
-    assert not [c for c in compared if c.wrong]
-
-
 def test_standard_asks_everything(directory):
     """All eight prompts alone and again, and 2, 4 and 8 of them at once, on both interfaces."""
     with serving(directory) as url:
@@ -328,25 +319,6 @@ def test_a_right_beginning_that_the_server_broke_off_is_told_from_a_limit(direct
     assert said(wrong) == ""
 
 
-def test_a_penalty_of_a_server_without_log_probabilities_is_named_from_its_file(directory, tmp_path):
-    """Its words are wrong in the same way each time; without the file nobody could tell why."""
-    copy = shutil.copytree(directory, tmp_path / "copy")
-    path, asked = (
-        copy / "generation_config.json",
-        {"settings": {"apis": ["completions"]}, "cases": ("completions/alone",)},
-    )
-    for harmless in ('{"repetition_penalty": 1.0, "presence_penalty": null, "temperature": 0.7}', "[0.5]", "{"):
-        path.write_text(harmless)
-        assert load(copy).penalties() == ""
-    with serving(copy, repetition=0.5, scored=False) as url:
-        compared, _, reason = ask(url, copy, **asked)
-        assert (reason, [c.characterised for c in compared if c.wrong]) == ("", [False])
-        path.write_text('{"do_sample": true, "repetition_penalty": 0.5}')
-        compared, _, reason = ask(url, copy, **asked)
-    assert "generation_config.json sets repetition_penalty 0.5: set it to its neutral value" in reason
-    assert not [c for c in compared if c.wrong]
-
-
 def test_a_fault_of_one_word_is_not_taken_for_a_penalty(directory):
     """A penalty strikes all words that came before, and no others; a bad weight of the head strikes one word."""
     expected = load(directory)
@@ -383,26 +355,16 @@ def test_quantised_weights_excuse_nothing_where_they_were_proved(directory, tmp_
     assert any(c.wrong for c in compared)
 
 
-def test_a_format_of_the_documents_is_no_excuse_for_right_answers(directory):
-    """What the server reports is looked at only where something is wrong."""
-    with serving(directory, reports={"version": "0.5", "kv_cache_dtype": "fp8_e4m3"}) as url:
-        compared, _, reason = ask(url, directory)
-    assert reason == ""
-    assert compared
-    assert not [c for c in compared if c.wrong]
-
-
 @pytest.mark.parametrize(
     "noise", [pytest.param(0.01, marks=pytest.mark.slow), 0.001, pytest.param(0.0001, marks=pytest.mark.slow)]
 )
 def test_small_errors_everywhere_look_like_rounding(directory, noise):
-    """The first word of every answer is right, and its neighbours are a little off: told, and not characterised."""
+    """The first word of every answer is right, and its neighbours are a little off: not characterised."""
     with serving(directory, form="float32", noise=noise) as url:
         compared, _, reason = ask(url, directory, settings={"apis": ["completions"]})
     assert reason == ""
     assert [c.wrong_trials for c in compared] == [2, 2, 2]
     assert not any(c.characterised for c in compared)
-    assert all("as from quantised weights or a quantised cache" in c.evidence.pattern for c in compared)
 
 
 def test_another_exact_canary_is_named(directory, tmp_path):

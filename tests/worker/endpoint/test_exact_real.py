@@ -20,10 +20,10 @@ from canaryd_lab.worker.exact_canary.quantised import FORMS  # noqa: E402
 
 from canaryd.facts import Comparison  # noqa: E402
 from canaryd.probe import Skip  # noqa: E402
-from canaryd.worker.canary import checkpoint  # noqa: E402
 from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402
+from tests.headers import tensors  # noqa: E402
 from tests.servers import beside, need, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
@@ -67,30 +67,23 @@ def ask(server, directory, seed):
     return [fact for fact in probe("exact_endpoint").run(given) if isinstance(fact, Comparison)]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, []) for name in ENGINES), pytest.param("transformers", ["--device", "cuda"], marks=pytest.mark.gpu)],
-    ids=str,
-)
-def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_path, name, options):
+SERVED = [
+    *((name, "bfloat16" if name == "llama" else "", TINY) for name in ENGINES),
+    *((name, form, TINY) for name, form in QUANTISED),
+    *(("llama", form, EXPERTS) for form in ("bfloat16", "float32")),
+    *((name, "", EXPERTS) for name in ("vllm", "transformers")),
+    # MLX multiplies stacked experts on processors in float32 alone, or quantised.
+    *(("mlx", form, EXPERTS) for form in ("mlx-4bit", "mlx-8bit", "mlx-mxfp8")),
+    ("transformers", "fp8", EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "shape"), SERVED, ids=str)
+def test_a_real_server_answers_rightly_alone_and_beside_others(tmp_path, name, form, shape):
     """Every answer, in words and in what it prints of its log probabilities, also while eight clients are served."""
-    directory = exported(name)
-    prompts = [question.text for question in load(directory).questions]
-    with serving(name, directory, tmp_path, *options, **({"CUDA_VISIBLE_DEVICES": "0"} if options else {})) as server:
-        alone = ask(server, directory, seed=0)
-        with beside(server, prompts[:CLIENTS]):
-            loaded = ask(server, directory, seed=1)
-    for compared in (alone, loaded):
-        assert sum(c.trials for c in compared) == 60
-        assert [c for c in compared if c.wrong] == []
-
-
-@pytest.mark.parametrize(("name", "form"), QUANTISED)
-def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, name, form):
-    """By the engine's own kernels for them: no answer is wrong."""
     need(name)
     directory = tmp_path / "canary"
-    export(construct(TINY, 1, bits=FORMS[form].whole), directory, form=form)
+    export(construct(shape, 1, bits=FORMS[form].whole if form in FORMS else 0), directory, form=form)
     with serving(name, directory, tmp_path) as server:
         alone = ask(server, directory, seed=0)
         with beside(server, [question.text for question in load(directory).questions][:CLIENTS]):
@@ -109,7 +102,7 @@ def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answer
     export(construct(TINY, 1, bits=how.whole), directory, form=form)
     path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
-    tensor = chance.choice([t for t in checkpoint.tensors(directory) if t.dtype in PACKED and "qzeros" not in t.name])
+    tensor = chance.choice([t for t in tensors(directory) if t.dtype in PACKED and "qzeros" not in t.name])
     bits, signed = how.bits, how.floats or tensor.dtype == "I8"
     zeros = (0, 1 << bits - 1) if signed else (1 << bits - 1,)
     live = [
@@ -145,41 +138,6 @@ def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, na
     assert all(c.characterised for c in wrong)
 
 
-@pytest.mark.parametrize("options", [["-ctk", "f32", "-ctv", "f32"], ["-fa", "off"], ["-b", "16", "-ub", "8"]], ids=str)
-@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])
-def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(tmp_path, form, options):
-    """The cache's format, the attention kernel, the size of a batch."""
-    need("llama")
-    export(construct(TINY, 2), tmp_path / "canary", form=form)
-    with serving("llama", tmp_path / "canary", tmp_path, *options) as server:
-        compared = ask(server, tmp_path / "canary", seed=0)
-    assert sum(c.trials for c in compared) == 60
-    assert [c for c in compared if c.wrong] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("llama", "bfloat16"),
-        ("llama", "float32"),
-        ("vllm", ""),
-        ("transformers", ""),
-        ("mlx", "mlx-4bit"),
-        ("mlx", "mlx-8bit"),
-        ("mlx", "mlx-mxfp8"),
-        ("transformers", "fp8"),
-    ],
-)
-def test_a_mixture_of_experts_is_served_rightly(tmp_path, name, form):
-    """Every answer is right. MLX multiplies stacked experts on processors in float32 alone, or quantised."""
-    need(name)
-    export(construct(EXPERTS, 1, bits=FORMS[form].whole if form in FORMS else 0), tmp_path / "canary", form=form)
-    with serving(name, tmp_path / "canary", tmp_path) as server:
-        compared = ask(server, tmp_path / "canary", seed=0)
-    assert sum(c.trials for c in compared) == 60
-    assert [c for c in compared if c.wrong] == []
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_one_flipped_exponent_bit_on_disk_is_seen_in_the_first_answers(exported, tmp_path, seed):
     """One weight that is not 0, whichever it is; without the file's checksum, so that only the answers can tell."""
@@ -187,7 +145,7 @@ def test_one_flipped_exponent_bit_on_disk_is_seen_in_the_first_answers(exported,
     path = tmp_path / "canary/model.gguf"
     data = bytearray(path.read_bytes())
     chance = random.Random(seed)
-    found = [t for t in checkpoint.tensors(path) if t.dtype == BFLOAT16 and t.name != "token_embd.weight"]
+    found = [t for t in tensors(path) if t.dtype == BFLOAT16 and t.name != "token_embd.weight"]
     tensor = chance.choice(found)
     live = [at for at in range(tensor.begin, tensor.end, 2) if data[at] | data[at + 1] & 0x7F]
     at = chance.choice(live)
@@ -204,7 +162,7 @@ def test_a_server_that_turns_to_another_checkpoint_serves_its_weights(exported, 
     """All seeds have the same right words, so only a weight that is wrong shows that a server serves the next one."""
     shutil.copytree(exported(name), tmp_path / "canary")
     served = tmp_path / "canary" / ("model.gguf" if name == "llama" else "")
-    norm = next(t for t in checkpoint.tensors(served) if t.name in ("model.norm.weight", "output_norm.weight"))
+    norm = next(t for t in tensors(served) if t.name in ("model.norm.weight", "output_norm.weight"))
     data = bytearray(norm.file.read_bytes())
     data[norm.end - 1] ^= 1  # a bit of the last weight's exponent, in bfloat16 and in float32
     norm.file.write_bytes(data)
@@ -271,7 +229,6 @@ def test_the_generation_config_of_a_real_model_changes_no_answer(exported, tmp_p
         ("vllm", 1.3, ["--logprobs-mode", "processed_logprobs"], "lowers the probability of words that came before"),
         ("vllm", 0.8, ["--logprobs-mode", "processed_logprobs"], "changes the probability of words that came before"),
         ("vllm", 0.5, [], "changes the probability of words that came before"),
-        ("transformers", 0.5, [], "generation_config.json sets repetition_penalty 0.5"),
     ],
 )
 def test_a_penalty_of_the_generation_config_is_told_from_a_fault(exported, tmp_path, name, penalty, options, said):

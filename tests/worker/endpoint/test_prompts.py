@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from canaryd.worker.endpoint.prompts import FEWEST, LONGEST, SHORTEST, BadPrompts, Prompt, load
+from canaryd.probe import Skip
+from canaryd.worker.endpoint.prompts import FEWEST, LONGEST, SHORTEST, Prompt, load
 from tests.worker.endpoint.served import PROBE
 
 TEXT = "What the diver saw on the way down to the reef, told step by step, in plain words."
@@ -20,11 +21,11 @@ def write(tmp_path, content):
 
 def problems(tmp_path, content) -> list[str]:
     path = write(tmp_path, content)
-    with pytest.raises(BadPrompts) as caught:
+    with pytest.raises(Skip) as caught:
         load(path)
-    assert str(caught.value) == "\n".join(caught.value.problems)
-    assert all(line.startswith(f"{path}: ") and "\n" not in line for line in caught.value.problems)
-    return [line.removeprefix(f"{path}: ") for line in caught.value.problems]
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    return [line.removeprefix(f"{path}: ") for line in lines]
 
 
 def test_the_shipped_prompts_fill_prefill_and_decode_kernels():
@@ -76,8 +77,8 @@ def test_every_mistake_of_a_file_is_told_at_once(tmp_path):
         (b"", "not JSON: Expecting value: line 1 column 1"),
         (b"prompts:\n- name: reef\n", "not JSON"),
         (b'{"prompts": [', "not JSON"),
-        (b"\xff\xfe{", "not UTF-8 text"),
-        (b"[" * 200_000, "nested too deeply"),
+        (b"\xff\xfe{", "not JSON: 'utf-8' codec"),
+        (b"[" * 200_000, "not JSON: maximum recursion"),
         ([], "wanted an object with one list"),
         ({"prompts": {}}, "wanted an object with one list"),
         ({"prompts": [], "more": 1}, "wanted an object with one list"),
@@ -95,7 +96,7 @@ def test_what_is_no_file_of_prompts_is_one_line(tmp_path, content, said):
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
     """Not there, or a directory."""
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(BadPrompts) as caught:
+        with pytest.raises(Skip) as caught:
             load(path)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)

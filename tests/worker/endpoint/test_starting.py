@@ -23,7 +23,6 @@ from canaryd.worker.endpoint.settings import Settings  # noqa: E402
 from canaryd.worker.endpoint.starting import started  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from tests.command import ROOT, eventually  # noqa: E402
-from tests.servers import KINDS  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
 SERVER = (
@@ -142,28 +141,3 @@ def test_nothing_is_left_when_the_worker_is_killed(directory):
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
     eventually(lambda: not running(str(directory)), within=30.0)
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize(
-    ("name", "form", "line"),
-    [
-        (
-            "llama",
-            "float16",
-            "{program} -m {{model}} --alias exact --host 127.0.0.1 --port {{port}} -c 8192 -np 8 -t 2",
-        ),
-        ("mlx", "", "{program} --model {{model}} --host 127.0.0.1 --port {{port}}"),
-    ],
-)
-def test_a_real_engine_is_started_tested_and_stopped(tmp_path, name, form, line):
-    """As an operator would name it."""
-    program = KINDS[name].found()
-    if not program:
-        pytest.skip(f"no {KINDS[name].program} here: run `scripts/servers DIR {name}`")
-    export(construct(TINY, 4), tmp_path / "canary", form=form)
-    model = "e" if name == "llama" else str(tmp_path / "canary")
-    compared = ask("http://127.0.0.1:9/v1", tmp_path / "canary", command=line.format(program=program), model=model)
-    assert sum(c.trials for c in compared) >= 30
-    assert not [c for c in compared if c.wrong]
-    assert running(str(tmp_path)) == []
