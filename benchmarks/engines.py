@@ -39,7 +39,6 @@ from benchmarks.clean_runs import of_runtime
 from canaryd.facts import DTYPES, Comparison
 from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
-from canaryd.worker.canary.fixed import compiler
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.exact_canary.expected import load
 from canaryd.worker.exact_canary.run import Runner
@@ -118,7 +117,7 @@ def in_process(
     end = time.monotonic() + 60 * minutes
     with contextlib.ExitStack() as exits:
         if compiled:
-            exits.enter_context(compiler())  # torch's own cache does not tell instruction sets apart
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = exits.enter_context(tempfile.TemporaryDirectory())
         fused = torch.compile(_forward, dynamic=False)
         for number, seed in enumerate(until(end, seeds)):
             family = FAMILIES[number // 4 % len(FAMILIES)]

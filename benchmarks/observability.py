@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd_lab.worker.exact_canary.construct import construct
+from canaryd_lab.worker.exact_canary.export import right_answer
 from canaryd_lab.worker.exact_canary.prove import Walk
 
 from benchmarks.common import become_worker, machine, options, table, write
@@ -23,7 +24,7 @@ from canaryd.worker.endpoint.answers import Answer, Position
 from canaryd.worker.endpoint.marking import mark
 from canaryd.worker.exact_canary.cases import text
 from canaryd.worker.exact_canary.expected import Expected, Question
-from canaryd.worker.exact_canary.golden import answer, codes
+from canaryd.worker.exact_canary.golden import codes
 from canaryd.worker.exact_canary.run import Runner, Watch
 from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.exact_canary.shipped import Model
@@ -174,7 +175,7 @@ def printed(model: Model, whole: list[int]) -> Callable[[Any], list[bool]]:
     words = whole[: program.prompt + program.anchored]
     count = len(whole) - len(words) + 1
     golden = Walk(model.shape, model.weights).prove(whole).logits[-count:]
-    right = answer(program, model.shape, words, count, golden.tolist())
+    right = right_answer(program, model.shape, words, count, golden.tolist())
     question = Question(number=1, text="", prompt=words, tokens=right.tokens, chances=right.log_probabilities)
     expected = Expected(
         directory=Path(),

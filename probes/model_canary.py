@@ -18,7 +18,7 @@ from canaryd.worker.canary.hugging_face import (
     PATHS,
     Checkpoint,
     Model,
-    Prompt,
+    Tokenized,
     chain_of,
     check_memory,
     layers,
@@ -100,7 +100,7 @@ def _answers(
     source: Checkpoint,
     model: Model,
     found: dict[str, str],
-    asked: list[Prompt],
+    asked: list[Tokenized],
 ) -> Iterator[Fact]:
     started, rounds = ctx.clock(), REPEATS if ctx.baselining else 1
     for number in range(rounds * len(asked)):

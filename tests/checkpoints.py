@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from canaryd_lab.worker.canary import gguf as ggml
+from canaryd_lab.worker.safetensors import read_safetensors, write_safetensors
 
-from canaryd.worker.canary.safetensors import read_safetensors, write_safetensors
 from canaryd.worker.numeric.tensors import torch
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, POSITIONS, THETA, EPSILON = 4, 256, 768, 4, 2, 2048, 10_000.0, 1e-6

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canaryd_lab.worker.safetensors import read_safetensors
 
-from canaryd.worker.canary.safetensors import read_safetensors
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.runtime.key_values import KeyValues

@@ -44,7 +44,7 @@ VALUES = {
     "link": tuple(map(str, range(18))),
     "engine": ("gpu", "memory", "encoder", "decoder", "jpeg", "ofa"),
     "dtype": FORMATS,
-    "path": ("decode", "forced", "compiled"),
+    "path": ("decode", "forced"),
     "batch": ("1", "8"),
     "prompt": tuple(f"prompt{i}" for i in range(4)),
     "cause": ("corrected", "uncorrected"),

@@ -1,1 +1,1 @@
-"""Canary models: goldens, checkpoints, captures."""
+"""The user's own model: its fingerprint, and how it runs in this process."""

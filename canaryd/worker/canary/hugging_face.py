@@ -45,12 +45,11 @@ TEXT = 4096
 QUOTED = 200
 """Characters kept of an error of transformers."""
 
-_SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelSettings:
     """The section probes.model_canary.settings of the configuration."""
 
     directory: Path
@@ -63,7 +62,7 @@ class Settings:
     attention: str
 
 
-def read_settings(given: Mapping[str, Any]) -> Settings:
+def read_settings(given: Mapping[str, Any]) -> ModelSettings:
     """Return the settings; raise `ValueError` for a wrong one, `Skip` where no model is named."""
     known = {"directory", "dtype", "prompts", "memory", "attention"}
     if unknown := sorted(set(given) - known):
@@ -80,11 +79,11 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= 1:
         raise ValueError(f"memory: got {memory!r}, wanted a share of the free memory such as 0.5")
     prompts = path_setting(given, "prompts", "/etc/canaryd/prompts.json") if given.get("prompts") else None
-    return Settings(path_setting(given, "directory", "/models/mine"), dtype, prompts, float(memory), attention)
+    return ModelSettings(path_setting(given, "directory", "/models/mine"), dtype, prompts, float(memory), attention)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Tokenized:
     """A prompt as this model's tokenizer renders it."""
 
     name: str
@@ -94,7 +93,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Inferred:
     """The result of one inference. Host tensors."""
 
     tokens: tuple[int, ...]
@@ -108,11 +107,11 @@ class Seen:
 class Checkpoint:
     """A directory that transformers can load, with its tokenizer; the weights are not loaded yet."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.transformers = _transformers()
         try:
-            self.tensors = checkpoint.tensors(settings.directory)
+            self.stored = sum(file.stat().st_size for file in checkpoint.weights(settings.directory))
         except checkpoint.BadCheckpoint as error:
             raise Skip(str(error)) from error
         except OSError as error:
@@ -128,11 +127,11 @@ class Checkpoint:
             self.tokenizer = self._load(self.transformers.AutoTokenizer)
         self.dtype = settings.dtype or self._own_dtype()
 
-    def tokens(self, name: str, text: str, count: int) -> Prompt:
+    def tokens(self, name: str, text: str, count: int) -> Tokenized:
         """Return a prompt as token ids, with the special tokens that the tokenizer puts before plain text."""
-        return Prompt(name, tuple(self.tokenizer(text)["input_ids"]), count)
+        return Tokenized(name, tuple(self.tokenizer(text)["input_ids"]), count)
 
-    def room(self, prompt: Prompt) -> str:
+    def room(self, prompt: Tokenized) -> str:
         """Return why a prompt cannot be run through this model, or ""."""
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         length = len(prompt.ids) + prompt.count
@@ -140,11 +139,11 @@ class Checkpoint:
             return "its tokenizer gives no token for this prompt"
         return f"{length} tokens, but the model takes at most {longest}" if longest and length > longest else ""
 
-    def need(self, prompts: Sequence[Prompt]) -> int:
+    def need(self, prompts: Sequence[Tokenized]) -> int:
         """Return the bytes that the model takes on its device: weights, KV cache, logits and states of one prompt.
 
-        An estimate: weights from the headers of their files, every floating tensor in `dtype`; cache and states from
-        the sizes in config.json; `HEADROOM` for the kernels.
+        An estimate: weights from the sizes of their files; cache and states from the sizes in config.json; `HEADROOM`
+        for the kernels.
         """
         item, text = _ITEMS[self.dtype], self.config.get_text_config()
         length = max(len(p.ids) + p.count for p in prompts)
@@ -157,11 +156,13 @@ class Checkpoint:
         return self.weights() + length * item * (cache + states) + HEADROOM
 
     def weights(self) -> int:
-        """Return the bytes of all weights in `dtype`; of a quantised model or a pickled file, as they are stored."""
-        return sum(
-            t.size if self.quantised or t.dtype not in _SAFETENSORS else math.prod(t.shape) * _ITEMS[self.dtype]
-            for t in self.tensors
-        )
+        """Return the bytes of all weights in `dtype`; of a quantised model, as they are stored.
+
+        Files whose format config.json does not name count as 16-bit, the narrowest.
+        """
+        if self.quantised:
+            return self.stored
+        return self.stored * _ITEMS[self.dtype] // _ITEMS.get(self._named(), 2)
 
     def load(self, device: Device) -> Model:
         """Return the model on its device; raise `Skip` where transformers cannot load it or would invent weights."""
@@ -192,14 +193,14 @@ class Checkpoint:
             str(self.settings.directory), local_files_only=True, trust_remote_code=False, **more
         )
 
+    def _named(self) -> str:
+        """Return the format that config.json names, "" for none."""
+        return str(getattr(self.config.get_text_config(), "dtype", None) or "").removeprefix("torch.")
+
     def _own_dtype(self) -> str:
-        """Return the format that config.json names, or else that of most weights."""
-        named = str(getattr(self.config.get_text_config(), "dtype", None) or "").removeprefix("torch.")
-        stored = Counter(_SAFETENSORS[t.dtype] for t in self.tensors if t.dtype in _SAFETENSORS)
-        dtype = named or (stored.most_common(1)[0][0] if stored else "")
-        if dtype not in DTYPES:
+        if self._named() not in DTYPES:
             raise Skip(f"{self.settings.directory}: names no floating-point format that runs here; set dtype")
-        return dtype
+        return self._named()
 
     @contextlib.contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
@@ -222,7 +223,7 @@ class Model:
         self.model = model
         self.tokenizer = tokenizer
 
-    def decode(self, prompt: Prompt) -> Seen:
+    def decode(self, prompt: Tokenized) -> Inferred:
         """Prefill the prompt, then decode greedily from the KV cache; an end-of-text token does not end it."""
         cache, step, tokens, logits = None, self._ids(prompt.ids), [], []
         for _ in range(prompt.count):
@@ -231,16 +232,16 @@ class Model:
             logits.append(answer.logits[:, -1])
             step = logits[-1].argmax(-1, keepdim=True)
             tokens.append(step)
-        return Seen(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
+        return Inferred(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
 
-    def score(self, prompt: Prompt, continuation: Sequence[int], *, hidden: bool = False) -> Seen:
+    def score(self, prompt: Tokenized, continuation: Sequence[int], *, hidden: bool = False) -> Inferred:
         """Score prompt and continuation in one pass; `hidden` adds the layers' states at the last position."""
         ids = self._ids([*prompt.ids, *continuation[:-1]])
         answer = self.model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
         states = tuple(state[0, -1].cpu() for state in answer.hidden_states) if hidden else ()
-        return Seen(tuple(continuation), answer.logits[0].cpu(), states)
+        return Inferred(tuple(continuation), answer.logits[0].cpu(), states)
 
-    def strike(self, fault: faults.Fault, seed: int, prompts: Sequence[Prompt]) -> str:
+    def strike(self, fault: faults.Fault, seed: int, prompts: Sequence[Tokenized]) -> str:
         """Put a drill's fault into one weight such that every prompt's last logits change; return the weight's name.
 
         The same seed changes the same weight. Raises `Skip` where none of `TRIES` weights changes the logits.
@@ -265,14 +266,14 @@ class Model:
         if kind != "cpu":
             getattr(torch, kind).empty_cache()
 
-    def _last(self, prompt: Prompt) -> str:
+    def _last(self, prompt: Tokenized) -> str:
         return digest(self.score(prompt, (0,)).logits[-1])
 
     def _ids(self, ids: Sequence[int]) -> Any:
         return torch.tensor([list(ids)], device=self.model.device)
 
 
-def recording(case: str, seen: Seen, chain: Mapping[str, str], text: str) -> Recording:
+def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) -> Recording:
     """Return the fact of one inference; the digest covers the tokens and every bit of the logits.
 
     Probabilities are taken in float32 on the host, at the positions that chose or scored the continuation.
@@ -293,14 +294,14 @@ def recording(case: str, seen: Seen, chain: Mapping[str, str], text: str) -> Rec
     )
 
 
-def layers(seen: Seen, dtype: str, prompt: str) -> Iterator[Reading]:
+def layers(seen: Inferred, dtype: str, prompt: str) -> Iterator[Reading]:
     """Yield a digest per layer of its output at the last position, that of the embedding first, as layer 0."""
     for number, state in enumerate(seen.hidden):
         labels = {"layer": str(number), "dtype": dtype, "prompt": prompt}
         yield Reading(name="model_layer_digest", value=digest(state), labels=labels)
 
 
-def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Prompt) -> dict[str, str]:
+def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> dict[str, str]:
     """Return the chain of one prompt, without the template: prompts are plain text, so it has no effect."""
     settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
     return {

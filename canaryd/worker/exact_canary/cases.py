@@ -10,25 +10,22 @@ from typing import Any
 
 from canaryd.facts import Exactness
 from canaryd.model import Device
-from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, time_limit, why_not
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY, Shape, plan
 from canaryd.worker.exact_canary.shipped import Model, Shipped, load, logits
-from canaryd.worker.numeric.cases import QUOTED, Case
+from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch, visible_cores
 from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.interface import Operators, Unsupported
-from canaryd.worker.runtime.torch import OPERATORS
+from canaryd.worker.runtime.interface import Operators
 
 EAGER = "eager"
 """Attention operator by operator, and not by a kernel."""
 PATHS = ("decode", "forced")
-"""A prompt is continued word by word from the KV cache; or prompt and continuation come in one pass. `FIXED` are ways
-to continue by calls of fixed shapes."""
+"""A prompt is continued word by word from the KV cache; or prompt and continuation come in one pass."""
 MOST_ROWS = 2
 """Rows of a batch."""
 WITHIN = 64
@@ -131,7 +128,7 @@ def infer(
     names: tuple[str, ...],
     operands: tuple[Any, ...],
     out: Any,  # noqa: ARG001
-    operators: Operators = OPERATORS,
+    operators: Operators | None = None,
 ) -> Any:
     """Return the logits of one inference on the operands' device."""
     *weights, tokens = operands
@@ -139,24 +136,9 @@ def infer(
     runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel, operators=operators)
 
     def work() -> Any:
-        if inference.path in FIXED:
-            return _infer_fixed(inference, runner, tokens)
         return runner.decode(tokens, inference.steps)[1] if inference.path == "decode" else runner.forward(tokens)
 
     return runner.operators.run(work)
-
-
-def _infer_fixed(inference: Inference, runner: Runner, tokens: Any) -> Any:
-    """Return what `infer` returns, by compiled or captured calls; raise `Unsupported` where they cannot be made."""
-    try:
-        with time_limit(COMPILING, "torch.compile"):
-            decoder = Decoder(runner, tokens.shape[0], tokens.shape[1], inference.steps)
-            (decoder.compile if inference.path == "compiled" else decoder.capture)()
-            return decoder(tokens)[1]  # compiled at the first call of a process, for any weights
-    except Exception as error:
-        if not cannot_be_fixed(error):
-            raise
-        raise Unsupported(why_not(error, QUOTED)) from error
 
 
 def steps(shape: Shape, level: str) -> int:

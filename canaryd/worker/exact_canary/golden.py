@@ -5,10 +5,7 @@ Standard library only. `prove` derives the same answer from the weights, in inte
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-from canaryd.worker.exact_canary.shape import Plan, Shape
+from canaryd.worker.exact_canary.shape import Plan
 from canaryd.worker.numeric.seeds import GAMMA, derive, mix64
 
 
@@ -62,25 +59,3 @@ def finals(program: Plan, layers: int, words: list[int], count: int) -> list[int
         if place >= program.prompt - 1:
             pending[place + 1] = found[-1]
     return found
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What every healthy engine gives to a prompt."""
-
-    tokens: list[int]
-    leads: list[float]
-    """Lead of the right word's logit over the second best, per token."""
-    log_probabilities: list[float]
-    """Natural logarithm of the right word's chance, per token; correct to about 1e-12."""
-
-
-def answer(program: Plan, shape: Shape, words: list[int], count: int, logits: list[list[float]]) -> Answer:
-    """Return tokens and log probabilities of a prompt; `logits` are those that `prove` derived, one list per token."""
-    tokens = continuation(program, shape.layers, words, count)
-    leads, chances = [], []
-    for token, row in zip(tokens, logits, strict=True):
-        best = row[token]
-        leads.append(best - max(v for i, v in enumerate(row) if i != token))
-        chances.append(-math.log(math.fsum(math.exp(v - best) for v in row)))
-    return Answer(tokens, leads, chances)

@@ -6,11 +6,11 @@ Eager attention writes its scores in the model's format.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
+from canaryd.model import TORCH
 from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
-from canaryd.worker.runtime.interface import Cache, Operators
-from canaryd.worker.runtime.torch import OPERATORS
+from canaryd.worker.runtime.interface import Cache, Operators, named
 
 Watch = Callable[[str, Any], Any]
 """Called with every tensor where its format rounds it ("2.query", "logits"); returns the tensor to go on with."""
@@ -25,9 +25,10 @@ class Runner:
         weights: Mapping[str, Any],
         kernel: str = "",
         watch: Watch | None = None,
-        operators: Operators = OPERATORS,
+        operators: Operators | None = None,
     ) -> None:
-        """`kernel` is an attention kernel of the runtime, or "" for eager; `operators` are the runtime's."""
+        """`kernel` is an attention kernel of the runtime, or "" for eager; `operators`: None for torch's."""
+        operators = operators or cast("Operators", named(TORCH).operators)
         self.shape, self.weights, self.kernel, self.watch, self.operators = shape, weights, kernel, watch, operators
         self._turn = operators.rotation(shape.head, THETA, self._like)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 THETA = 1e38
 """Base of the rotary frequencies: from `Shape.first_still` on, a pair turns by less than any format can tell."""
@@ -157,44 +155,3 @@ def plan(shape: Shape, *, anchored: bool | None = None) -> Plan:
     prompt = min(24, (1 << place_bits) * 3 // 8)
     exact = math.isqrt(shape.head) ** 2 == shape.head and math.isqrt(shape.head).bit_count() == 1
     return Plan(place_bits, value_bits, prompt, (3, prompt), exact if anchored is None else anchored, routes)
-
-
-def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
-    """Return the sizes of a served model from its `config.json`, with at most `layers` layers."""
-    kind = str(config.get("model_type", ""))
-    family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", MIXTURE: MIXTURE}.get(kind)
-    if family is None:
-        raise Unfit(f"model_type {kind!r}: wanted llama, mistral, mixtral or qwen2")
-    if family == MIXTURE and config["num_experts_per_tok"] != CHOSEN:
-        raise Unfit(f"num_experts_per_tok {config['num_experts_per_tok']}: wanted {CHOSEN}")
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
-    return Shape(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head=int(config.get("head_dim") or hidden // heads),
-        inner=int(config["intermediate_size"]),
-        layers=min(layers, int(config["num_hidden_layers"])),
-        vocabulary=int(config["vocab_size"]),
-        family=family,
-        experts=int(config["num_local_experts"]) if family == MIXTURE else 0,
-    )
-
-
-def query_scale(shape: Shape, program: Plan) -> float:
-    """Return the smallest size of a code's weight: a key wrong in one bit must lose by far, and float16 hold it all.
-
-    Raises `Unfit` where both cannot be.
-    """
-    repeats = shape.still // program.place_bits
-    low = math.sqrt(GAP * math.sqrt(shape.head) / (2 * repeats))
-    high = math.sqrt(60_000 / (2 * shape.still)) / 2
-    if low > high:
-        raise Unfit(f"head {shape.head}: no room for a code of {program.place_bits} bits")
-    return low
-
-
-GAP = 110.0
-"""By how much, in scores after scaling, every other key must lose: e^-104 is 0 in float32 and below, and vanishes
-beside 1 in float64."""

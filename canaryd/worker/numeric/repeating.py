@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.worker.canary.fixed import cannot_be_fixed, why_not
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.gathering import Gatherer
 from canaryd.worker.numeric.operands import SHEET
 from canaryd.worker.numeric.session import Session
+from canaryd.worker.runtime.graphs import cannot_be_captured, why_not
 from canaryd.worker.runtime.interface import Repeated
 
 AHEAD = 2
@@ -161,7 +161,7 @@ def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results
     except Exception as error:
         if kind_of(error) is ErrorKind.MEMORY:
             return None  # single steps take less
-        if not cannot_be_fixed(error):
+        if not cannot_be_captured(error):
             raise
         session.runtime.cannot_repeat = session.single_steps = why_not(error)
         return None

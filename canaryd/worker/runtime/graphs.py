@@ -12,6 +12,8 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from canaryd.facts import beginning
+from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import torch
 
 T = TypeVar("T")
@@ -94,6 +96,19 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def cannot_be_captured(error: Exception) -> bool:
+    """Return whether an error is of a capture that this machine does not have, and not of a device that fails."""
+    text = str(error).lower()
+    # "beginAllocateToPool: already recording to mempool_id" where a capture before ended badly.
+    return isinstance(error, (ImportError, OSError)) or is_refusal(error) or "captur" in text or "mempool" in text
+
+
+def why_not(error: Exception, length: int = 200) -> str:
+    """Return the kind of an error and its first line, in at most `length` characters."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    return beginning(f"{type(error).__name__}: {first}", length)
 
 
 def try_aside(device: Any, work: Callable[[], T]) -> tuple[Any, T]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from canaryd.codec import to_json
 from canaryd.engine import budget, schedule
-from canaryd.facts import DTYPES
 from canaryd.model import TORCH, Outcome, Run
 from canaryd_lab.characterise.conversation import MODULE, Conversation, observed, result
 from canaryd_lab.characterise.results import Part, Result
@@ -23,10 +22,6 @@ SECONDS: Mapping[str, float] = {
 }  # fmt: skip
 """The most that every case of a probe may take once; of any other probe `OTHERS`."""
 OTHERS = 15.0
-CANARY: Mapping[str, str] = {"graph": "graph", "compiled": "compiled/b1"}
-"""Part → the canary's cases in each format."""
-GRAPHS = ("cuda", "rocm")
-"""Backends that record the canary's step as a graph (probes/exact_canary.py)."""
 KILLED_WITHIN = 5.0
 """Seconds after SIGKILL within which a worker has to be gone: `WAKE` of the supervisor is longer (ours)."""
 
@@ -42,10 +37,6 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
             found.append((part, every_case))
     if conversation.device.runtime != TORCH:  # the others call torch, in the worker or in their probes
         return {part.name: (part, carry_out) for part, carry_out in found}
-    if "exact_canary" in entries:
-        for path, rank, seconds in (("graph", 61, 10.0), ("compiled", 95, 100.0)):
-            title = f"Canary: {path}"
-            found.append((Part(name=f"canary/{path}", title=title, rank=rank, seconds=seconds, workers=1), canary))
     if "recorded_kernels" in entries:
         found.append(
             (
@@ -63,15 +54,6 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
 def every_case(part: Part, conversation: Conversation) -> Result:
     """Run every case of a probe once: ran, refused, raised."""
     return _probe(part, conversation, part.name.partition("/")[2], EVERY)
-
-
-def canary(part: Part, conversation: Conversation) -> Result:
-    """Run the canary's cases of one way of decoding, in every format."""
-    if part.name == "canary/graph" and conversation.device.backend not in GRAPHS:
-        text = f"not offered here: only {', '.join(GRAPHS)} record graphs"
-        return result(part, Outcome.SKIPPED, text)
-    cases = tuple(f"{dtype}/{CANARY[part.name.partition('/')[2]]}" for dtype in DTYPES)
-    return _probe(part, conversation, "exact_canary", cases)
 
 
 def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, ...], level: str = "quick") -> Result:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from canaryd_lab.worker.canary import capture, compare
+from canaryd_lab.worker.safetensors import BadFile, read_safetensors, write_safetensors
 
 from canaryd.codec import to_json
 from canaryd.model import Device
-from canaryd.worker.canary.safetensors import BadFile, read_safetensors, write_safetensors
 from canaryd.worker.numeric.evidence import collect
 from canaryd.worker.numeric.tensors import FORMATS, bits
 from tests.fuzz.material import Choices, dumps, modes, seed, warped

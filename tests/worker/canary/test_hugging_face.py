@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import shutil
 import socket
 import sys
@@ -21,13 +20,13 @@ from canaryd.supervisor.series import Series
 from canaryd.worker.canary import hugging_face
 from canaryd.worker.numeric.faults import FAULTS
 from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import bits
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 transformers = pytest.importorskip("transformers", reason="the user's own model needs transformers, an extra")
 pytestmark = pytest.mark.torch
 
-from canaryd.worker.canary.safetensors import read_safetensors, write_safetensors  # noqa: E402
+from canaryd_lab.worker.safetensors import read_safetensors, write_safetensors  # noqa: E402
+
 from tests import checkpoints  # noqa: E402
 
 PROBE = Path(__file__).resolve().parents[3] / "probes" / "model_canary.py"
@@ -234,35 +233,6 @@ def test_baselining_shows_each_case_often(go, probe):
     assert sum(isinstance(fact, Reading) and fact.name == "model_load" for fact in facts) == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_flipped_exponent_bit_of_a_weight_in_use_shows(tiny, prompts, dtype):
-    """Ten weights drawn from all that the prompt reaches: only rows of the embedding for absent tokens are left out."""
-    source = hugging_face.Checkpoint(hugging_face.read_settings({"directory": str(tiny), "dtype": dtype}))
-    prompt = source.tokens("harbour", TEXTS["harbour"], TOKENS)
-    model = source.load(cpu())
-    named = [(n, p) for n, p in model.model.named_parameters() if "embed" not in n]
-    chance = random.Random(5)
-    low, high = {"bfloat16": (7, 15), "float32": (23, 31)}[dtype]
-
-    def both() -> list[str]:
-        decoded = model.decode(prompt)
-        scored = model.score(prompt, decoded.tokens)
-        return [hugging_face.recording("", seen, {}, "").digest for seen in (decoded, scored)]
-
-    with torch.inference_mode():
-        before = both()
-        for _ in range(10):
-            name, parameter = chance.choice(named)
-            flat, bit = bits(parameter.data).view(-1), chance.randrange(low, high)
-            at = chance.randrange(flat.numel())
-            flat[at] ^= 1 << bit
-            after = both()
-            flat[at] ^= 1 << bit
-            assert after[0] != before[0], (name, at, bit)
-            assert after[1] != before[1], (name, at, bit)
-        assert both() == before
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_drill_shows_in_every_recording(go, clean, tiny, fault):
     """In memory and not on disk: the chain stays as it was, and the file too; a confirmation meets the same fault."""
@@ -289,12 +259,13 @@ def test_what_is_not_finite_is_absent(go):
 
 @pytest.mark.parametrize(("dtype", "item"), [("", 2), ("float32", 4)])
 def test_the_weights_are_counted_as_they_will_be_loaded(tiny, dtype, item):
-    """By the files' headers, before anything is loaded: exactly what the parameters take."""
+    """By the sizes of the files, before anything is loaded: what the parameters take, and a header at most."""
     source = hugging_face.Checkpoint(hugging_face.read_settings({"directory": str(tiny), "dtype": dtype}))
     prompt = source.tokens("harbour", TEXTS["harbour"], TOKENS)
     model = source.load(cpu()).model
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert source.weights() == parameters == item * sum(p.numel() for p in model.parameters())
+    assert parameters == item * sum(p.numel() for p in model.parameters())
+    assert parameters <= source.weights() < parameters + (1 << 14)
     assert parameters + hugging_face.HEADROOM < source.need([prompt]) < parameters + hugging_face.HEADROOM + (2 << 20)
 
 
@@ -302,12 +273,6 @@ def test_what_does_not_fit_is_not_loaded(go):
     """A share of the memory so small that nothing fits: one line with what is needed and what is free."""
     with pytest.raises(Skip, match=r"needs 0\.5 GiB on cpu:0; [\d.]+ GiB are free, and the model may take 1e"):
         go(memory=1e-6)
-
-
-def test_free_memory_is_a_number_of_this_host():
-    """Between nothing and all of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < hugging_face.device_memory(cpu()) < total
 
 
 # --- Refusals --------------------------------------------------------------------------------------------------------
@@ -331,7 +296,7 @@ def no_tokenizer(directory: Path) -> None:
 
 REFUSED = {
     "nothing there": ("does not exist; wanted a Hugging Face directory", shutil.rmtree),
-    "weights cut short": ("is truncated", lambda d: os.truncate(d / "model.safetensors", 1_000_000)),
+    "weights cut short": ("cannot load its weights", lambda d: os.truncate(d / "model.safetensors", 1_000_000)),
     "no weights": ("has no weights; wanted model.safetensors", lambda d: (d / "model.safetensors").unlink()),
     "a weight that is missing": (
         "lacks 1 of the model's weights, for example model.layers.1.mlp.up_proj.weight",

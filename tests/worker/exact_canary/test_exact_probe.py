@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.torch
 
 
 from benchmarks.observability import activations, live_weights  # noqa: E402
-from canaryd.worker.canary.fixed import Decoder, why_not  # noqa: E402
 from canaryd.worker.exact_canary import cases  # noqa: E402
 from canaryd.worker.exact_canary.cases import Inference, case, infer, shipped, text  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
@@ -71,13 +69,10 @@ def test_a_clean_run_compares_every_format_and_is_right(probe):
 
 
 def test_all_cases_are_reached(probe):
-    """Standard has every format, path and kernel; deep every row too, and one compiled; an unknown case is refused."""
+    """Standard has every format, path and kernel; deep every row too; an unknown case is refused."""
     names = {level: [i.name for i in probe.every_inference(Context(device=cpu(), level=level, seed=3, budget=1.0))]
              for level in ("quick", "standard", "deep")}  # fmt: skip
-    assert (len(names["standard"]), len(names["deep"])) == (41, 97)
-    assert [name for name in names["deep"] if "/compiled/" in name] == ["float32/compiled/b2/eager@40"]
-    asked = Context(device=replace(cpu(), backend="cuda"), level="deep", seed=3, budget=1.0)
-    assert sum("/graph/" in i.name for i in probe.every_inference(asked)) == 8
+    assert (len(names["standard"]), len(names["deep"])) == (41, 96)
     assert set(names["standard"]) < set(names["deep"])
     assert len(names["quick"]) < 20
     quick = {(i.kernel, i.path) for seed in range(4)
@@ -91,43 +86,6 @@ def test_all_cases_are_reached(probe):
         facts(probe, Comparison, cases=("float8",))
 
 
-def test_a_case_without_a_compiler_is_skipped_aloud(probe, monkeypatch):
-    """torch.compile that ends with an error of its own is no evidence about the device; another error is raised."""
-    monkeypatch.setattr(cases, "COMPILING", 1e-3)
-    (skipped,) = facts(probe, Skipped, cases=("float32/compiled/b1/eager", "float32/decode/b1/eager"))
-    assert skipped.case == "float32/compiled/b1/eager@12"
-    assert "torch.compile took longer" in skipped.reason
-
-
-def test_a_wrapped_error_is_told_by_what_it_wraps():
-    """The line that torch puts in front of every error of a compiler says nothing."""
-    wrapped = RuntimeError("backend='inductor' raised:\nTimeoutError: torch.compile took longer than 90 s\n\nSet TORCH")
-    assert why_not(wrapped) == "RuntimeError: TimeoutError: torch.compile took longer than 90 s"
-    assert why_not(RuntimeError("")) == "RuntimeError: no reason given"
-
-
-def test_calls_of_fixed_shapes_give_the_proved_logits(monkeypatch):
-    """What is compiled and captured, run as it is: one step for every word, a cache whose shape never changes."""
-    for made in ("compile", "capture"):
-        monkeypatch.setattr(Decoder, made, lambda _: None)
-    for form, path, rows in (("float64", "compiled", 1), ("bfloat16", "graph", 2), ("float16", "compiled", 2)):
-        inference = Inference(form, path, rows, "eager", 6)
-        problem = build(inference, 9, 0)
-        names = tuple(model(9).weights)
-        assert torch.equal(infer(inference, names, problem.operands, None), problem.golden), form
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, at the first compilation of a process
-def test_compiled_code_gives_the_proved_logits(probe):
-    """One format, made by torch.compile; the second upload is not compiled again."""
-    if not shutil.which("g++"):
-        pytest.skip("torch.compile needs a C++ compiler: install g++")
-    (compared,) = facts(probe, Comparison, cases=("bfloat16/compiled/b1/eager",), drill="")
-    assert compared.trials
-    assert not compared.wrong
-
-
 @pytest.fixture
 def mlx(monkeypatch):
     """The host's processor through MLX."""
@@ -138,7 +96,7 @@ def mlx(monkeypatch):
 
 @pytest.mark.runtimes
 def test_the_model_is_right_through_mlx(probe, mlx):
-    """Every format, decoded and in one pass, eager and by MLX's own attention, one row and two; nothing is compiled."""
+    """Every format, decoded and in one pass, eager and by MLX's own attention, one row and two."""
     asked = Context(device=mlx, level="deep", seed=3, budget=1.0)
     names = [i.name for i in probe.every_inference(asked)]
     assert len(names) == 4 * 2 * 2 * (2 + 1)

@@ -23,8 +23,7 @@ from canaryd.files import write_whole
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import hugging_face
-from canaryd.worker.canary.checkpoint import HEADER_LIMIT, links
-from canaryd.worker.canary.safetensors import BadFile, read_safetensors, write_safetensors
+from canaryd.worker.canary.checkpoint import links
 from canaryd.worker.endpoint.prompts import load
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import (
@@ -36,6 +35,7 @@ from canaryd.worker.numeric.tensors import (
     torch,
 )
 from canaryd.worker.runtime import interface
+from canaryd_lab.worker.safetensors import BadFile, read_safetensors, write_safetensors
 
 SCHEMA = "canaryd.capture/1"
 HIDDEN = ("embedding", "out", "logits")
@@ -375,7 +375,7 @@ def _read(path: Path) -> Capture:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        tensors, about = read_safetensors(data, header_limit=HEADER_LIMIT)  # decoding gives thousands of tensors
+        tensors, about = read_safetensors(data)
     except BadFile as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     schema = about.get("schema", "")

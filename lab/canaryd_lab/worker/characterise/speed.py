@@ -12,7 +12,6 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker.canary.fixed import cannot_be_fixed, why_not
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, Expected, Slice, own_numbers, scratch_for
 from canaryd.worker.memory.sweep import Sweep
 from canaryd.worker.numeric import faults
@@ -27,7 +26,7 @@ from canaryd.worker.numeric.seeds import derive, mix64
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
-from canaryd.worker.runtime.graphs import Graph
+from canaryd.worker.runtime.graphs import Graph, cannot_be_captured, why_not
 from canaryd.worker.runtime.interface import Operation
 from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import SEED, Bench
@@ -186,7 +185,7 @@ def _measured(bench: Bench, source: str, target: str, product: Product) -> Speed
         try:
             return _repeated(bench, source, target, product)
         except Exception as error:
-            if cannot_be_fixed(error):
+            if cannot_be_captured(error):
                 bench.runtime.cannot_repeat = why_not(error)
             elif kind_of(error) is not ErrorKind.MEMORY:  # one by one takes less
                 raise

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from canaryd.worker.exact_canary.shape import Plan, Shape, query_scale
+from canaryd.worker.exact_canary.shape import Plan, Shape
 from canaryd.worker.numeric.integers import below, signed
 from canaryd.worker.numeric.tensors import torch
-from canaryd_lab.worker.exact_canary.layout import ONE, Layout, Port
+from canaryd_lab.worker.exact_canary.layout import ONE, Layout, Port, query_scale
 from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, Twins, full, twins, units
 
 PAIRS = 24

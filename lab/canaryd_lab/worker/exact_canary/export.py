@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary.safetensors import parts_of_safetensors
-from canaryd.worker.exact_canary import golden
 from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word
 from canaryd.worker.exact_canary.golden import continuation, prompt
-from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
+from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Plan, Shape, Unfit
 from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import need_torch
@@ -25,6 +24,7 @@ from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.gguf import gguf
 from canaryd_lab.worker.exact_canary.prove import Walk
 from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
+from canaryd_lab.worker.safetensors import parts_of_safetensors
 
 PROMPTS = 8
 """Prompts whose answers are written beside the checkpoint: as many as are asked at once (ours)."""
@@ -132,7 +132,7 @@ def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, 
         words, count = prompt(model.program, model.seed + number), steps(model)
         following = continuation(model.program, model.shape.layers, words, count)
         logits = walk.prove(words + following[:-1], count).logits[-count:].tolist()
-        right = golden.answer(model.program, model.shape, words, count, logits)
+        right = right_answer(model.program, model.shape, words, count, logits)
         found.append(
             {
                 "text": spell(model.program, words),
@@ -220,3 +220,48 @@ def _write_parts(path: Path, parts: Iterable[bytes]) -> str:
 
 def _write(path: Path, document: Any) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
+    """Return the sizes of a served model from its `config.json`, with at most `layers` layers."""
+    kind = str(config.get("model_type", ""))
+    family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", MIXTURE: MIXTURE}.get(kind)
+    if family is None:
+        raise Unfit(f"model_type {kind!r}: wanted llama, mistral, mixtral or qwen2")
+    if family == MIXTURE and config["num_experts_per_tok"] != CHOSEN:
+        raise Unfit(f"num_experts_per_tok {config['num_experts_per_tok']}: wanted {CHOSEN}")
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    return Shape(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head=int(config.get("head_dim") or hidden // heads),
+        inner=int(config["intermediate_size"]),
+        layers=min(layers, int(config["num_hidden_layers"])),
+        vocabulary=int(config["vocab_size"]),
+        family=family,
+        experts=int(config["num_local_experts"]) if family == MIXTURE else 0,
+    )
+
+
+@dataclass(frozen=True)
+class RightAnswer:
+    """What every healthy engine gives to a prompt."""
+
+    tokens: list[int]
+    leads: list[float]
+    """Lead of the right word's logit over the second best, per token."""
+    log_probabilities: list[float]
+    """Natural logarithm of the right word's chance, per token; correct to about 1e-12."""
+
+
+def right_answer(program: Plan, shape: Shape, words: list[int], count: int, logits: list[list[float]]) -> RightAnswer:
+    """Return tokens and log probabilities of a prompt; `logits` are those that `prove` derived, one list per token."""
+    tokens = continuation(program, shape.layers, words, count)
+    leads, chances = [], []
+    for token, row in zip(tokens, logits, strict=True):
+        best = row[token]
+        leads.append(best - max(v for i, v in enumerate(row) if i != token))
+        chances.append(-math.log(math.fsum(math.exp(v - best) for v in row)))
+    return RightAnswer(tokens, leads, chances)

@@ -23,6 +23,11 @@ ONE = "one"
 """The class of constants."""
 
 
+GAP = 110.0
+"""By how much, in scores after scaling, every other key must lose: e^-104 is 0 in float32 and below, and vanishes
+beside 1 in float64."""
+
+
 @dataclass(frozen=True)
 class Copied:
     """A pair of dimensions: sign * s + turn * 2 t and sign * s - turn * 2 t; s is static, t retrieved (0 at A)."""
@@ -154,3 +159,16 @@ def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
     if reserve:
         put(0, layout.units[0], "bias", 1.0)
     return Port(classes[0], gains[0]), Port(classes[1], gains[1])
+
+
+def query_scale(shape: Shape, program: Plan) -> float:
+    """Return the smallest size of a code's weight: a key wrong in one bit must lose by far, and float16 hold it all.
+
+    Raises `Unfit` where both cannot be.
+    """
+    repeats = shape.still // program.place_bits
+    low = math.sqrt(GAP * math.sqrt(shape.head) / (2 * repeats))
+    high = math.sqrt(60_000 / (2 * shape.still)) / 2
+    if low > high:
+        raise Unfit(f"head {shape.head}: no room for a code of {program.place_bits} bits")
+    return low

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from canaryd.worker.exact_canary.shape import CHOSEN, GAP, THETA, Shape
+from canaryd.worker.exact_canary.shape import CHOSEN, THETA, Shape
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
+from canaryd_lab.worker.exact_canary.layout import GAP
 
 BITS = 8
 """Significant bits of bfloat16, the narrowest of the formats."""

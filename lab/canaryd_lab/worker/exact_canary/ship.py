@@ -13,7 +13,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary.safetensors import write_safetensors
 from canaryd.worker.exact_canary.cases import text
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape
 from canaryd.worker.exact_canary.shipped import INDEX, UNUSED, Shipped, logits
@@ -22,6 +21,7 @@ from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import need_torch, torch
 from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.prove import Walk
+from canaryd_lab.worker.safetensors import write_safetensors
 
 KINDS = ((TINY, True, 5), (TINY, False, 2), (EXPERTS, True, 3))
 """Sizes, whether there is an anchor, and how many models of them are shipped."""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from canaryd_lab.worker.canary import capture
+from canaryd_lab.worker.safetensors import read_safetensors, write_safetensors
 
 from canaryd.codec import to_json
 from canaryd.facts import DTYPES
 from canaryd.probe import Skip
-from canaryd.worker.canary.safetensors import read_safetensors, write_safetensors
 from canaryd.worker.numeric.stack import cpu
 from lab.tests.captures import STEPS, exact
 from tests.command import ROOT

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 from canaryd_lab.worker.canary import capture, compare
+from canaryd_lab.worker.safetensors import write_safetensors
 
 from canaryd.codec import to_json
 from canaryd.facts import DTYPES
-from canaryd.worker.canary.safetensors import write_safetensors
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import bits
 from lab.tests.captures import exact

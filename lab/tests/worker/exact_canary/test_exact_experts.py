@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from canaryd.worker.exact_canary.golden import continuation, prompt
-from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Unfit, like
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Unfit
 from canaryd.worker.numeric.operands import Inexact
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
 from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
+from canaryd_lab.worker.exact_canary.export import export, like  # noqa: E402
 from canaryd_lab.worker.exact_canary.prove import Exact, Walk, routes  # noqa: E402
 
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402

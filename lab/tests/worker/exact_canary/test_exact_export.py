@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from canaryd.worker.exact_canary.shape import TINY, Shape, like
+from canaryd.worker.exact_canary.shape import TINY, Shape
 from tests.command import ROOT, bare_python, canaryd, configure, in_turn
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.torch
 
 from canaryd_lab.worker.canary.gguf import ggml_name  # noqa: E402
 from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd_lab.worker.exact_canary.export import answer, export  # noqa: E402
+from canaryd_lab.worker.exact_canary.export import answer, export, like  # noqa: E402
 from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
+from canaryd_lab.worker.safetensors import read_safetensors  # noqa: E402
 
 from canaryd.probe import Skip  # noqa: E402
-from canaryd.worker.canary import checkpoint  # noqa: E402
-from canaryd.worker.canary.safetensors import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
+from tests.headers import tensors  # noqa: E402
 
 FILES = ("config", "expected", "generation_config", "tokenizer", "tokenizer_config")
 
@@ -243,7 +243,7 @@ def test_a_gguf_file_holds_the_same_numbers(exported, tmp_path, form, kind):
     assert json.loads((directory / "expected.json").read_text())["prompts"] == documents["expected"]["prompts"]
     assert expected.load(directory).changed_file() == ""
     data = (directory / "model.gguf").read_bytes()
-    found = {t.name: t for t in checkpoint.tensors(directory / "model.gguf")}
+    found = {t.name: t for t in tensors(directory / "model.gguf")}
     assert len(found) == len(model.weights)
     half = TINY.head // 2
     for name, weight in model.weights.items():
@@ -267,7 +267,7 @@ def test_a_qwen_keeps_its_rows_in_a_gguf_file(tmp_path):
     )
     export(model, tmp_path / "out", form="float16")
     data = (tmp_path / "out/model.gguf").read_bytes()
-    found = {t.name: t for t in checkpoint.tensors(tmp_path / "out/model.gguf")}
+    found = {t.name: t for t in tensors(tmp_path / "out/model.gguf")}
     for part, stored in (("weight", torch.float16), ("bias", torch.float32)):
         wanted = model.weights[f"model.layers.0.self_attn.q_proj.{part}"]
         tensor = found[f"blk.0.attn_q.{part}"]

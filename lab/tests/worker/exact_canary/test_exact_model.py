@@ -8,14 +8,15 @@ from itertools import product
 
 import pytest
 
-from canaryd.worker.exact_canary.golden import answer, continuation, prompt
-from canaryd.worker.exact_canary.shape import TINY, Shape, Unfit, like, plan
+from canaryd.worker.exact_canary.golden import continuation, prompt
+from canaryd.worker.exact_canary.shape import TINY, Shape, Unfit, plan
 from canaryd.worker.numeric.operands import Inexact
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
 from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd_lab.worker.exact_canary.export import like, right_answer  # noqa: E402
 from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
 
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
@@ -84,7 +85,7 @@ def test_the_proof_finds_the_words_that_the_program_gives(shape, anchored):
     assert proof.witnessed
     logits = proof.logits[-len(following) :]
     assert logits.argmax(-1).tolist() == following
-    found = answer(model.program, shape, words, len(following), logits.tolist())
+    found = right_answer(model.program, shape, words, len(following), logits.tolist())
     assert found.tokens == following
     assert min(found.leads) == 8.0
     expected = torch.log_softmax(logits, -1)[range(len(following)), following]

@@ -16,8 +16,8 @@ from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd_lab.worker.exact_canary.export import answer, export  # noqa: E402
 from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd_lab.worker.exact_canary.quantised import FORMS, store, stored  # noqa: E402
+from canaryd_lab.worker.safetensors import read_safetensors  # noqa: E402
 
-from canaryd.worker.canary.safetensors import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected, golden  # noqa: E402
 from canaryd.worker.exact_canary.cases import text  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.torch
 
 from canaryd_lab.worker.exact_canary import ship  # noqa: E402
 from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
+from canaryd_lab.worker.safetensors import read_safetensors  # noqa: E402
 
-from canaryd.worker.canary.safetensors import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary.cases import text  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from canaryd.worker.exact_canary.shipped import UNUSED, load, logits  # noqa: E402
