@@ -33,8 +33,9 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, torch
 from canaryd.worker.numeric.verify import case_seed, verify_case
-from canaryd.worker.runtime.faulty import COMPARATORS, GATHERS, Faulty, WrongColumn, WrongIndex
+from canaryd.worker.runtime.faulty import GATHERS, Faulty, WrongColumn, WrongIndex
 from canaryd.worker.runtime.interface import Operation
+from tests.comparators import COMPARATORS
 
 FORMS = ("float64", "float32", "bfloat16", "float16")
 TURNS = 3

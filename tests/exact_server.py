@@ -23,7 +23,6 @@ from canaryd_lab.worker.safetensors import read_safetensors
 
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
 from canaryd.worker.exact_canary.run import Runner
-from canaryd.worker.runtime.key_values import KeyValues
 
 GENERATED: dict[tuple[object, ...], dict[tuple[int, ...], list[tuple[int, Any]]]] = {}
 """What a model is → prompt → the words that follow it: a server that computes as one before it need not do so again."""
@@ -144,7 +143,7 @@ class Model:
             return self.known[tuple(prompt)][:count]
 
     def _generate(self, prompt: list[int], count: int) -> list[tuple[int, Any]]:
-        cache = KeyValues(*self.runner.cached(1, len(prompt) + count))
+        cache = self.runner.operators.cache(*self.runner.cached(1, len(prompt) + count))
         found: list[tuple[int, Any]] = []
         given = prompt
         with torch.inference_mode():

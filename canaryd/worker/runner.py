@@ -152,9 +152,8 @@ class Runner:
     def leave(self, _: dict[str, Any]) -> None:
         """End this process with no work left on its device; the supervisor ends its children."""
         with contextlib.suppress(BaseException):  # a device that fails now has failed before, and the run has said so
-            for name, module in list(sys.modules.items()):
-                if name.startswith("canaryd.worker.runtime.") and hasattr(module, "RUNTIME"):
-                    module.RUNTIME.let_go()
+            if table := sys.modules.get("canaryd.worker.runtime.interface"):
+                table.let_go()
         os._exit(0)
 
     def describe(self, request: dict[str, Any]) -> None:

@@ -113,9 +113,9 @@ def _layers(index: int, layers: Mapping[str, str | None]) -> dict[str, str]:
 
 def _nth(index: int, allowed: str | None) -> str:
     """Return what stands for device `index` in a list of visible ones; `NOTHING` where the list is shorter."""
-    words = _words(allowed) if allowed is not None else []
     if allowed is None:
         return str(index)
+    words = _words(allowed)
     return words[index] if index < len(words) else NOTHING
 
 

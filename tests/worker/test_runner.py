@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -95,13 +94,6 @@ def test_a_run_is_facts_then_one_result(worker):
     assert {message["id"] for message in facts} == {"r9"}
     assert (result["id"], result["outcome"], result["detail"]) == ("r9", "completed", "")
     assert result["seconds"] >= 0
-
-
-def test_several_runs_share_the_process(worker):
-    """The worker answers request after request, errors included."""
-    for name, outcome in (("passes", "completed"), ("raises", "errored"), ("skips", "skipped")):
-        worker.run(PROBES / f"{name}.py")
-        assert worker.answers("result")[-1]["outcome"] == outcome
 
 
 def test_the_end_of_input_ends_the_process_at_once(worker):
@@ -201,34 +193,6 @@ def test_what_a_worker_may_import_goes_along_behind_a_command():
     """`capture --exact` in a container would end with ModuleNotFoundError."""
     wanted = {f"{name.replace('.', '/')}.py" for name in OPEN if name != "canaryd.worker"}
     assert wanted <= set(own_files())
-
-
-def test_unpacked_files_are_found_by_relative_names(tmp_path):
-    """Behind a command, probes arrive as data and are named relative to the unpacked tree."""
-    tree = tmp_path / "tree"
-    for name, content in own_files().items():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_bytes(base64.b64decode(content))
-    ours, theirs = os.pipe()
-    argv = [sys.executable, str(tree / "canaryd/worker/__main__.py"), "--fd", str(theirs), "--nonce", "abc"]
-    requests = [
-        {"op": "unpack", "files": {"probes/0/data/golden.txt": "NDIK", "probes/0/none.py": ""}},
-        {"op": "describe", "probes": ["probes/0/none.py"], "torch": False},
-    ]
-    text = "".join(json.dumps(request) + "\n" for request in requests)
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs]) as process:
-        os.close(theirs)
-        process.stdin.write(text.encode())
-        process.stdin.flush()
-        with os.fdopen(ours, "rb") as protocol:
-            lines = [line for line in (protocol.readline() for _ in range(6)) if line.strip()]
-        process.stdin.close()
-        process.wait(5)
-    ready, imported, probe = lines
-    assert b'"kind": "ready"' in ready
-    assert b'"kind": "imported"' in imported
-    assert b"SPEC is missing" in probe
-    assert (tree / "probes" / "0" / "data" / "golden.txt").read_text() == "42\n"
 
 
 def test_core_dumps_are_off(worker, tmp_path):

@@ -185,32 +185,6 @@ def test_each_instance_of_a_divided_card_is_tested_as_itself(tmp_path, listed):
         assert list(cards.contexts().values()) == [{device.uuid}]
 
 
-def test_an_instance_may_be_named_as_its_card(tmp_path, listed):
-    """The first cuDeviceGetUuid gives the uuid of the whole GPU: the worker, which sees no other device, takes it."""
-    cards = Cards(tmp_path, 2, divided=[0])
-    cards.set(0, "named_whole", True)
-    second = next(d for d in listed(2, (0,)) if d.detail.get("instance") == "1")
-    run = computed(cards, second)
-    assert run.outcome is Outcome.COMPLETED, run.detail
-    assert list(cards.contexts().values()) == [{second.uuid}]
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        ("CUDA error: uncorrectable ECC error encountered", Outcome.DEVICE_ERROR),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB.", Outcome.OUT_OF_MEMORY),
-        pytest.param("CUDA error: unspecified launch failure", Outcome.DEVICE_ERROR, marks=pytest.mark.slow),
-        pytest.param("CUDA error: something that nobody foresaw", Outcome.ERRORED, marks=pytest.mark.slow),
-    ],
-)
-def test_what_a_card_raises_is_the_cards(tmp_path, listed, error, outcome):
-    """In a probe of canaryd's own: an error of the device, memory that ran out, or something else."""
-    cards = Cards(tmp_path, 2)
-    cards.fail(0, error, "synchronize")
-    assert computed(cards, listed(2)[0], probe="exact_matmul").outcome is outcome
-
-
 def test_an_operators_restriction_stands(tmp_path, listed):
     """An instance that CUDA_VISIBLE_DEVICES excludes is not used, and nothing in its place."""
     cards = Cards(tmp_path, 2, divided=[0])

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from canaryd.model import TORCH
 from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
-from canaryd.worker.runtime.interface import Cache, Operators, named
+from canaryd.worker.runtime.interface import KeyValues, Operators, named
 
 Watch = Callable[[str, Any], Any]
 """Called with every tensor where its format rounds it ("2.query", "logits"); returns the tensor to go on with."""
@@ -37,20 +37,20 @@ class Runner:
         return self.weights["lm_head.weight"]
 
     def cached(self, rows: int, length: int) -> tuple[Any, int, tuple[int, int, int, int]]:
-        """Return what `KeyValues` takes to hold `rows` of `length` positions."""
+        """Return what `Operators.cache` takes to hold `rows` of `length` positions."""
         shape = self.shape
         return self._like, shape.layers, (rows, shape.kv_heads, length, shape.head)
 
-    def forward(self, tokens: Any, cache: Cache | None = None, last: int = 0) -> Any:
+    def forward(self, tokens: Any, cache: KeyValues | None = None, last: int = 0) -> Any:
         """Return the logits (rows, T, vocabulary) of tokens (rows, T) that follow those in `cache`; all, or `last`."""
         count = tokens.shape[1]
-        at = cache.positions(count) if cache else self.operators.positions(count, tokens)
+        at = self.operators.positions(count, tokens) + (cache.used if cache else 0)
         x = self._see("embedding", self.operators.embed(self.weights["model.embed_tokens.weight"], tokens))
         for i in range(self.shape.layers):
             x = self._see(f"{i}.middle", x + self._attention(i, x, at, cache))
             x = self._see(f"{i}.out", x + self._inner(i, x))
         if cache:
-            cache.advance(count)
+            cache.used += count
         x = self._norm("norm", x[:, -last:] if last else x, "model.norm")
         return self._see("logits", self.operators.linear(x, self._like, None))
 
@@ -74,7 +74,7 @@ class Runner:
     def _norm(self, name: str, x: Any, module: str) -> Any:
         return self._see(name, self.operators.norm(x, self.weights[f"{module}.weight"], EPSILON))
 
-    def _attention(self, i: int, x: Any, at: Any, cache: Cache | None) -> Any:
+    def _attention(self, i: int, x: Any, at: Any, cache: KeyValues | None) -> Any:
         s, module = self.shape, f"model.layers.{i}.self_attn"
         rows, count, _ = x.shape
         seen = self._norm(f"{i}.attention_norm", x, f"model.layers.{i}.input_layernorm")

@@ -181,7 +181,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "
 
 
 @dataclass
-class Found:
+class _Found:
     """What the rounds of one run found."""
 
     ctx: Context
@@ -280,7 +280,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
         raise NoCase(ctx.cases, dict.fromkeys(map(case_of, every)))
     pairs = list(itertools.permutations(range(len(ends)), 2))
     struck = pairs[mix64(ctx.seed) % len(pairs)] if ctx.drill else None
-    found = Found(ctx, ends, words)
+    found = _Found(ctx, ends, words)
     begun = ctx.clock()
     with Group(ends, ctx.seed, words, struck) as group:
         until = ctx.clock() + ctx.budget  # the start of the processes is no work
@@ -298,7 +298,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
     yield from _speeds(found)
 
 
-def _repeated(group: Group, found: Found, steps: Sequence[Step]) -> Iterator[Comparison]:
+def _repeated(group: Group, found: _Found, steps: Sequence[Step]) -> Iterator[Comparison]:
     """Yield what was wrong with how often it was wrong again, on the same link with the same words."""
     for c in found.wrong[:AGAIN]:
         assert c.evidence is not None
@@ -311,7 +311,7 @@ def _repeated(group: Group, found: Found, steps: Sequence[Step]) -> Iterator[Com
     yield from found.wrong[AGAIN:]
 
 
-def _speeds(found: Found) -> Iterator[Reading]:
+def _speeds(found: _Found) -> Iterator[Reading]:
     """Yield the speed of every link; that of a device is followed over time, that of processes on cores is not."""
     name = "core_link_speed" if found.ctx.device.unit == "cpu" else f"{SPEEDS}between"
     for (sender, receiver), seconds in sorted(found.seconds.items()):

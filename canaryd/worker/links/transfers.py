@@ -77,7 +77,7 @@ class Copies:
 
 
 @dataclass
-class Round:
+class _Round:
     """One run: what was copied, how fast, and what was wrong."""
 
     ctx: Context
@@ -193,7 +193,7 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
     if not asked:
         raise NoCase(ctx.cases, (case_of(way, name) for name in PATTERNS for way in NAMES))
     began = ctx.clock()
-    run = Round(ctx, FAULTS.get(ctx.drill, Copies)(torch_device(ctx.device), words))
+    run = _Round(ctx, FAULTS.get(ctx.drill, Copies)(torch_device(ctx.device), words))
     sums: dict[str, Comparison] = {}
     wrong: list[Comparison] = []
     turn = 0

@@ -1,7 +1,4 @@
-"""A runtime of which one step errs: the gather or the comparison.
-
-For drills and tests of detection. Each kind is torch with one method broken, on a device that is right otherwise.
-"""
+"""A runtime whose gather errs, for drills: torch with one method broken, on a device that is right otherwise."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from canaryd.worker.runtime.torch import Torch
 
 INDICES = 4
 """Tensors in the upload of a turn's indices (`Gatherer.gather`): A's rows, B's columns, then the golden's of both."""
-TILE = 16
-"""Rows and columns of the corner at which a comparator does not look."""
 
 
 class Faulty(Torch):
@@ -90,30 +85,5 @@ class StaleRow(Faulty):
         return done
 
 
-class SaysEqual(Faulty):
-    """The comparator finds every result right."""
-
-    def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """See `Runtime.agree`."""
-        right = super().agree(results, golden)
-        self.struck += right.count(False)
-        return [True] * len(right)
-
-
-class MissesTile(Faulty):
-    """The comparator does not look at the first rows and columns."""
-
-    def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """See `Runtime.agree`."""
-        seen = [result.clone() for result in results]
-        for result in seen:
-            bits(result)[..., :TILE, :TILE] = bits(golden)[..., :TILE, :TILE]
-        right = super().agree(seen, golden)
-        self.struck += right != super().agree(results, golden)
-        return right
-
-
 GATHERS: dict[str, type[Faulty]] = {"wrong-row": WrongIndex, "stale-row": StaleRow, "wrong-column": WrongColumn}
 """Name of a drill → the faulty gather."""
-COMPARATORS: dict[str, type[Faulty]] = {"says equal": SaysEqual, "misses a tile": MissesTile}
-"""What a broken comparator does → the runtime that does it; no drill, because it shows only beside a wrong result."""

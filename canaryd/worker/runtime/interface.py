@@ -4,21 +4,26 @@ A probe names an `Operation` and never a library. Problems and goldens are tenso
 computes the result: the same bytes go in, and the same bits must come out.
 
 A new runtime is a module here with a constant `RUNTIME`, a name in `canaryd.model.RUNTIMES`, and a setting of
-`worker.runtimes`.
+`worker.runtimes`. Nothing else imports such a module: `named` is the only way to it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from canaryd.model import RUNTIMES, Device
 from canaryd.probe import Skip
+from canaryd.worker.numeric import stack
 
+BURST_BYTES = 256 << 20
+"""Memory that the results of one burst may hold: a quarter of `budget.memory`, eight bfloat16 products of 4096. An H200
+multiplies those in 1.4 ms, and each look at comparisons makes it wait for the host."""
 Change = Callable[[Any, int], None]
 """Changes a contiguous one-dimensional view of raw bits in place; the integer chooses where."""
 
@@ -75,17 +80,20 @@ class Operation:
     """columns: each index is the number of a run of so many neighbours, which is taken whole."""
 
 
-class Cache(Protocol):
-    """Keys and values of the positions seen so far."""
+class KeyValues:
+    """Keys and values of the positions seen so far; per layer an array (rows, KV heads, length, head size)."""
+
+    def __init__(self, layers: int, zeros: Callable[[], Any]) -> None:
+        """`zeros` makes the array of a layer, with room for all positions."""
+        self.keys, self.values = ([zeros() for _ in range(layers)] for _ in range(2))
+        self.used = 0
 
     def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
-        """Append new positions of one layer, (rows, KV heads, positions, head size); return all of that layer."""
-
-    def positions(self, count: int) -> Any:
-        """Return the positions (count,) of the next tokens."""
-
-    def advance(self, count: int) -> None:
-        """Put `count` more positions in use."""
+        """Append new positions of one layer; return all of that layer. `used` is the caller's to raise."""
+        end = self.used + key.shape[2]
+        self.keys[layer][:, :, self.used : end] = key
+        self.values[layer][:, :, self.used : end] = value
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
 
 class Operators(Protocol):
@@ -94,8 +102,6 @@ class Operators(Protocol):
     Arrays also know +, *, @, slices, `shape`, `reshape` and `swapaxes`.
     """
 
-    compiles: bool
-    """Whether `canary.fixed.Decoder` can drive a model: by torch.compile, or by CUDA graphs."""
     exponential: str
     """The format in which exponentials of float64 are computed: MLX's are float32's."""
 
@@ -138,8 +144,8 @@ class Operators(Protocol):
     def positions(self, count: int, like: Any) -> Any:
         """Return the first positions (count,), on the device of the array `like`."""
 
-    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> Cache:
-        """Return an empty cache of such sizes in the format of the array `like`."""
+    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> KeyValues:
+        """Return an empty cache of arrays of such sizes, in the format of the array `like`."""
 
 
 class Repeated(Protocol):
@@ -254,9 +260,37 @@ def named(name: str) -> Runtime:
     return cast("Runtime", importlib.import_module(f"canaryd.worker.runtime.{name}").RUNTIME)
 
 
+def let_go() -> None:
+    """Let go of the devices of every runtime that this process has loaded."""
+    for module in filter(None, (sys.modules.get(f"{__package__}.{name}") for name in RUNTIMES)):
+        module.RUNTIME.let_go()
+
+
 def of(device: Device) -> Runtime:
     """Return the runtime through which a device is tested."""
     return named(device.runtime)
+
+
+def imported(name: str, *modules: str) -> tuple[list[Any], str]:
+    """Return the modules of the package `name`, or as often None and why it cannot be imported."""
+    try:
+        return [importlib.import_module(module) for module in modules], ""
+    except Exception as error:  # noqa: BLE001  a broken installation raises anything
+        return [None] * len(modules), f"{sys.executable} cannot import {name}: {type(error).__name__}: {error}"
+
+
+def numbered(runtime: str, unit: str, index: int, model: str, detail: Mapping[str, str], *, on_host: bool) -> Device:
+    """Return a device that its runtime only numbers: its uuid is made of the host's; `on_host`: it is the processor."""
+    cpu = stack.cpu()
+    return Device(
+        uuid=f"{runtime.upper()}-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
+        backend=f"{runtime}-{unit}",
+        index=index,
+        model=model,
+        weak_identity=True,
+        detail={"architecture": cpu.detail["architecture"], **detail},
+        card=cpu.uuid if on_host else "",
+    )
 
 
 def operators_of(device: Device) -> Operators:

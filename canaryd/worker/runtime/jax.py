@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +18,11 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import bytes_of, flat_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported
+from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported, imported, numbered
 
-jax: Any = None
-jnp: Any = None
-np: Any = None
-_why_not = ""
-try:
-    import jax  # type: ignore[no-redef,unused-ignore]
-    import numpy as np  # type: ignore[no-redef,unused-ignore]
-    from jax import numpy as jnp  # type: ignore[no-redef,unused-ignore]
-
+(jax, jnp, np), _why_not = imported("jax", "jax", "jax.numpy", "numpy")
+if jax is not None:
     jax.config.update("jax_enable_x64", True)  # else float64 and int64 become half as wide, silently
-except Exception as error:  # noqa: BLE001  a broken installation raises anything
-    _why_not = f"{sys.executable} cannot import jax: {type(error).__name__}: {error}"
 
 UNITS = ("cpu", "tpu", "cuda", "rocm")
 """Platforms of JAX."""
@@ -52,14 +41,14 @@ ALGORITHMS = {
 
 
 @dataclass(frozen=True)
-class Array:
+class _Array:
     """An array of JAX's, and whether its last two dimensions are exchanged in memory."""
 
     data: Any
     turned: bool = False
 
 
-class Jax(Runtime):
+class _Jax(Runtime):
     """The devices of JAX."""
 
     name = "jax"
@@ -68,15 +57,12 @@ class Jax(Runtime):
     pins = False  # a thread of XLA's own computes
 
     def __init__(self) -> None:
-        """Test no device yet."""
         self._device: Any = None
 
     def devices(self) -> list[Device]:
-        """Return the CPU, and the TPUs and GPUs that this process may use."""
         return [_device(unit, index, found) for unit in UNITS for index, found in enumerate(_found(unit))]
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:  # noqa: ARG002  XLA chooses by itself
-        """Return the versions of JAX and of the plugin that computes, and the variables that change what XLA makes."""
         return {
             **host.surroundings(device),
             "jax": jax.__version__,
@@ -87,7 +73,6 @@ class Jax(Runtime):
         }
 
     def need(self, device: Device) -> None:
-        """Raise `Skip` without JAX or the device; make it the one that computes."""
         there = _found(device.unit)
         if device.index >= len(there):
             raise Skip(f"{device.name} is not visible: JAX finds {len(there)} devices of its kind")
@@ -101,18 +86,16 @@ class Jax(Runtime):
             yield {"algorithm": "named for each product", "jax_default_matmul_precision": "highest"}
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new arrays; one that is stored transposed stays so."""
         self.need(device)
         return tuple(map(self._array, tensors))
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG002  results are new
-        """Compile where it is new, compute, and wait for the result."""
         if self._device.platform == "tpu" and operation.source in ("float32", "tfloat32", "float64"):
             raise Unsupported(f"a TPU multiplies bfloat16, and {operation.source} in several parts")
         turned = tuple(a.turned for a in operands)
         compute = _compiled(_compute, static_argnums=(0, 1))
         try:
-            return Array(compute(operation, turned, *(a.data for a in operands)).block_until_ready())
+            return _Array(compute(operation, turned, *(a.data for a in operands)).block_until_ready())
         except ValueError as error:  # arguments, which JAX checks before it computes
             raise Unsupported(str(error)) from error
         except jax.errors.JaxRuntimeError as error:
@@ -121,11 +104,9 @@ class Jax(Runtime):
             raise
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare on the device."""
         return [bool(_compiled(_same)(result.data, golden.data)) for result in results]
 
     def download(self, array: Any) -> Any:
-        """Return a copy as a host tensor."""
         held = jax.device_get(array.data)
         dtype = getattr(torch, str(held.dtype).replace("bool_", "bool"))
         raw = torch.frombuffer(bytearray(held.tobytes()), dtype=torch.uint8)
@@ -133,7 +114,6 @@ class Jax(Runtime):
         return tensor.transpose(-1, -2) if array.turned else tensor
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Return a new array with the bits changed."""
         tensor = self.download(array)
         change(flat_bits(tensor), choice)
         return self._array(tensor)
@@ -153,13 +133,13 @@ class Jax(Runtime):
         if jax is not None:
             jax.clear_caches()
 
-    def _array(self, tensor: Any) -> Array:
+    def _array(self, tensor: Any) -> _Array:
         turned = not tensor.is_contiguous()
         stored = tensor.transpose(-1, -2) if turned else tensor
         name = str(stored.dtype).removeprefix("torch.")
         # By NumPy, which JAX needs anyway: JAX would compile a program for each new shape.
         held = np.frombuffer(bytes_of(stored), dtype=jnp.dtype(name)).reshape(tuple(stored.shape))
-        return Array(jax.device_put(held, self._device, may_alias=False).block_until_ready(), turned)
+        return _Array(jax.device_put(held, self._device, may_alias=False).block_until_ready(), turned)
 
 
 def _found(unit: str) -> list[Any]:
@@ -173,24 +153,15 @@ def _found(unit: str) -> list[Any]:
 
 
 def _device(unit: str, index: int, found: Any) -> Device:
-    cpu = host.cpu()
     detail = {
         "jax": str(jax.__version__),
         "platform_version": str(found.client.platform_version).replace("\n", " "),
-        "architecture": platform.machine(),
     }
     if coordinates := getattr(found, "coords", None):
         core = getattr(found, "core_on_chip", None)  # of a TPU; GPUs have coordinates alone
         detail["coordinates"] = f"{tuple(coordinates)}" + ("" if core is None else f", core {core}")
-    return Device(
-        uuid=f"JAX-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
-        backend=f"jax-{unit}",
-        index=index,
-        model=cpu.model if unit == "cpu" else str(found.device_kind),
-        weak_identity=True,
-        detail=detail,
-        card=cpu.uuid if unit == "cpu" else "",
-    )
+    model = host.cpu().model if unit == "cpu" else str(found.device_kind)
+    return numbered("jax", unit, index, model, detail, on_host=unit == "cpu")
 
 
 def _bits(array: Any) -> Any:
@@ -208,7 +179,7 @@ def _inverted(array: Any) -> Any:
 
 @functools.lru_cache
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return a function that XLA compiles for each shape and keeps until `Jax.let_go`."""
+    """Return a function that XLA compiles for each shape and keeps until `_Jax.let_go`."""
     return jax.jit(function, **options)  # type: ignore[no-any-return]
 
 
@@ -263,4 +234,4 @@ _INDEX: dict[str, Callable[..., Any]] = {
     "bucketize": lambda values, edges: jnp.searchsorted(edges, values).astype(values.dtype),
     "experts": _experts,
 }
-RUNTIME = Jax()
+RUNTIME = _Jax()

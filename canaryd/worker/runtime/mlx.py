@@ -9,23 +9,26 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import bytes_of, flat_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Cache, Change, Operation, Packing, Runtime, Unsupported
-from canaryd.worker.runtime.key_values import KeyValues
+from canaryd.worker.runtime.interface import (
+    Change,
+    KeyValues,
+    Operation,
+    Packing,
+    Runtime,
+    Unsupported,
+    imported,
+    numbered,
+)
 
-mx: Any = None
-_why_not = ""
-try:
-    import mlx.core as mx  # type: ignore[no-redef,unused-ignore]
-except Exception as error:  # noqa: BLE001  a broken installation raises anything
-    _why_not = f"{sys.executable} cannot import mlx: {type(error).__name__}: {error}"
+(mx,), _why_not = imported("mlx", "mlx.core")
 
 TF32 = "MLX_ENABLE_TF32"
 """Read when MLX first multiplies; 1 unless set. It then rounds float32 operands of products, attention, convolutions
@@ -38,26 +41,21 @@ PACKINGS = (
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
-class MlxOperators:
+class _Operators:
     """The operators as mlx-lm calls them."""
 
-    compiles = False
     exponential = "float32"
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """See `Operators.run`."""
         return _there(work)
 
     def embed(self, table: Any, tokens: Any) -> Any:
-        """See `Operators.embed`."""
         return table[tokens]
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """See `Operators.linear`."""
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
 
     def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
-        """See `Operators.norm`."""
         return mx.fast.rms_norm(x, weight, epsilon)
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG002  MLX has its own
@@ -65,17 +63,14 @@ class MlxOperators:
         return lambda x, at: mx.fast.rope(x, head, traditional=False, base=theta, scale=1.0, offset=at[0])
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:  # noqa: ARG002  it has one
-        """See `Operators.attend`."""
         mask = "causal" if causal else None
         return mx.fast.scaled_dot_product_attention(query, key, value, scale=query.shape[-1] ** -0.5, mask=mask)
 
     def softmax(self, scores: Any, at: Any) -> Any:
-        """See `Operators.softmax`."""
         later = mx.arange(scores.shape[-1]) > at[:, None]
         return mx.softmax(mx.where(later, mx.array(-mx.inf, dtype=scores.dtype), scores), axis=-1, precise=True)
 
     def silu(self, x: Any) -> Any:
-        """See `Operators.silu`."""
         return x * mx.sigmoid(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
@@ -84,56 +79,38 @@ class MlxOperators:
         return mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True), chosen
 
     def choose(self, logits: Any) -> Any:
-        """See `Operators.choose`."""
         return mx.argmax(logits, axis=-1).astype(mx.int64)
 
     def join(self, arrays: list[Any]) -> Any:
-        """See `Operators.join`."""
         return mx.concatenate(arrays, axis=1)
 
     def positions(self, count: int, like: Any) -> Any:  # noqa: ARG002  on the default device
-        """See `Operators.positions`."""
         return mx.arange(count)
 
-    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> Cache:
-        """See `Operators.cache`."""
-        return _KeyValues(like, layers, sizes)
+    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> KeyValues:
+        return KeyValues(layers, lambda: mx.zeros(sizes, dtype=like.dtype))
 
 
-class _KeyValues(KeyValues):
-    """The same cache of MLX's arrays."""
-
-    def __init__(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> None:
-        self.keys = [mx.zeros(sizes, dtype=like.dtype) for _ in range(layers)]
-        self.values = [mx.zeros(sizes, dtype=like.dtype) for _ in range(layers)]
-        self.used = 0
-
-    def positions(self, count: int) -> Any:
-        return mx.arange(self.used, self.used + count)
-
-
-class Mlx(Runtime):
+class _Mlx(Runtime):
     """The devices of MLX; arrays are its arrays."""
 
     name = "mlx"
     attention_kernels = ("FAST",)
     left_integers = ("int8",)
     packings = PACKINGS
-    operators = MlxOperators()
+    operators = _Operators()
     pins = False  # a thread of MLX's own computes
 
     def devices(self) -> list[Device]:
-        """Return the CPU, and the GPUs of Metal or CUDA."""
         self._import()
-        found = [_device(host.cpu(), "cpu", 0, {}, weak=False)]
+        found = [_device("cpu", 0, {})]
         for index in range(mx.device_count(mx.gpu)):
             facts = mx.device_info(mx.Device(mx.gpu, index))
             cuda = "pci_bus_id" in facts or "compute_capability_major" in facts
-            found.append(_device(host.cpu(), "cuda" if cuda else "metal", index, facts, weak="uuid" not in facts))
+            found.append(_device("cuda" if cuda else "metal", index, facts))
         return found
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
-        """Return MLX's version, its switch and what it runs on."""
         facts = host.surroundings(device)
         return {
             **facts,
@@ -146,7 +123,6 @@ class Mlx(Runtime):
         }
 
     def need(self, device: Device) -> None:
-        """Raise `Skip` without MLX or the device; make the device the one that computes."""
         self._import()
         kind = mx.cpu if device.unit == "cpu" else mx.gpu
         if not mx.is_available(mx.Device(kind, device.index)):
@@ -164,7 +140,6 @@ class Mlx(Runtime):
         yield {TF32: os.environ.get(TF32, "1")}
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new arrays; one that is stored transposed stays so."""
         self.need(device)
         return tuple(map(_array, tensors))
 
@@ -173,23 +148,19 @@ class Mlx(Runtime):
         return _there(lambda: _compute(operation, operands))
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare on the device."""
         right = mx.view(golden, _words(golden))
         same = mx.stack([mx.all(mx.view(r, _words(r)) == right) for r in results])
         return [bool(s) for s in same.tolist()]
 
     def download(self, array: Any) -> Any:
-        """Return a copy as a host tensor."""
         return _seen(mx.contiguous(array)).clone()
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Change an array in place, by way of the host."""
         upright = memoryview(mx.view(array, _words(array))).c_contiguous
         change(flat_bits(_seen(array if upright else mx.swapaxes(array, -1, -2))), choice)
         return array
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite every result."""
         for result in results:
             flat_bits(_seen(result)).fill_(-1 if result.itemsize > 1 else 255)
 
@@ -199,40 +170,31 @@ class Mlx(Runtime):
         return facts.get("free_memory"), facts.get("total_memory") or facts.get("memory_size")
 
     def limit_memory(self, device: Device, size: int) -> None:  # noqa: ARG002  it is the process's
-        """Limit what MLX allocates, its cache included."""
         if mx is not None:
             mx.set_memory_limit(size)
             mx.set_cache_limit(size // 2)
 
     def synchronize(self, device: Device) -> None:  # noqa: ARG002  the default device is the one under test
-        """Wait for the device."""
         mx.synchronize()
 
     def let_go(self) -> None:
-        """Wait, and empty MLX's cache."""
         if mx is not None:
             mx.synchronize()
             mx.clear_cache()
 
 
-def _device(cpu: Device, unit: str, index: int, facts: Any, *, weak: bool) -> Device:
+def _device(unit: str, index: int, facts: Any) -> Device:
+    """Return a device; `facts` are MLX's, {} for the processor."""
     uuid, bus = str(facts.get("uuid", "")), str(facts.get("pci_bus_id", ""))
-    own = uuid.removeprefix("GPU-") or f"{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}"
     detail = {"mlx": str(mx.__version__), "architecture": str(facts.get("architecture", platform.machine()))}
-    if bus:
-        detail["bus_id"] = bus
-    if uuid:
-        detail["gpu_uuid"] = uuid
-    return Device(
-        uuid=f"MLX-{unit.upper()}-{own}",
-        backend=f"mlx-{unit}",
-        index=index,
-        model=str(facts.get("device_name", "")) if unit != "cpu" else cpu.model,
-        weak_identity=weak or unit == "cpu",
-        instruction_sets=("strict", "tf32"),
-        detail=detail,
-        card=cpu.uuid if unit == "cpu" else "",
+    detail |= {name: value for name, value in (("bus_id", bus), ("gpu_uuid", uuid)) if value}
+    model = host.cpu().model if unit == "cpu" else str(facts.get("device_name", ""))
+    found = replace(
+        numbered("mlx", unit, index, model, detail, on_host=unit == "cpu"), instruction_sets=("strict", "tf32")
     )
+    if not uuid:
+        return found
+    return replace(found, uuid=f"MLX-{unit.upper()}-{uuid.removeprefix('GPU-')}", weak_identity=False)
 
 
 def _words(array: Any) -> Any:
@@ -241,7 +203,6 @@ def _words(array: Any) -> Any:
 
 
 def _array(tensor: Any) -> Any:
-    """Return a new array with the bits and the order in memory of a host tensor."""
     stored = tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)
     dtype = getattr(mx, "bool_" if tensor.dtype == torch.bool else str(tensor.dtype).removeprefix("torch."), None)
     if dtype is None:
@@ -335,4 +296,4 @@ _INDEX: dict[str, Callable[..., Any]] = {
     "bucketize": lambda values, edges: mx.searchsorted(edges, values).astype(mx.int64),
     "experts": _experts,
 }
-RUNTIME = Mlx()
+RUNTIME = _Mlx()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,9 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import bytes_of, flat_bits, host_same_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Change, Elsewhere, Operation, Runtime, Unsupported
+from canaryd.worker.runtime.interface import Change, Elsewhere, Operation, Runtime, Unsupported, imported, numbered
 
-onnx: Any = None
-ort: Any = None
-_why_not = ""
-try:
-    import onnx  # type: ignore[no-redef]
-    import onnxruntime as ort  # type: ignore[no-redef]
-except Exception as error:  # noqa: BLE001  a broken installation raises anything
-    _why_not = f"{sys.executable} cannot import onnxruntime and onnx: {type(error).__name__}: {error}"
+(onnx, ort), _why_not = imported("onnxruntime and onnx", "onnx", "onnxruntime")
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider",
@@ -58,7 +50,7 @@ Node = tuple[str, list[str], str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Graph:
+class _Graph:
     """A graph and its result."""
 
     nodes: list[Node]
@@ -68,7 +60,7 @@ class Graph:
     """Name → tensor that is no operand."""
 
 
-class Onnx(Runtime):
+class _Onnx(Runtime):
     """The execution providers of ONNX Runtime; arrays are host tensors, which a session copies to and fro."""
 
     name = "onnx"
@@ -76,18 +68,15 @@ class Onnx(Runtime):
     left_integers = ("int8", "uint8")
 
     def __init__(self) -> None:
-        """Test no device yet."""
         self._device: Device | None = None
         self._limit: dict[str, str] = {}
 
     def devices(self) -> list[Device]:
-        """Return one device for each execution provider that this build offers and each card that it names."""
         self._import()
         offered = ort.get_available_providers()
         return [d for unit, provider in PROVIDERS.items() if provider in offered for d in _devices(unit, provider)]
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:  # noqa: ARG002  it chooses by itself
-        """Return the versions, the provider and its switches."""
         return {
             **host.surroundings(device),
             "onnxruntime": ort.__version__,
@@ -98,7 +87,6 @@ class Onnx(Runtime):
         }
 
     def need(self, device: Device) -> None:
-        """Raise `Skip` without the packages or the provider."""
         self._import()
         if _provider(device) not in ort.get_available_providers():
             offered = ", ".join(ort.get_available_providers())
@@ -113,7 +101,6 @@ class Onnx(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the options that every session gets."""
         self.need(device)
         yield {"graph_optimization_level": "all", **SWITCHES.get(device.unit, {})}
 
@@ -123,7 +110,6 @@ class Onnx(Runtime):
         return Operands(t.clone(memory_format=torch.preserve_format) for t in tensors)
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """Compute in the session of these operands, which the first call makes."""
         assert self._device is not None
         if self._device.unit == "coreml" and operation.source in ("float32", "float64"):
             raise Unsupported("the Neural Engine multiplies float32 in float16; Core ML does not tell which unit ran")
@@ -155,12 +141,10 @@ class Onnx(Runtime):
         return array.clone()
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Change a host tensor in place; operands go to the device afterwards."""
         change(flat_bits(array), choice)
         return array
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite every result."""
         for result in results:
             flat_bits(result).fill_(-1 if result.element_size() > 1 else 255)
 
@@ -186,17 +170,9 @@ def _devices(unit: str, provider: str) -> Iterator[Device]:
     for index in range(max(1, len(cards))):
         facts = dict(cards[index].metadata) if cards and unit not in PROCESSOR else {}
         bus = facts.get("pci_bus_id", "")
-        detail = {"provider": provider, "onnxruntime": str(ort.__version__), "architecture": cpu.detail["architecture"]}
-        number = f"-{index}" if index else ""
-        yield Device(
-            uuid=f"ONNX-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{number}",
-            backend=f"onnx-{unit}",
-            index=index,
-            model=cpu.model if unit in PROCESSOR else facts.get("Description", "") or f"{provider} {index}",
-            weak_identity=True,
-            detail={**detail, "bus_id": bus} if bus else detail,
-            card=cpu.uuid if unit in PROCESSOR else "",
-        )
+        detail = {"provider": provider, "onnxruntime": str(ort.__version__), **({"bus_id": bus} if bus else {})}
+        model = cpu.model if unit in PROCESSOR else facts.get("Description", "") or f"{provider} {index}"
+        yield numbered("onnx", unit, index, model, detail, on_host=unit in PROCESSOR)
 
 
 def kind(dtype: Any) -> int:
@@ -217,7 +193,7 @@ def _stored(tensor: Any) -> Any:
 def _session(
     device: Device,
     operation: Operation,
-    graph: Graph,
+    graph: _Graph,
     named: Mapping[str, Any],
     constant: str,
     limit: Mapping[str, str],
@@ -284,7 +260,7 @@ def initializer(name: str, tensor: Any) -> Any:
     return onnx.helper.make_tensor(name, kind(tensor.dtype), list(tensor.shape), bytes_of(tensor), raw=True)
 
 
-def _graph(operation: Operation, operands: tuple[Any, ...], unit: str) -> Graph:
+def _graph(operation: Operation, operands: tuple[Any, ...], unit: str) -> _Graph:
     if operation.source == "tfloat32" and "use_tf32" not in SWITCHES.get(unit, {}):
         raise Unsupported("only CUDA's provider rounds float32 operands to TF32")
     if operation.name == "matmul":
@@ -294,7 +270,7 @@ def _graph(operation: Operation, operands: tuple[Any, ...], unit: str) -> Graph:
     return _index(operation, *operands)
 
 
-def _matmul(operation: Operation, a: Any, b: Any) -> Graph:
+def _matmul(operation: Operation, a: Any, b: Any) -> _Graph:
     integers = operation.source in ("int8", "uint8")
     dtype = getattr(torch, operation.target)
     if not integers and dtype != a.dtype:
@@ -303,7 +279,7 @@ def _matmul(operation: Operation, a: Any, b: Any) -> Graph:
     turned = [not t.is_contiguous() for t in (a, b)]
     if a.dim() == 2 and not integers:  # Gemm reads transposed operands where they lie
         attributes = {name: 1 for name, on in zip(("transA", "transB"), turned, strict=True) if on}
-        return Graph([("Gemm", ["x0", "x1"], "out", attributes)], dtype, shape, {})
+        return _Graph([("Gemm", ["x0", "x1"], "out", attributes)], dtype, shape, {})
     order = [*range(a.dim() - 2), a.dim() - 1, a.dim() - 2]
     nodes: list[Node] = []
     names = ["x0", "x1"]
@@ -312,10 +288,10 @@ def _matmul(operation: Operation, a: Any, b: Any) -> Graph:
             nodes.append(("Transpose", [names[i]], f"t{i}", {"perm": order}))
             names[i] = f"t{i}"
     nodes.append(("MatMulInteger" if integers else "MatMul", names, "out", {}))
-    return Graph(nodes, dtype, shape, {})
+    return _Graph(nodes, dtype, shape, {})
 
 
-def _attention(operation: Operation, query: Any, key: Any, value: Any, allowed: Any) -> Graph:  # noqa: ARG001
+def _attention(operation: Operation, query: Any, key: Any, value: Any, allowed: Any) -> _Graph:  # noqa: ARG001
     names, constants = ["x0", "x1", "x2"], {}
     attributes: dict[str, Any] = {"scale": query.shape[-1] ** -0.5}
     L, S = query.shape[2], key.shape[2]
@@ -326,14 +302,14 @@ def _attention(operation: Operation, query: Any, key: Any, value: Any, allowed: 
         names.append("mask")
     elif operation.mask in ("bool", "float"):
         names.append("x3")
-    return Graph([("Attention", names, "out", attributes)], query.dtype, tuple(query.shape), constants)
+    return _Graph([("Attention", names, "out", attributes)], query.dtype, tuple(query.shape), constants)
 
 
-def _index(operation: Operation, *operands: Any) -> Graph:
+def _index(operation: Operation, *operands: Any) -> _Graph:
     if operation.name not in _INDEX:
         raise Unsupported(f"ONNX has no {operation.name}")
     nodes, constants, shape = _INDEX[operation.name](operands[0].shape[0], *operands)
-    return Graph(nodes, operands[0].dtype, shape, {n: torch.as_tensor(c) for n, c in constants.items()})
+    return _Graph(nodes, operands[0].dtype, shape, {n: torch.as_tensor(c) for n, c in constants.items()})
 
 
 Indexed = tuple[list[Node], dict[str, Any], tuple[int, ...]]
@@ -374,4 +350,4 @@ _INDEX: dict[str, Callable[..., Indexed]] = {
     "modulo": lambda n, *_: _one("Mod", "x0 x1", (n,), {}),
     "experts": _experts,
 }
-RUNTIME = Onnx()
+RUNTIME = _Onnx()

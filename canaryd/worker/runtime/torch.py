@@ -15,44 +15,34 @@ from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
 from canaryd.worker.runtime import graphs
-from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Repeated, Runtime
-from canaryd.worker.runtime.key_values import KeyValues
+from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
 
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
-BURST_BYTES = 256 << 20
-"""Memory that the results of one burst may hold: a quarter of `budget.memory`, eight bfloat16 products of 4096. An H200
-multiplies those in 1.4 ms, and each look at comparisons makes it wait for the host."""
-
 LONGEST = 1024
 """Positions of the longest text: a prompt and its continuation have each place once (ours)."""
 
 
-class TorchOperators:
+class _Operators:
     """Norms, rotations and softmax of 16-bit formats in float32, as serving does; attention as `attend` has it.
 
     Attention is exact in any order, and held to one, torch refuses cuDNN's kernel, which several torches prefer on an
     H100 (pytorch, sdp_utils.cpp, check_prefer_cudnn_attention).
     """
 
-    compiles = True
     exponential = "float64"
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """See `Operators.run`."""
         with door.torch.inference_mode():
             return work().contiguous()
 
     def embed(self, table: Any, tokens: Any) -> Any:
-        """See `Operators.embed`."""
         return door.torch.nn.functional.embedding(tokens, table)
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """See `Operators.linear`."""
         return door.torch.nn.functional.linear(x, weight, bias)
 
     def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
-        """See `Operators.norm`."""
         wide = _wide(x)
         scaled = wide * door.torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         return scaled.to(x.dtype) * weight
@@ -70,18 +60,15 @@ class TorchOperators:
         return rotate
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:
-        """See `Operators.attend`."""
         with door.in_any_order():
             return attend(kernel, query, key, value, causal=causal)
 
     def softmax(self, scores: Any, at: Any) -> Any:
-        """See `Operators.softmax`."""
         later = door.torch.arange(scores.shape[-1], device=scores.device) > at[:, None]
         hidden = _wide(scores.masked_fill(later, -math.inf))
         return door.torch.softmax(hidden, -1).to(scores.dtype)
 
     def silu(self, x: Any) -> Any:
-        """See `Operators.silu`."""
         return door.torch.nn.functional.silu(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
@@ -90,23 +77,16 @@ class TorchOperators:
         return (shares / shares.sum(-1, keepdim=True)).to(logits.dtype), chosen
 
     def choose(self, logits: Any) -> Any:
-        """See `Operators.choose`."""
         return logits.argmax(-1)
 
     def join(self, arrays: list[Any]) -> Any:
-        """See `Operators.join`."""
         return door.torch.cat(arrays, 1)
 
     def positions(self, count: int, like: Any) -> Any:
-        """See `Operators.positions`."""
         return door.torch.arange(count, device=like.device)
 
-    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> Cache:
-        """See `Operators.cache`."""
-        return KeyValues(like, layers, sizes)
-
-
-OPERATORS = TorchOperators()
+    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> KeyValues:
+        return KeyValues(layers, lambda: like.new_zeros(sizes))
 
 
 def rotary_angles(head: int, theta: float) -> Any:
@@ -125,7 +105,7 @@ class Torch(Runtime):
     name = TORCH
     attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
     left_integers: tuple[str, ...] = ("int8",)
-    operators: Operators | None = OPERATORS
+    operators: Operators | None = _Operators()
     gathers = True
     pins = True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +19,9 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import bits, bytes_of, flat_bits, torch, visible_cores
 from canaryd.worker.runtime import wgsl
-from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported
+from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported, imported, numbered
 
-wgpu: Any = None
-_why_not = ""
-try:
-    import wgpu  # type: ignore[no-redef]
-    from wgpu.backends.wgpu_native import extras  # type: ignore[import-untyped,unused-ignore]
-except Exception as error:  # noqa: BLE001  a broken installation raises anything
-    _why_not = f"{sys.executable} cannot import wgpu: {type(error).__name__}: {error}"
+(wgpu, extras), _why_not = imported("wgpu", "wgpu", "wgpu.backends.wgpu_native.extras")
 
 UNITS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "d3d12"}
 """Interface of an adapter → unit. OpenGL shows the same GPUs once more, and is left out."""
@@ -38,7 +31,7 @@ FLOATS = {"float16": (0x7C00, 0x7FFF), "float32": (0x7F800000, 0x7FFFFFFF)}
 
 
 @dataclass(frozen=True)
-class Array:
+class _Array:
     """A buffer of the device: raw bytes of a tensor, padded to whole words."""
 
     buffer: Any
@@ -54,7 +47,7 @@ class Array:
         return int(torch.Size(self.shape).numel()) * int(self.dtype.itemsize)
 
 
-class Webgpu(Runtime):
+class _Webgpu(Runtime):
     """The adapters of WebGPU; arrays are buffers."""
 
     name = "webgpu"
@@ -63,12 +56,10 @@ class Webgpu(Runtime):
     rounds = False
 
     def __init__(self) -> None:
-        """Open no device yet."""
         self._opened: dict[str, Any] = {}
         self._gpu: Any = None
 
     def devices(self) -> list[Device]:
-        """Return one device for each adapter. Raises `Skip` where wgpu or every driver is missing."""
         if not (found := [_device(*each) for each in _adapters()]):
             raise Skip(
                 "wgpu finds no adapter: install the GPU's Vulkan driver; Debian's mesa-vulkan-drivers has a"
@@ -77,12 +68,10 @@ class Webgpu(Runtime):
         return found
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:  # noqa: ARG002
-        """Return wgpu's version, the driver that compiles shaders, and what the adapter is."""
         facts = {name: device.detail[name] for name in ("wgpu", "driver", "renderer", "units")}
         return {**host.surroundings(device), **facts, "visible_cores": str(len(visible_cores()))}
 
     def need(self, device: Device) -> None:
-        """Raise `Skip` without wgpu or the adapter; open the device."""
         if device.name not in self._opened:
             adapters = {_device(adapter, unit, index).name: adapter for adapter, unit, index in _adapters()}
             if device.name not in adapters:
@@ -106,19 +95,13 @@ class Webgpu(Runtime):
         return tuple(map(self._array, tensors))
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """Compute by the shaders of `canaryd.worker.runtime.wgsl`."""
         if operation.name == "matmul":
             return self._product(operation, operands[0], operands[1], out)
         if operation.name in wgsl.INDEX:
             return self._index(operation.name, operands, out)
-        if operation.name in ("sort", "topk", "experts"):
-            return self._sorted(operation.name, operands, out)
-        if operation.name == "cumsum":
-            return self._cumsum(operands[0], out)
         raise Unsupported(f"canaryd has no WGSL for {operation.name}")
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare words on the device."""
         flags = [self.new_buffer(4) for _ in results]
         count, rest = -(-golden.nbytes // 4), golden.nbytes % 4
         kept = (1 << 8 * rest) - 1 if rest else 0xFFFFFFFF
@@ -127,21 +110,18 @@ class Webgpu(Runtime):
         return [not any(self._gpu.queue.read_buffer(flag)) for flag in flags]
 
     def download(self, array: Any) -> Any:
-        """Return a copy as a host tensor."""
         raw = bytearray(self._gpu.queue.read_buffer(array.buffer))[: array.nbytes]
         shape = (*array.shape[:-2], array.shape[-1], array.shape[-2]) if array.turned else array.shape
         tensor = torch.frombuffer(raw, dtype=array.dtype).view(shape)
         return tensor.transpose(-1, -2) if array.turned else tensor
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Change a buffer in place, by way of the host."""
         tensor = self.download(array)
         change(flat_bits(tensor), choice)
         self._gpu.queue.write_buffer(array.buffer, 0, _raw(tensor))
         return array
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite every result."""
         for result in results:
             self.compute(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
 
@@ -176,22 +156,22 @@ class Webgpu(Runtime):
         usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         return self._gpu.create_buffer(size=max(4, -(-size // 4) * 4), usage=usage)
 
-    def _array(self, tensor: Any) -> Array:
+    def _array(self, tensor: Any) -> _Array:
         _refuse_content(tensor)
-        array = Array(self.new_buffer(tensor.nbytes), tensor.dtype, tuple(tensor.shape), not tensor.is_contiguous())
+        array = _Array(self.new_buffer(tensor.nbytes), tensor.dtype, tuple(tensor.shape), not tensor.is_contiguous())
         if tensor.numel():
             self._gpu.queue.write_buffer(array.buffer, 0, _raw(tensor))
         return array
 
-    def _result(self, dtype: Any, shape: tuple[int, ...], out: Any) -> Array:
+    def _result(self, dtype: Any, shape: tuple[int, ...], out: Any) -> _Array:
         """Return where a result goes: spoilt, because a kernel that writes nothing must not be right by chance."""
         if out is not None:
             return out  # type: ignore[no-any-return]
-        made = Array(self.new_buffer(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
+        made = _Array(self.new_buffer(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
         self.spoil([made])
         return made
 
-    def _product(self, operation: Operation, a: Array, b: Array, out: Any) -> Array:
+    def _product(self, operation: Operation, a: _Array, b: _Array, out: Any) -> _Array:
         left, target = operation.source, operation.target
         if left == "float16" and "shader-f16" not in self._gpu.features:
             raise Unsupported("this adapter has no shader-f16")
@@ -211,7 +191,7 @@ class Webgpu(Runtime):
         self._dispatch(wgsl.product(*names), groups, (M, N, K, *strides, 0), a.buffer, b.buffer, result.buffer)
         return result
 
-    def _index(self, name: str, operands: tuple[Array, ...], out: Any) -> Array:
+    def _index(self, name: str, operands: tuple[_Array, ...], out: Any) -> _Array:
         first, second = operands
         count = first.shape[0]
         more: tuple[int, ...] = ()
@@ -227,38 +207,6 @@ class Webgpu(Runtime):
         if name == "index_add":
             self.compute(wgsl.ONES, shape[0], (), result.buffer)
         self.compute(wgsl.INDEX[name], count, more, first.buffer, second.buffer, result.buffer)
-        return result
-
-    def _sorted(self, name: str, operands: tuple[Array, ...], out: Any) -> Array:
-        """Sort records of key and place, then give keys, places, or tokens that went to their experts and back."""
-        count = operands[0].shape[0]
-        power = 1 << max(0, count - 1).bit_length()
-        records = self.new_buffer(16 * power)
-        inverted = 0xFFFFFFFF if name == "topk" else 0  # the largest first
-        self.compute(wgsl.RECORDS, power, (count, inverted), operands[-1].buffer, records)
-        run = 2
-        while run <= power:
-            distance = run // 2
-            while distance:
-                self.compute(wgsl.BITONIC, power, (run, distance), records)
-                distance //= 2
-            run *= 2
-        result = self._result(operands[0].dtype, (count // 16 if name == "topk" else count,), out)
-        if name == "experts":
-            self.compute(wgsl.EXPERTS, count, (), operands[0].buffer, records, result.buffer)
-        else:
-            shader = wgsl.KEYS if name == "sort" else wgsl.PLACES
-            self.compute(shader, result.shape[0], (), records, result.buffer)
-        return result
-
-    def _cumsum(self, values: Array, out: Any) -> Array:
-        count = values.shape[0]
-        result, other, source = self._result(values.dtype, (count,), out), self.new_buffer(values.nbytes), values.buffer
-        steps = [1 << step for step in range(max(1, (count - 1).bit_length()))]
-        for number, distance in enumerate(steps, 1):
-            target = result.buffer if (len(steps) - number) % 2 == 0 else other
-            self.compute(wgsl.SCAN, count, (distance,), source, target)
-            source = target
         return result
 
     def compute(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
@@ -306,25 +254,17 @@ def _adapters() -> list[tuple[Any, str, int]]:
 
 
 def _device(adapter: Any, unit: str, index: int) -> Device:
-    info, cpu = adapter.info, host.cpu()
-    software = unit == "cpu"
+    info, software = adapter.info, unit == "cpu"
     renderer = info["device"].partition(" (")[0]
-    return Device(
-        uuid=f"WEBGPU-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
-        backend=f"webgpu-{unit}",
-        index=index,
-        model=f"{renderer}: software renderer on {cpu.model}" if software else info["device"],
-        weak_identity=True,
-        detail={
-            "wgpu": str(wgpu.__version__),
-            "driver": info["description"],
-            "renderer": info["device"],
-            "units": "none of a GPU: software on the processor" if software else "shader units, no matrix units",
-            "shader_f16": "yes" if "shader-f16" in adapter.features else "no",
-            "architecture": cpu.detail["architecture"],
-        },
-        card=cpu.uuid if software else "",
-    )
+    detail = {
+        "wgpu": str(wgpu.__version__),
+        "driver": info["description"],
+        "renderer": info["device"],
+        "units": "none of a GPU: software on the processor" if software else "shader units, no matrix units",
+        "shader_f16": "yes" if "shader-f16" in adapter.features else "no",
+    }
+    model = f"{renderer}: software renderer on {host.cpu().model}" if software else info["device"]
+    return numbered("webgpu", unit, index, model, detail, on_host=software)
 
 
 def _raw(tensor: Any) -> bytes:
@@ -350,4 +290,4 @@ def _refuse_content(tensor: Any) -> None:
         raise Unsupported("WGSL does not guarantee the sign of zero")
 
 
-RUNTIME = Webgpu()
+RUNTIME = _Webgpu()

@@ -160,7 +160,7 @@ INDEX = {
         _WORDS,
     ),
 }
-"""Index operations of `indexing.OPERATIONS` that are one pass, on integers of 64 bits as two words."""
+"""Index operations of `indexing.OPERATIONS`, on integers of 64 bits as two words: those that are one pass."""
 
 # Of memory sweeps: a slice of words, from number n[1] of the slice on, which is number n[2] + n[3] * 2**32 of them all.
 _OWN = (  # the word's own number, and its complement in the upper half (canaryd.worker.memory.slices.OWN)
@@ -173,50 +173,3 @@ DIFFERENCE_TILE = linear("out[i] = x0[i + n[1]] ^ x1[i % 8191u];", _WORDS, _WORD
 ANY = linear("if ((x0[i].x | x0[i].y) != 0u) { atomicStore(&out[0], 1u); }", _WORDS, _ADD)
 READ = linear("atomicXor(&out[0], x0[i].x ^ x0[i].y);", _WORDS, _ADD)
 INVERT = linear("out[i + n[1]] = ~out[i + n[1]];", _WORDS)
-
-# The others are several passes. A record is a key in two words and the place that it came from.
-_RECORDS = "array<vec4<u32>>"
-RECORDS = linear(
-    "if (i >= n[1]) { out[i] = vec4<u32>(0xffffffffu, 0x7fffffffu, 0xffffffffu, 0u); return; }\n"
-    "    let key = x0[i] ^ vec2<u32>(n[2], n[2]);\n"
-    "    out[i] = vec4<u32>(key, i, 0u);",
-    _WORDS,
-    _RECORDS,
-)
-"""Keys of n[1] records, inverted where n[2] is all ones, then records that come behind every other."""
-# Batcher's bitonic sorter, one step: n[1] is the length of its runs, n[2] the distance of the two that are compared.
-BITONIC = linear(
-    "let other = i ^ n[2];\n"
-    "    if (other <= i) { return; }\n"
-    "    let a = out[i];\n"
-    "    let b = out[other];\n"
-    "    let high = bitcast<i32>(a.y);\n"
-    "    let high_b = bitcast<i32>(b.y);\n"
-    "    var more = high > high_b;\n"
-    "    if (high == high_b) { more = a.x > b.x || (a.x == b.x && a.z > b.z); }\n"
-    "    if (more == ((i & n[1]) == 0u)) { out[i] = b; out[other] = a; }",
-    _RECORDS,
-)
-KEYS = linear("out[i] = x0[i].xy;", _RECORDS, _WORDS)
-PLACES = linear("out[i] = vec2<u32>(x0[i].z, 0u);", _RECORDS, _WORDS)
-# Hillis and Steele's scan, one step: each adds what stands n[1] before it, with the carry of the lower word.
-SCAN = linear(
-    "out[i] = x0[i];\n"
-    "    if (i >= n[1]) {\n"
-    "        let before = x0[i - n[1]];\n"
-    "        let low = x0[i].x + before.x;\n"
-    "        out[i] = vec2<u32>(low, x0[i].y + before.y + select(0u, 1u, low < before.x));\n"
-    "    }",
-    _WORDS,
-    _WORDS,
-)
-# Tokens in the order of their experts, each changed by its expert's number times 0x9e3779b9 and put back in its place.
-EXPERTS = linear(
-    "let expert = x1[i].x;\n"
-    "    let at = x1[i].z;\n"
-    "    let upper = (expert * 0x9e37u + ((expert * 0x79b9u) >> 16u)) >> 16u;\n"
-    "    out[at] = x0[at] ^ vec2<u32>(expert * 0x9e3779b9u, upper);",
-    _WORDS,
-    _RECORDS,
-    _WORDS,
-)

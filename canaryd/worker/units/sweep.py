@@ -19,7 +19,7 @@ from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import bits, host_same_bits
 from canaryd.worker.numeric.verify import case_seed
-from canaryd.worker.runtime.torch import BURST_BYTES
+from canaryd.worker.runtime.interface import BURST_BYTES
 from canaryd.worker.units.processors import Processor
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
@@ -37,7 +37,7 @@ MOST_BLOCKS = 8
 
 
 @dataclass
-class Tally:
+class _Tally:
     """What one unit computed in one launch."""
 
     tiles: int = 0
@@ -47,7 +47,7 @@ class Tally:
 
 
 @dataclass
-class Sweep:
+class _Sweep:
     """One run: which units were seen, and what they computed."""
 
     session: Session
@@ -62,7 +62,7 @@ class Sweep:
         """Units that no block has reached yet."""
         return max(0, self.processor.count - len(self.seen))
 
-    def compute(self, case: Case, tiles: Tiles, problem: Problem) -> tuple[dict[int, Tally], str]:
+    def compute(self, case: Case, tiles: Tiles, problem: Problem) -> tuple[dict[int, _Tally], str]:
         """Upload a problem and compute it once on every unit; return the tallies by unit, and what the comparator did.
 
         The second is "" unless the host, which compares the first block itself, disagrees with the device.
@@ -83,7 +83,7 @@ class Sweep:
         if host_says == any(wrong[0]):
             words = ("equals", "differs") if host_says else ("differs", "equals")
             erred = f"the host finds that the first block {words[0]}, the device that it {words[1]}"
-        tallies: dict[int, Tally] = defaultdict(Tally)
+        tallies: dict[int, _Tally] = defaultdict(_Tally)
         for block, (unit, tiles_wrong) in enumerate(zip(launch.units, wrong, strict=True)):
             tally = tallies[unit]
             tally.tiles += len(tiles_wrong)
@@ -93,7 +93,7 @@ class Sweep:
         self._count(problem, tallies)
         return dict(tallies), erred
 
-    def _count(self, problem: Problem, tallies: dict[int, Tally]) -> None:
+    def _count(self, problem: Problem, tallies: dict[int, _Tally]) -> None:
         """Count what was computed; where units are still unseen, the next launch has twice as many blocks."""
         computed = sum(tally.tiles for tally in tallies.values())
         rounds = problem.golden.shape[0]
@@ -108,7 +108,7 @@ class Sweep:
 def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> Iterator[Fact]:
     """Compute every kind of tiles on every unit; yield every fact of the run, and aloud what could not be computed."""
     session = Session(ctx)
-    sweep = Sweep(session, processor, blocks=processor.count)
+    sweep = _Sweep(session, processor, blocks=processor.count)
     cases = {tiles.name: tiles for tiles in every}
     asked = restrict(ctx, [_case(ctx.device, tiles) for tiles in every])
     refused = {case.name: why for case in asked if (why := processor.refuses(cases[case.name]))}
@@ -130,7 +130,7 @@ def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> I
     yield from _told(sweep)
 
 
-def _told(sweep: Sweep) -> Iterator[Fact]:
+def _told(sweep: _Sweep) -> Iterator[Fact]:
     """Yield what the run amounts to, and aloud which units it never reached.
 
     A run that could compute nothing here is no gap in the device's record: other probes test it.
@@ -161,7 +161,7 @@ def _case(device: Device, tiles: Tiles) -> Case:
     return Case(tiles.name, tiles.build, lambda _operands, _out: None, known)
 
 
-def _verify(sweep: Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator[Fact]:
+def _verify(sweep: _Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator[Fact]:
     """Compute one case for `seconds`, at least `LEAST` times, and yield its comparisons."""
     session = sweep.session
     until = session.ctx.clock() + seconds
@@ -170,7 +170,7 @@ def _verify(sweep: Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator[
     yield from doubts
     if doubts:
         return  # a doubtful golden accuses only the core that made it
-    launches: list[dict[int, Tally]] = []
+    launches: list[dict[int, _Tally]] = []
     failed = 0
     sample = Comparison(
         case=case.name,
@@ -202,9 +202,9 @@ def _verify(sweep: Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator[
     yield from _comparisons(sample, sweep.processor.unit, launches)
 
 
-def _comparisons(sample: Comparison, unit: str, launches: Sequence[dict[int, Tally]]) -> Iterator[Comparison]:
+def _comparisons(sample: Comparison, unit: str, launches: Sequence[dict[int, _Tally]]) -> Iterator[Comparison]:
     """Yield one comparison per wrong unit and launch, and one for the right ones that computed equally many."""
-    of: dict[int, list[Tally]] = defaultdict(list)
+    of: dict[int, list[_Tally]] = defaultdict(list)
     for tallies in launches:
         for number, tally in tallies.items():
             of[number].append(tally)

@@ -24,6 +24,7 @@ from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
 from canaryd.worker.runtime import faulty
 from canaryd.worker.runtime.torch import Torch
 from probes import exact_matmul
+from tests.comparators import COMPARATORS
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -178,10 +179,10 @@ def test_a_drill_of_the_gather_is_found(kind):
 
 
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("kind", faulty.COMPARATORS)
+@pytest.mark.parametrize("kind", COMPARATORS)
 def test_a_broken_comparator_hides_only_what_it_does_not_look_at_after_the_first_result(kind, after):
     """The host compares the first result of a case itself, and the comparator must see a bit flipped on purpose."""
-    runtime, done = faulty.COMPARATORS[kind](choice=0), []
+    runtime, done = COMPARATORS[kind](choice=0), []
 
     def compute(operands, out):
         result = multiply("float32", "float32", operands, out)

@@ -185,18 +185,17 @@ def test_an_operand_that_changed_changes_the_result(device, name):
     assert runtime.agree([second], *runtime.upload((problem.golden,), device)) == [False]
 
 
-@pytest.mark.parametrize("size", [16, 272, 4096])
 @pytest.mark.parametrize("name", ["sort", "topk", "cumsum", "experts"])
-def test_sorts_and_scans_are_right_at_any_size_and_every_fault_in_them_is_found(device, name, size):
-    """Sizes that are no power of two too; a bit that changed, and two values that changed places."""
-    runtime, problem = interface.of(device), indexing.build(name, size, 9)
-    result = runtime.run(Operation(name), runtime.upload(problem.operands, device), None)
-    assert host_same_bits(runtime.download(result), problem.golden)
+def test_every_fault_in_sorts_and_scans_is_found(device, name):
+    """At a size that is no power of two: a bit that changed, and two values that changed places."""
+    if device.runtime == "webgpu":
+        pytest.skip("WebGPU has none of them")
+    runtime, problem = interface.of(device), indexing.build(name, 272, 9)
     (golden,) = runtime.upload((problem.golden,), device)
     for fault in faults.FAULTS.values():
-        bad = runtime.run(Operation(name), runtime.upload(problem.operands, device), None)
-        if size > 16:  # where a stuck lane may strike nothing, and one value cannot change places
-            assert runtime.agree([runtime.changed(bad, fault.change, 9)], golden) == [False]
+        result = runtime.run(Operation(name), runtime.upload(problem.operands, device), None)
+        assert runtime.agree([result], golden) == [True]
+        assert runtime.agree([runtime.changed(result, fault.change, 9)], golden) == [False]
 
 
 def test_what_was_compared_is_spoilt(device):

@@ -21,7 +21,6 @@ from canaryd_lab.worker.exact_canary.prove import Walk  # noqa: E402
 
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, strict_switches  # noqa: E402
-from canaryd.worker.runtime.key_values import KeyValues  # noqa: E402
 
 FORMATS = ("float64", "float32", "bfloat16", "float16")
 QWEN = replace(TINY, family="qwen2")
@@ -225,7 +224,7 @@ def test_a_cache_filled_in_parts_gives_the_same(model):
     _, _, whole = text(model)
     golden = Walk(TINY, model.weights).prove(whole).logits
     runner = Runner(TINY, cast(model, "bfloat16"))
-    cache = KeyValues(*runner.cached(1, len(whole)))
+    cache = runner.operators.cache(*runner.cached(1, len(whole)))
     with torch.inference_mode():
         parts = [
             runner.forward(part, cache) for part in torch.tensor([whole]).split([20, 11, 1, 1, len(whole) - 33], 1)
