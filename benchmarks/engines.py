@@ -115,9 +115,7 @@ def in_process(
     absent: list[str] = []
     device = of_runtime(name)
     end = time.monotonic() + 60 * minutes
-    with contextlib.ExitStack() as exits:
-        if compiled:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = exits.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as os.environ["TORCHINDUCTOR_CACHE_DIR"]:
         fused = torch.compile(_forward, dynamic=False)
         for number, seed in enumerate(until(end, seeds)):
             family = FAMILIES[number // 4 % len(FAMILIES)]

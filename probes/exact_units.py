@@ -5,7 +5,7 @@ addition after the other (a kernel reads the number of the SM it runs on, and th
 element). All units compute the same bytes, so one that is wrong alone is told from wrong software.
 
 Cannot see: what shows only under full load or in larger products (exact_matmul has those), SMs that the device gave no
-block to (told under "skipped"). The SMs of a GPU need Triton, which comes with torch for CUDA.
+block to (listed under "skipped"). The SMs of a GPU need Triton, which comes with torch for CUDA.
 """
 
 from __future__ import annotations

@@ -40,13 +40,8 @@ VOLATILE = frozenset(
         # llama-server's state of a slot, which older versions mix with its settings; a seed drawn at the start
         *("id", "id_task", "is_processing", "next_token", "prompt", "seed"),
         # vLLM's sizes, which follow from the memory that was free at the start
-        *(
-            "num_gpu_blocks",
-            "num_cpu_blocks",
-            "kv_cache_memory_bytes",
-            "kv_cache_size_tokens",
-            "kv_cache_max_concurrency",
-        ),
+        *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_memory_bytes", "kv_cache_size_tokens"),
+        "kv_cache_max_concurrency",
     }
 )
 """Names left out of a server's configuration at any depth, because they change without anybody changing them."""

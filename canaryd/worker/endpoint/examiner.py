@@ -30,7 +30,7 @@ class Examiner:
         self.refused: dict[str, str] = {}
         """APIs that the server declines, with the reason."""
         self._marked: dict[str, list[Marked]] = {}
-        """Answers that no comparison has told yet, by case."""
+        """Answers that are in no comparison yet, by case."""
         self._seen: dict[str, list[Marked]] = {}
         """All answers, by API."""
         self._again: dict[tuple[str, int], list[Marked]] = {}
@@ -95,8 +95,7 @@ class Examiner:
             reason = self._excuse(api)
             if api in self.refused and wanted(self.ctx, api):
                 yield Skipped(case=api, reason=self.refused[api])
-            told = len(self._seen.get(api, ())) - sum(map(len, self._of(api).values()))
-            trials += told
+            trials += len(self._seen.get(api, ())) - sum(map(len, self._of(api).values()))
             for case, marked in self._of(api).items():
                 if not reason or all(m.right for m in marked):
                     trials += len(marked)

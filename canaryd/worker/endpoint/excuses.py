@@ -1,4 +1,4 @@
-"""What else than a wrong computation may make an answer of a served exact canary wrong, told by name.
+"""Reasons other than a wrong computation for a wrong answer of a served exact canary.
 
 Each excuse is decided from all answers of a run on one API. One that holds makes the run prove nothing: it is skipped
 with the reason, so the endpoint is unknown, and nobody is accused. docs/exact-canary.md lists them with their limits.
@@ -96,8 +96,8 @@ def _rounding_format(expected: Expected, formats: Mapping[str, str]) -> str:
         for name, value in formats.items()
         if value.lower() not in EXACT and not (name == "quantization" and proved and value.lower().startswith(proved))
     }
-    told = ", ".join(f"{name} {value}" for name, value in sorted(found.items()))
-    return f"the server says that it rounds ({told}): serve the exact canary without that" if found else ""
+    formats_found = ", ".join(f"{name} {value}" for name, value in sorted(found.items()))
+    return f"the server says that it rounds ({formats_found}): serve the exact canary without that" if found else ""
 
 
 def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:

@@ -233,9 +233,4 @@ def hexadecimal(fault: Fault) -> tuple[str, str]:
     """Return wanted and got as hexadecimal digits: of a token's number, or of the bits of a float64."""
     if fault.sort in (Sort.WORD, Sort.CHOICE):
         return f"{int(fault.wanted):x}", f"{int(fault.got):x}"
-    return f"{_bits(fault.wanted):016x}", f"{_bits(fault.got):016x}"
-
-
-def _bits(value: float) -> int:
-    (raw,) = struct.unpack("<Q", struct.pack("<d", value))
-    return int(raw)
+    return struct.pack(">d", fault.wanted).hex(), struct.pack(">d", fault.got).hex()

@@ -67,7 +67,7 @@ def load(path: Path) -> tuple[Prompt, ...]:
 def _mistakes(entry: Any) -> list[str]:
     if not isinstance(entry, dict):
         return [f": got {type(entry).__name__}, wanted an object with name, text and tokens"]
-    unknown = [printable(key[:40]) for key in entry if key not in FIELDS]
+    unknown = [printable(key[:40]) for key in entry if key not in ("name", "text", "tokens")]
     found = [f".{key}: unknown, wanted name, text and tokens only" for key in unknown]
     name, text, tokens = entry.get("name"), entry.get("text"), entry.get("tokens", DEFAULT)
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -92,6 +92,3 @@ def _shown(value: Any) -> str:
     except RecursionError:
         return "something nested too deeply"
     return text if len(text) <= 40 else text[:39] + "…"
-
-
-FIELDS = ("name", "text", "tokens")

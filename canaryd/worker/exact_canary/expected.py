@@ -1,4 +1,4 @@
-"""What a served exact canary must answer: `expected.json` beside its checkpoint, checked before it is believed.
+"""What a served exact canary must answer: `expected.json` beside its checkpoint, checked before it is used.
 
 Standard library only: endpoints are asked under canaryd's own interpreter, without torch.
 """

@@ -65,8 +65,8 @@ def _read(directory: Path, entry: Mapping[str, Any], shape: Shape) -> Shipped:
     data = (directory / entry["file"]).read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != entry["sha256"]:
-        told = f"has SHA-256 {found[:16]}…, {INDEX} says {str(entry['sha256'])[:16]}…"
-        raise Skip(f"{directory / entry['file']} {told}. {DAMAGED}")
+        wrong = f"has SHA-256 {found[:16]}…, {INDEX} says {str(entry['sha256'])[:16]}…"
+        raise Skip(f"{directory / entry['file']} {wrong}. {DAMAGED}")
     tensors, texts = _tensors(zlib.decompress(data))
     unused = tensors.pop(UNUSED)
     model = Model(shape, plan(shape, anchored=entry["anchored"]), int(texts["seed"]), tensors)

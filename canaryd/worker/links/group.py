@@ -26,7 +26,7 @@ from canaryd.model import Device
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.links.member import LIBRARIES
 from canaryd.worker.links.patterns import PATTERNS, WORD
-from canaryd.worker.links.transfers import AGAIN, told
+from canaryd.worker.links.transfers import AGAIN, traced
 from canaryd.worker.numeric.cases import selects
 from canaryd.worker.numeric.characterised import is_settled
 from canaryd.worker.numeric.seeds import mix64
@@ -195,7 +195,7 @@ class _Found:
     """Sender and receiver → seconds of the fastest transfer."""
 
     def take(self, step: Step, answers: dict[int, dict[str, Any]]) -> None:
-        """Take what the members saw in one step."""
+        """Count what the members saw in one step."""
         for rank, answer in answers.items():
             if "evidence" not in answer:
                 continue
@@ -211,7 +211,7 @@ class _Found:
             seen = from_json(Evidence, answer["evidence"])
             source = answers.get(step[2], {}) if step[0] == "send" else {}
             if not source.get("source_held", True) and seen.transfer:
-                seen = told(replace(seen, pattern=seen.pattern.partition(": ")[2]), seen.transfer.way, Culprit.SOURCE)
+                seen = traced(replace(seen, pattern=seen.pattern.partition(": ")[2]), seen.transfer.way, Culprit.SOURCE)
             self.wrong.append(self._comparison(case_of(step), link, wrong_trials=1, evidence=seen))
 
     def _link(self, step: Step, rank: int) -> Place:

@@ -22,7 +22,7 @@ from canaryd.facts import Culprit, Evidence, Way
 from canaryd.model import Device
 from canaryd.worker import visible
 from canaryd.worker.links.patterns import make
-from canaryd.worker.links.transfers import FLIPPED, differences, told
+from canaryd.worker.links.transfers import FLIPPED, differences, traced
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import same_bits, synchronize, torch, torch_device
 
@@ -110,7 +110,7 @@ class Member:
         seen: Evidence = differences(expected, found)
         found.copy_(expected)
         culprit = Culprit.TRANSFER if same_bits(found, expected) else Culprit.MEMORY
-        return to_json(told(seen, way, culprit))
+        return to_json(traced(seen, way, culprit))
 
 
 def main() -> None:

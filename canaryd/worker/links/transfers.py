@@ -125,7 +125,7 @@ class _Round:
             copies.send()
             return not same_bits(copies.there, expected)
 
-        return again(told(seen, Way.TO_DEVICE, culprit), wrong)
+        return again(traced(seen, Way.TO_DEVICE, culprit), wrong)
 
     def _wrong_back(self) -> Evidence:
         copies = self.copies
@@ -136,7 +136,7 @@ class _Round:
             copies.fetch()
             return not host_same_bits(copies.back, copies.host)
 
-        return again(told(seen, Way.TO_HOST, Culprit.TRANSFER), wrong)
+        return again(traced(seen, Way.TO_HOST, Culprit.TRANSFER), wrong)
 
     def _compared(self, way: Way, name: str, found: Evidence | None) -> Comparison:
         self.trials += 1
@@ -164,7 +164,7 @@ def differences(expected: Any, there: Any) -> Evidence:
     return replace(found, total=expected.numel(), first=first, lines=lines, pattern=text)
 
 
-def told(seen: Evidence, way: Way, culprit: Culprit) -> Evidence:
+def traced(seen: Evidence, way: Way, culprit: Culprit) -> Evidence:
     """Return evidence with which way the data went, and what was wrong."""
     pattern = f"{WAYS[way]}, {CULPRITS[culprit]}: {seen.pattern}"
     return replace(seen, transfer=WrongTransfer(way=way, culprit=culprit), pattern=pattern)

@@ -25,7 +25,7 @@ class Faulty(Torch):
         """How often it changed anything."""
 
     def repeats(self, device: Device) -> bool:  # noqa: ARG002
-        """Each step is met by itself."""
+        """Return False: each step runs by itself."""
         return False
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:

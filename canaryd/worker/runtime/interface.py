@@ -167,7 +167,7 @@ class Runtime(Protocol):
     name: str
     """As in `Device.runtime`."""
     attention_kernels: tuple[str, ...]
-    """The kernels of attention that it can be told to use."""
+    """The kernels of attention among which a caller can choose."""
     left_integers: tuple[str, ...]
     """Formats of A in integer products, whose B is int8."""
     packings: tuple[Packing, ...] = ()
@@ -240,7 +240,7 @@ class Runtime(Protocol):
         raise Unsupported(f"{self.name} repeats {burst} on {device.name} through the host alone")
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
-        """Return the bytes of the device's memory that are free to this process, and all; None where it is not told."""
+        """Return the bytes of the device's memory that are free to this process, and all; None where unknown."""
         return None, None
 
     def limit_memory(self, device: Device, size: int) -> None:

@@ -1,6 +1,6 @@
 """JAX: the only way to a TPU, and a second way (XLA) to CPUs and GPUs. The only module that imports it.
 
-JAX multiplies float32 in bfloat16 on TPUs and in TF32 on GPUs unless it is told otherwise, so every product names its
+JAX multiplies float32 in bfloat16 on TPUs and in TF32 on GPUs by default, so every product names its
 algorithm (`jax.lax.DotAlgorithmPreset`), and is refused where the device has not got it. Arrays cannot be changed: what
 changes one returns a new array.
 """
@@ -80,7 +80,7 @@ class _Jax(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield what every product is told; the attention's own float32 products are told the highest precision."""
+        """Yield the precision: each product names its algorithm, attention's own float32 products take the highest."""
         self.need(device)
         with jax.default_matmul_precision("highest"):
             yield {"algorithm": "named for each product", "jax_default_matmul_precision": "highest"}

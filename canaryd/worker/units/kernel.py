@@ -35,7 +35,7 @@ def exact_tiles(
     `DOT`: by tensor cores, `STEP` of K at a time; else by one multiplication and addition after the other. `units`
     (blocks, 2) takes the SM at the start and at the end, `lanes` (blocks, M, N) the lane that holds each element;
     without `ON_CHIP` both are left as the caller filled them. Block n writes to place n + `shift`, so that a broken
-    part of the memory is not always met by the same SM.
+    part of the memory is not always written by the same SM.
     """
     block = (tl.program_id(0) + shift) % tl.num_programs(0)
     if ON_CHIP:

@@ -31,7 +31,7 @@ WRONG_ENOUGH = 4
 """Wrong launches after which a case is not continued: enough to tell a unit that is always wrong from one that is now
 and then."""
 NAMED = 8
-"""Wrong units of a case that are told one by one; more are told together, for no single one is to blame."""
+"""Wrong units of a case that are reported one by one; more are reported together, for no single one is to blame."""
 MOST_BLOCKS = 8
 """Blocks per unit of a launch at most, where fewer did not reach every unit and their results fit into a burst."""
 
@@ -127,10 +127,10 @@ def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> I
                 yield from _verify(sweep, case, cases[case.name], ctx.left / (len(asked) - number))
             except Refused as why:
                 yield Skipped(case=case.name, reason=str(why))
-    yield from _told(sweep)
+    yield from _summary(sweep)
 
 
-def _told(sweep: _Sweep) -> Iterator[Fact]:
+def _summary(sweep: _Sweep) -> Iterator[Fact]:
     """Yield what the run amounts to, and aloud which units it never reached.
 
     A run that could compute nothing here is no gap in the device's record: other probes test it.

@@ -142,17 +142,6 @@ def test_the_words_of_a_server_hold_neither_prompt_nor_key():
             assert text.endswith("400: cannot take '…' with …: too long")
 
 
-def test_what_a_slow_name_server_takes_is_missing_later(monkeypatch):
-    """One timeout for all: after two seconds for the name, half a second is left for the answer."""
-    resolve, over = socket.getaddrinfo, threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: time.sleep(2.0) or resolve(*a, **k))
-    with served({"GET /v1/models": lambda _: over.wait(20.0) or {}}) as server:
-        begun = time.monotonic()
-        assert "no complete answer within 2.5 s" in reason(Client(url=server.url, timeout=2.5).api, "/models")
-        over.set()
-        assert time.monotonic() - begun < 4.0
-
-
 def test_an_answer_may_take_longer_than_the_connection(monkeypatch):
     """A connection has seconds, the answer all of its timeout."""
     monkeypatch.setattr(endpoint_client, "CONNECT", 0.2)
@@ -194,15 +183,6 @@ def test_a_hiccup_of_an_optional_path_never_changes_the_chain(monkeypatch, statu
         server.routes[route] = lambda _: next(answers)
         again = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
         assert again == steady
-
-
-@pytest.mark.parametrize("route", ["GET /props", "GET /slots", "POST /tokenize", "POST /apply-template"])
-def test_a_path_that_stays_busy_ends_the_run(monkeypatch, route):
-    """Also those that are asked in the middle of a run."""
-    monkeypatch.setattr(endpoint_client, "PATIENCE", 0.0)
-    with served(routes_of("llama-server")) as server:
-        server.routes[route] = (503, {}, {"error": "loading model"})
-        assert f"{route.split()[1]}: refused with 503" in reason(run, server.url, settings={"dialect": "llama-server"})
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])

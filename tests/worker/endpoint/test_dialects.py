@@ -243,28 +243,6 @@ def test_reasoning_is_part_of_the_answer():
     assert parse(GENERIC, data, tokens=64).text == "First"
 
 
-@pytest.mark.parametrize(
-    ("name", "route", "busy"),
-    [
-        (
-            "vllm",
-            "GET /metrics",
-            b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n',
-        ),
-        ("llama-server", "GET /slots", [{"id": i, "is_processing": i < 3} for i in range(8)]),
-    ],
-)
-def test_it_is_known_whether_others_are_served(name, route, busy):
-    """From the server's own gauges, waiting requests included."""
-    with served(recorded(name)) as server:
-        endpoint = reach(server)
-        assert endpoint.running() == 0
-        server.routes[route] = busy
-        assert endpoint.running() == 3
-        server.routes[route] = (404, {}, {})
-        assert endpoint.running() is None
-
-
 CACHE = (
     'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="%s",'
     'enable_prefix_caching="%s"} 1.0\nprocess_start_time_seconds 1.76374712345e+09\n'
@@ -336,15 +314,6 @@ def test_a_configuration_that_changes_by_itself_is_none():
         assert settled == reach(server).configuration != ""
     with served(recorded("vllm")) as server:
         assert reach(server).configuration == ""  # it has no such metric
-
-
-def test_the_start_of_a_server_is_read_where_it_has_it():
-    """A vLLM process says it; others do not."""
-    with served({**recorded("vllm"), "GET /metrics": (CACHE % (8, True)).encode()}) as server:
-        assert reach(server).started == 1763747123.45
-    for name in ("vllm", "llama-server"):
-        with served(recorded(name)) as server:
-            assert reach(server).started is None
 
 
 SENT = 'model="tiny" max_tokens=64 temperature=0 stream=false'

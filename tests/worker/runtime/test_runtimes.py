@@ -22,7 +22,6 @@ from canaryd.worker.numeric.attention import CONTENTS, MASKS
 from canaryd.worker.numeric.cases import Case as Golden
 from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
-from canaryd.worker.numeric.operands import CONTENTS as CONTENTS_OF_PRODUCTS
 from canaryd.worker.numeric.operands import Product, build
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits
 from canaryd.worker.numeric.verify import FIXED_SEED, verify_all
@@ -280,11 +279,6 @@ def test_every_fault_is_found_in_quantised_products(probes, fault):
     assert any(c.wrong and c.case.startswith(label) for c in found), f"{fault} was not found"
 
 
-def test_a_runtime_without_quantised_products_lists_none():
-    """torch, ONNX Runtime, WebGPU and JAX: nothing is tried and nothing is skipped."""
-    assert not any(interface.named(name).packings for name in ("torch", "onnx", "webgpu", "jax"))
-
-
 class DeviceOfJax:
     """What JAX tells of a device; jaxlib raises an error without a message for what it does not tell."""
 
@@ -313,28 +307,6 @@ def test_a_device_of_jax_has_the_coordinates_that_jax_tells(told, coordinates):
     assert (found.name, found.model) == ("jax-cuda:0", "NVIDIA H200")
     assert found.detail["platform_version"] == "PJRT C API cuda 13000"
     assert found.detail.get("coordinates") == coordinates
-
-
-@pytest.mark.parametrize(("level", "speed"), [("standard", 1e13), ("deep", 1e12)])
-def test_products_cross_the_sizes_from_which_mlx_shares_sums_among_blocks(probes, level, speed):
-    """A Mac's GPU meets 2048 x 2048 with sums of 10240 in every format and content, in one of the layouts or in all."""
-    made = Context(device=mlx(), level=level, seed=5, budget=240.0)
-    fresh, _ = probes["exact_matmul"].every_case(made, {"float32": speed, "float16": speed})
-    long = [c for c in fresh if c.name.split("/")[2] == "long"]
-    assert {c.name.split("@")[1] for c in long} == {"2048x2048x10240"}
-    layouts = 1 if level == "standard" else 4
-    assert len(long) == 2 * layouts * len(CONTENTS_OF_PRODUCTS)
-
-
-@pytest.mark.slow
-def test_a_product_of_such_a_size_is_right_through_mlx(monkeypatch):
-    """The largest one, whole, bit for bit."""
-    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    device = mlx()
-    runtime, sizes = interface.of(device), (2048, 2048, 10240, 0)
-    problem = product_case(device, "float32", "float32", "full", "long", "nt", sizes).build(7)
-    result = runtime.run(Operation("matmul", "float32", "float32"), runtime.upload(problem.operands, device), None)
-    assert runtime.agree([result], *runtime.upload((problem.golden,), device)) == [True]
 
 
 # --- ONNX Runtime -----------------------------------------------------------------------------------------------------
