@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,11 +29,13 @@ from canaryd.worker.telemetry.sysfs import (
     Unreadable,
     aer,
     attempt,
-    count,
     entries,
     hwmon,
+    line,
+    only,
     path_setting,
     pcie,
+    percent,
     read_bytes,
     read_count,
     read_text,
@@ -43,10 +45,13 @@ VENDOR = 0x1002
 ACCELERATORS = (0x0380, 0x1200)
 """PCI classes, 16 bits, of data-centre parts: other display controller, processing accelerator."""
 LEAST_MEMORY = 8 << 30
-"""Bytes of its own memory that make a GPU one that models are served on (our choice)."""
+"""Bytes of its own memory that make a GPU one that models are served on."""
 KINDS = {"ce": "corrected", "ue": "uncorrected", "de": "deferred"}
 """The kernel's words for errors that were corrected, could not be, or wait in memory until they are read."""
 PAGES = {"R": "reserved", "P": "pending", "F": "unreservable"}
+THROTTLED = {"prochot": "prochot_thrm", "power": "ppt_pwr", "thermal": "socket_thrm", "vr_thermal": "vr_thrm"}
+THROTTLED |= {"memory_thermal": "hbm_thrm"}
+"""Reason → amdsmi's word for it."""
 FIRMWARE = ("smc", "sos", "mec", "sdma", "vcn", "ta_ras", "ta_xgmi", "asd", "rlc")
 """Firmware whose versions are recorded; the driver lists more."""
 
@@ -88,10 +93,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
     yield from given
     keys, names = {reading.key for reading in given}, {reading.name for reading in given}
     for fact in _from_sysfs(root, card):
-        if isinstance(fact, Reading):
-            if fact.key not in keys:
-                yield fact
-        elif fact.name not in keys | names:
+        if (fact.key not in keys) if isinstance(fact, Reading) else (fact.name not in keys | names):
             yield fact
 
 
@@ -104,8 +106,7 @@ def close() -> None:
 
 
 def _settings(settings: Mapping[str, Any]) -> tuple[Path, bool]:
-    if unknown := sorted(set(settings) - {"sysfs", "amdsmi"}):
-        raise ValueError(f"{unknown[0]}: not a setting of amd_telemetry; it has amdsmi and sysfs")
+    only(settings, "amd_telemetry", "sysfs", "amdsmi")
     library = settings.get("amdsmi", True)
     if not isinstance(library, bool):
         raise ValueError(f"amdsmi: got {library!r}, wanted true or false")  # noqa: TRY004 - a setting, not a call
@@ -135,15 +136,15 @@ def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
     yield from _pages(card)
     yield from hwmon(root, f"bus/pci/devices/{card.bus_id}")
     for limit, name in (("enforced", "cap"), ("default", "cap_default"), ("min", "cap_min"), ("max", "cap_max")):
-        yield attempt("power_limit_watts", partial(_cap, card, f"power1_{name}"), "watts", {"limit": limit})
+        yield attempt("power_limit_watts", partial(_cap, card, f"power1_{name}"), "watts", limit=limit)
     for domain, name in (("graphics", "pp_dpm_sclk"), ("memory", "pp_dpm_mclk")):
-        yield attempt("clock_hertz", partial(_clock, card.device / name, most=False), "hertz", {"domain": domain})
-        yield attempt("clock_max_hertz", partial(_clock, card.device / name, most=True), "hertz", {"domain": domain})
+        yield attempt("clock_hertz", partial(_clock, card.device / name, most=False), "hertz", domain=domain)
+        yield attempt("clock_max_hertz", partial(_clock, card.device / name, most=True), "hertz", domain=domain)
     for engine, name in (("gpu", "gpu_busy_percent"), ("memory", "mem_busy_percent")):
-        yield attempt("utilization_ratio", partial(_percent, card.device / name), "1", {"engine": engine})
-    for reading, name in (("memory_total_bytes", "mem_info_vram_total"), ("memory_used_bytes", "mem_info_vram_used")):
-        yield attempt(reading, partial(read_count, card.device / name), "bytes")
-    yield count("pcie_replays_total", card.device / "pcie_replay_count")
+        yield attempt("utilization_ratio", partial(percent, card.device / name), engine=engine)
+    for part in ("total", "used"):
+        yield attempt(f"memory_{part}_bytes", partial(read_count, card.device / f"mem_info_vram_{part}"), "bytes")
+    yield attempt("pcie_replays_total", partial(read_count, card.device / "pcie_replay_count"))
     yield from pcie(root, card.bus_id)
     yield from aer(root, card.bus_id)
     for name in ("throttle_active", "energy_joules_total"):
@@ -152,7 +153,9 @@ def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
 
 def _errors(card: Card) -> Iterator[Reading | Absent]:
     """Yield the error counts per block of the chip; xgmi_wafl are the links between devices."""
-    yield attempt("ecc_enabled", partial(_protected, card), "", {"when": "current"})
+    features = partial(line, card.device / "ras/features", r"\Afeature mask:\s*0x([0-9a-fA-F]{1,16})\b")
+    # Bit 0: the error handling of the memory controllers (block 0, umc) is on.
+    yield attempt("ecc_enabled", lambda: int(features(), 16) & 1, when="current")
     try:
         files = entries(card.device / "ras", "*_err_count")
     except Unreadable as error:
@@ -162,25 +165,15 @@ def _errors(card: Card) -> Iterator[Reading | Absent]:
         location = file.name.removesuffix("_err_count")
         try:
             counts = re.findall(r"^(ue|ce|de)\s*:\s*(\d{1,19})\s*$", read_text(file), re.MULTILINE)
+            why = f"{file} holds no count"
         except Unreadable as error:
-            yield Absent(name=f"ecc_errors_total{{location={location}}}", reason=str(error))
-            continue
+            counts, why = [], str(error)
         if not counts:
-            yield Absent(name=f"ecc_errors_total{{location={location}}}", reason=f"{file} holds no count")
+            yield Absent(name=f"ecc_errors_total{{location={location}}}", reason=why)
         for kind, number in dict(counts).items():
-            labels = {"kind": KINDS[kind], "location": location}
-            yield Reading(name="ecc_errors_total", value=int(number), unit="1", labels=labels)
+            yield attempt("ecc_errors_total", partial(int, number), kind=KINDS[kind], location=location)
     if not files:
         yield Absent(name="ecc_errors_total", reason="the driver counts no errors of this device")
-
-
-def _protected(card: Card) -> int:
-    """Return 1 while the memory controllers' error handling (block 0, umc) is on."""
-    text = read_text(card.device / "ras/features")
-    mask = re.match(r"feature mask:\s*0x([0-9a-fA-F]{1,16})\b", text)
-    if not mask:
-        raise Unreadable(f"{card.device}/ras/features holds no feature mask")
-    return int(mask.group(1), 16) & 1
 
 
 def _pages(card: Card) -> Iterator[Reading | Absent]:
@@ -195,7 +188,11 @@ def _pages(card: Card) -> Iterator[Reading | Absent]:
     if not all(pages):
         yield Absent(name="memory_bad_pages", reason=f"{path} has lines that are not bad pages")
         return
-    numbers = Counter(PAGES[page.group(1)] for page in pages if page)
+    yield from _counted(PAGES[page.group(1)] for page in pages if page)
+
+
+def _counted(pages: Iterable[str]) -> Iterator[Reading]:
+    numbers = Counter(pages)
     for status in PAGES.values():
         yield Reading(name="memory_bad_pages", value=numbers[status], unit="1", labels={"status": status})
 
@@ -214,13 +211,6 @@ def _clock(path: Path, *, most: bool) -> int:
     if not wanted:
         raise Unreadable(f"{path} holds no clock in use")
     return max(wanted) * 10**6
-
-
-def _percent(path: Path) -> float:
-    number = read_count(path)
-    if number > 100:
-        raise Unreadable(f"{path} holds {number}, not a percentage")
-    return number / 100
 
 
 # --- amdsmi ----------------------------------------------------------------------------------------------------------
@@ -253,12 +243,12 @@ class _Library:
         if self.api is None:
             return {"library": self.why} if self.why else {}
         found = {"library": f"amdsmi {getattr(self.api, '__version__', 'of no version')}"}
-        board = self._ask("amdsmi_get_gpu_board_info", bus_id)
+        board = self._ask("amdsmi_get_gpu_board_info", bus_id=bus_id)
         wanted = {
             "serial": _at(board, "product_serial"),
             "board_part_number": _at(board, "model_number"),
             "product": _at(board, "product_name"),
-            "unique_id": _at(self._ask("amdsmi_get_gpu_asic_info", bus_id), "asic_serial"),
+            "unique_id": _at(self._ask("amdsmi_get_gpu_asic_info", bus_id=bus_id), "asic_serial"),
         }
         return found | {k: v.strip() for k, v in wanted.items() if isinstance(v, str) and v.strip() not in ("", "N/A")}
 
@@ -266,84 +256,61 @@ class _Library:
         """Yield what the library gives; sysfs gives the rest."""
         if self.api is None or bus_id not in self.handles:
             return
-        yield from self._errors(bus_id)
-        pages = self._ask("amdsmi_get_gpu_bad_page_info", bus_id)
-        if isinstance(pages, list) and all(_at(page, "status") in (0, 1, 2) for page in pages):
-            numbers = Counter(list(PAGES.values())[int(_at(page, "status"))] for page in pages)
-            for status in PAGES.values():
-                yield Reading(name="memory_bad_pages", value=numbers[status], unit="1", labels={"status": status})
-        yield from self._heat(bus_id)
-        yield from self._power(bus_id)
-        for domain, name in (("graphics", "GFX"), ("memory", "MEM")):
-            clock = self._ask("amdsmi_get_clock_info", bus_id, ("AmdSmiClkType", name))
-            for reading, key in (("clock_hertz", "clk"), ("clock_max_hertz", "max_clk")):
-                if (value := _number(clock, key, 1, 10_000)) is not None:  # MHz
-                    yield Reading(name=reading, value=value * 10**6, unit="hertz", labels={"domain": domain})
-        use = self._ask("amdsmi_get_gpu_activity", bus_id)
-        for engine, key in (("gpu", "gfx_activity"), ("memory", "umc_activity")):
-            if (value := _number(use, key, 0, 100)) is not None:
-                yield Reading(name="utilization_ratio", value=value / 100, unit="1", labels={"engine": engine})
-        memory = self._ask("amdsmi_get_gpu_vram_usage", bus_id)
-        total = _number(memory, "vram_total", 1, 1 << 30)  # MiB
-        for reading, key in (("memory_total_bytes", "vram_total"), ("memory_used_bytes", "vram_used")):
-            if total and (value := _number(memory, key, 0, total)) is not None:
-                yield Reading(name=reading, value=value * (1 << 20), unit="bytes")
-
-    def _errors(self, bus_id: str) -> Iterator[Reading]:
+        ask = partial(self._ask, bus_id=bus_id)
         for block in getattr(self.api, "AmdSmiGpuBlock", ()):
-            state = self._ask("amdsmi_get_gpu_ecc_status", bus_id, ("AmdSmiGpuBlock", block.name))
-            if getattr(state, "name", "") != "ENABLED":
-                continue  # a block that does not count answers 0
-            counts = self._ask("amdsmi_get_gpu_ecc_count", bus_id, ("AmdSmiGpuBlock", block.name))
-            for kind, key in (("corrected", "correctable"), ("uncorrected", "uncorrectable"), ("deferred", "deferred")):
-                if (value := _number(counts, f"{key}_count", 0, 1 << 63)) is not None:
-                    labels = {"kind": kind, "location": block.name.lower()}
-                    yield Reading(name="ecc_errors_total", value=value, unit="1", labels=labels)
+            member = ("AmdSmiGpuBlock", block.name)
+            if getattr(ask("amdsmi_get_gpu_ecc_status", member), "name", "") == "ENABLED":  # others answer 0
+                counts = ask("amdsmi_get_gpu_ecc_count", member)
+                for kind in ("correctable", "uncorrectable", "deferred"):
+                    labels = {"kind": kind.replace("able", "ed"), "location": block.name.lower()}
+                    yield from _given("ecc_errors_total", "1", counts, f"{kind}_count", 0, 1 << 63, **labels)
+        pages = ask("amdsmi_get_gpu_bad_page_info")
+        if isinstance(pages, list) and all(_at(page, "status") in (0, 1, 2) for page in pages):
+            yield from _counted([*PAGES.values()][int(_at(page, "status"))] for page in pages)
+        yield from self._heat(bus_id)
+        power = ask("amdsmi_get_power_info")
+        each = ("current_socket_power", "average_socket_power")  # one of them, depending on the generation
+        yield from [r for key in each for r in _given("power_watts", "watts", power, key, 1, 10_000)][:1]
+        caps = ask("amdsmi_get_power_cap_info")
+        for limit, prefix in (("enforced", ""), ("default", "default_"), ("min", "min_"), ("max", "max_")):
+            key = f"{prefix}power_cap"
+            yield from _given("power_limit_watts", "watts", caps, key, 10**6, 4 * 10**9, 1, 10**6, limit=limit)
+        energy = ask("amdsmi_get_energy_count")
+        if (step := _number(energy, "counter_resolution", 1e-6, 1e6)) is not None:  # microjoules
+            key = "energy_accumulator"
+            yield from _given("energy_joules_total", "joules", energy, key, 1, 1 << 63, step, 10**6)
+        for domain, name in (("graphics", "GFX"), ("memory", "MEM")):
+            clock = ask("amdsmi_get_clock_info", ("AmdSmiClkType", name))
+            for reading, key in (("clock_hertz", "clk"), ("clock_max_hertz", "max_clk")):
+                yield from _given(reading, "hertz", clock, key, 1, 10_000, 10**6, domain=domain)
+        use = ask("amdsmi_get_gpu_activity")
+        for engine, key in (("gpu", "gfx_activity"), ("memory", "umc_activity")):
+            yield from _given("utilization_ratio", "1", use, key, 0, 100, 1, 100, engine=engine)
+        memory = ask("amdsmi_get_gpu_vram_usage")
+        if total := _number(memory, "vram_total", 1, 1 << 30):  # MiB
+            for part in ("total", "used"):
+                yield from _given(f"memory_{part}_bytes", "bytes", memory, f"vram_{part}", 0, total, 1 << 20)
 
     def _heat(self, bus_id: str) -> Iterator[Reading]:
-        for name, metric, label in (
-            ("temperature_celsius", "CURRENT", "sensor"),
-            ("temperature_threshold_celsius", "CRITICAL", "threshold"),
-        ):
-            for sensor, kind in (("edge", "EDGE"), ("junction", "HOTSPOT"), ("mem", "VRAM")):
-                arguments = (("AmdSmiTemperatureType", kind), ("AmdSmiTemperatureMetric", metric))
-                value = _plain(self._ask("amdsmi_get_temp_metric", bus_id, *arguments))
+        for sensor, kind in (("edge", "EDGE"), ("junction", "HOTSPOT"), ("mem", "VRAM")):
+            for metric, name, label, text in (
+                ("CURRENT", "temperature_celsius", "sensor", sensor),
+                ("CRITICAL", "temperature_threshold_celsius", "threshold", f"{sensor}_crit"),
+            ):
+                members = (("AmdSmiTemperatureType", kind), ("AmdSmiTemperatureMetric", metric))
+                given = {"it": self._ask("amdsmi_get_temp_metric", *members, bus_id=bus_id)}
                 # The reference says millidegrees, AMD's own tool prints degrees: no chip between 0.15 and 150 degrees
                 # can be taken for the other.
-                degrees = value / 1000 if value is not None and value > 1000 else value
-                if degrees is not None and 0 < degrees <= 150:
-                    labels = {label: sensor if metric == "CURRENT" else f"{sensor}_crit"}
-                    yield Reading(name=name, value=degrees, unit="celsius", labels=labels)
+                yield from _given(name, "celsius", given, "it", 1001, 150_000, 1, 1000, **{label: text})
+                yield from _given(name, "celsius", given, "it", 1e-9, 150, **{label: text})
         # Measured over a tenth of a second by the library itself.
-        violations = self._ask("amdsmi_get_violation_status", bus_id)
-        for reason, key in (
-            ("prochot", "prochot_thrm"),
-            ("power", "ppt_pwr"),
-            ("thermal", "socket_thrm"),
-            ("vr_thermal", "vr_thrm"),
-            ("memory_thermal", "hbm_thrm"),
-        ):
+        violations = self._ask("amdsmi_get_violation_status", bus_id=bus_id)
+        for reason, key in THROTTLED.items():
             active = _at(violations, f"active_{key}")
             if isinstance(active, bool) or active in (0, 1):
-                yield Reading(name="throttle_active", value=int(active), labels={"reason": reason})
+                yield Reading(name="throttle_active", value=int(active), unit="1", labels={"reason": reason})
 
-    def _power(self, bus_id: str) -> Iterator[Reading]:
-        power = self._ask("amdsmi_get_power_info", bus_id)
-        for key in ("current_socket_power", "average_socket_power"):  # one of them, depending on the generation
-            if (value := _number(power, key, 1, 10_000)) is not None:
-                yield Reading(name="power_watts", value=value, unit="watts")
-                break
-        caps = self._ask("amdsmi_get_power_cap_info", bus_id)
-        for limit, prefix in (("enforced", ""), ("default", "default_"), ("min", "min_"), ("max", "max_")):
-            if (value := _number(caps, f"{prefix}power_cap", 10**6, 4 * 10**9)) is not None:  # microwatts
-                yield Reading(name="power_limit_watts", value=value / 1e6, unit="watts", labels={"limit": limit})
-        energy = self._ask("amdsmi_get_energy_count", bus_id)
-        steps = _number(energy, "energy_accumulator", 1, 1 << 63)
-        step = _number(energy, "counter_resolution", 1e-6, 1e6)
-        if steps is not None and step is not None:  # microjoules
-            yield Reading(name="energy_joules_total", value=steps * step / 1e6, unit="joules")
-
-    def _ask(self, function: str, bus_id: str, *arguments: tuple[str, str]) -> Any:
+    def _ask(self, function: str, *arguments: tuple[str, str], bus_id: str) -> Any:
         """Call a function with members of the library's enumerations; None for every way in which it can fail."""
         try:
             members = [getattr(getattr(self.api, enumeration), member) for enumeration, member in arguments]
@@ -387,9 +354,22 @@ def _at(answer: Any, key: str) -> Any:
 
 def _number(answer: Any, key: str, least: float, most: float) -> float | None:
     """Return a field within its bounds, or None: a missing value is "N/A" or the greatest number of its type."""
-    value = _plain(_at(answer, key))
-    return value if value is not None and least <= value <= most else None
+    value = _at(answer, key)
+    return value if type(value) in (int, float) and least <= value <= most else None
 
 
-def _plain(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def _given(
+    name: str,
+    unit: str,
+    answer: Any,
+    key: str,
+    least: float,
+    most: float,
+    times: float = 1,
+    by: int = 1,
+    /,
+    **labels: str,
+) -> Iterator[Reading]:
+    """Yield a field of an answer as a reading, if it is within its bounds."""
+    if (value := _number(answer, key, least, most)) is not None:
+        yield Reading(name=name, value=value * times / by if by > 1 else value * times, unit=unit, labels=labels)

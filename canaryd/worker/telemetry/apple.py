@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Reading
 from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.command import command_setting, output
 from canaryd.worker.telemetry.interface import NotHere, Unavailable
-from canaryd.worker.telemetry.sysfs import Unreadable, attempt
+from canaryd.worker.telemetry.sysfs import Fact, Unreadable, attempt, only
 
 PATIENCE = 2.0
 """Seconds that one command may take."""
@@ -71,7 +70,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     ]
 
 
-def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what macOS reports about the GPU; raise `Unavailable` on anything but Apple silicon."""
     commands = _commands(settings)
     if device.backend != "mps":
@@ -86,10 +85,10 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
         for name in ("utilization_ratio", "memory_used_bytes", "device_recoveries_total"):
             yield Absent(name=name, reason=str(error))
     else:
-        yield attempt("utilization_ratio", partial(_busy, statistics), "1", {"engine": "gpu"})
-        used = partial(_count, statistics, "In use system memory", "ioreg")
-        yield attempt("memory_used_bytes", used, "bytes")
-        yield attempt("device_recoveries_total", partial(_count, statistics, "recoveryCount", "ioreg"), "1")
+        counted = partial(_count, statistics, source="ioreg")
+        yield attempt("utilization_ratio", partial(_busy, statistics), engine="gpu")
+        yield attempt("memory_used_bytes", partial(counted, "In use system memory"), "bytes")
+        yield attempt("device_recoveries_total", partial(counted, "recoveryCount"))
     yield from _throttling(commands, facts)
     for name in ("temperature_celsius", "power_watts", "clock_hertz"):
         yield Absent(name=name, reason="macOS gives it only to root (powermetrics)")
@@ -101,8 +100,7 @@ def close() -> None:
 
 
 def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
-    if unknown := sorted(set(settings) - set(COMMANDS)):
-        raise ValueError(f"{unknown[0]}: not a setting of apple_telemetry; it has {', '.join(sorted(COMMANDS))}")
+    only(settings, "apple_telemetry", *COMMANDS)
     if sys.platform != "darwin" and "sysctl" not in settings:
         raise NotHere("this machine does not run macOS")
     return {name: command_setting(settings, name, default) for name, default in COMMANDS.items()}
@@ -137,7 +135,7 @@ def _busy(statistics: Mapping[str, str]) -> float:
     return percent / 100
 
 
-def _throttling(commands: Mapping[str, str], facts: Mapping[str, str]) -> Iterator[Reading | Absent]:
+def _throttling(commands: Mapping[str, str], facts: Mapping[str, str]) -> Iterator[Fact]:
     """Yield what throttles the machine. Where pmset recorded nothing, nothing was measured: the reading is absent."""
     try:
         text = output([commands["pmset"], "-g", "therm"], PATIENCE)
@@ -145,12 +143,11 @@ def _throttling(commands: Mapping[str, str], facts: Mapping[str, str]) -> Iterat
         yield Absent(name="throttle_active", reason=str(error))
         return
     for reason in ("thermal", "performance"):
-        labels = {"reason": f"{reason}_warning"}
-        yield attempt("throttle_active", partial(_warning, text, reason), labels=labels)
+        yield attempt("throttle_active", partial(_warning, text, reason), reason=f"{reason}_warning")
     for reason, name in LIMITS.items():
-        yield attempt("throttle_active", partial(_limited, text, name, 100), labels={"reason": reason})
+        yield attempt("throttle_active", partial(_limited, text, name, 100), reason=reason)
     cores = partial(_limited, text, "CPU_Available_CPUs", facts.get("hw.ncpu", ""))
-    yield attempt("throttle_active", cores, labels={"reason": "cpus_offline"})
+    yield attempt("throttle_active", cores, reason="cpus_offline")
 
 
 def _warning(text: str, kind: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.command import NotInstalled, command_setting, output
 from canaryd.worker.telemetry.interface import NotHere, Unavailable
-from canaryd.worker.telemetry.sysfs import Unreadable, aer, attempt, path_setting, pcie
+from canaryd.worker.telemetry.sysfs import Fact, Unreadable, aer, attempt, only, path_setting, pcie
 
 PATIENCE = 4.0
 """Seconds that one answer of npu-smi may take; it is slow on a busy machine."""
@@ -84,7 +84,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     return found
 
 
-def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what npu-smi says about the NPU now; raise `Unavailable` where it cannot be asked or does not list it."""
     smi, root = _settings(settings)
     place = (device.detail.get("npu"), device.detail.get("chip"))
@@ -97,8 +97,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
     alone = sum(other.npu == chip.npu for other in chips) == 1
     yield from _health(smi, chip, alone=alone)
     yield from _table(chip)
-    for question, ask in (("memory", _memory), ("ecc", _errors), ("common", _clocks)):
-        yield from ask(partial(_field, smi, question, chip, alone=alone))
+    yield from _asked(smi, chip, alone=alone)
     if chip.bus_id:
         yield from pcie(root, chip.bus_id)
         yield from aer(root, chip.bus_id)
@@ -110,15 +109,14 @@ def close() -> None:
 
 
 def _settings(settings: Mapping[str, Any]) -> tuple[str, Path]:
-    if unknown := sorted(set(settings) - {"npu_smi", "sysfs"}):
-        raise ValueError(f"{unknown[0]}: not a setting of ascend_telemetry; it has npu_smi and sysfs")
+    only(settings, "ascend_telemetry", "npu_smi", "sysfs")
     return command_setting(settings, "npu_smi", "npu-smi"), path_setting(settings, "sysfs", "/sys")
 
 
 # --- readings --------------------------------------------------------------------------------------------------------
 
 
-def _health(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Reading | Absent]:
+def _health(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
     status = chip.health.lower()
     if status not in STATES:
         yield Absent(name="device_health", reason=f"npu-smi gives {chip.health[:40]!r}, not a state of health")
@@ -138,7 +136,7 @@ def _health(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Reading | Absent]
         yield Absent(name="device_fault", reason="npu-smi names no fault code")
 
 
-def _table(chip: _Chip) -> Iterator[Reading | Absent]:
+def _table(chip: _Chip) -> Iterator[Fact]:
     def column(name: str, least: float, most: float) -> float:
         return _number(chip.values.get(name), f"column {name}", least, most)
 
@@ -151,37 +149,33 @@ def _table(chip: _Chip) -> Iterator[Reading | Absent]:
         raise Unreadable("npu-smi's table gives no memory")
 
     yield attempt("power_watts", lambda: column("Power(W)", 0.1, 10_000), "watts")
-    yield attempt("temperature_celsius", lambda: column("Temp(C)", -40, 200), "celsius", {"sensor": "core"})
-    yield attempt("utilization_ratio", lambda: column("AICore(%)", 0, 100) / 100, "1", {"engine": "aicore"})
+    yield attempt("temperature_celsius", lambda: column("Temp(C)", -40, 200), "celsius", sensor="core")
+    yield attempt("utilization_ratio", lambda: column("AICore(%)", 0, 100) / 100, engine="aicore")
     yield attempt("memory_used_bytes", lambda: memory(0), "bytes")
     yield attempt("memory_total_bytes", lambda: memory(1), "bytes")
 
 
-def _memory(field: Callable[..., float]) -> Iterator[Reading | Absent]:
-    heat = partial(field, "HBM Temperature(C)", -40, 200)
-    yield attempt("temperature_celsius", heat, "celsius", {"sensor": "memory"})
+def _asked(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
+    """Yield what npu-smi says of one card.
 
-
-def _errors(field: Callable[..., float]) -> Iterator[Reading | Absent]:
-    """Yield the counts of the stacked memory. Those of DDR memory are left out: also devices without it print them."""
+    Errors are those of the stacked memory: also devices without DDR memory print counts of it.
+    """
+    field = partial(_field, smi, chip, alone=alone)
+    heat = partial(field, "memory", "HBM Temperature(C)", -40, 200)
+    yield attempt("temperature_celsius", heat, "celsius", sensor="memory")
+    errors = partial(field, "ecc", least=0, most=1 << 32)
     for kind, bits in (("corrected", "Single"), ("uncorrected", "Double")):
         labels = {"kind": kind, "location": "hbm"}
-        now = partial(field, f"HBM {bits} Bit Error Count", 0, 1 << 32)
-        yield attempt("ecc_errors_total", now, "1", labels)
-        life = partial(field, f"HBM {bits} Bit Aggregate Total Err Cnt", 0, 1 << 32)
-        yield attempt("ecc_aggregate_errors_total", life, "1", labels)
+        yield attempt("ecc_errors_total", partial(errors, f"HBM {bits} Bit Error Count"), **labels)
+        life = partial(errors, f"HBM {bits} Bit Aggregate Total Err Cnt")
+        yield attempt("ecc_aggregate_errors_total", life, **labels)
     # Not reported: the counts for single bits, which are reserved and always 0 (npu-smi reference, 25.5).
-    isolated = partial(field, "HBM Double Bit Isolated Pages Count", 0, 1 << 32)
-    yield attempt("retired_pages", isolated, "1", {"cause": "double_bit"})
-    yield attempt(
-        "retired_pages_pending", lambda: int(field("HBM Double Bit Next-Isolated Pages Count", 0, 1 << 32) > 0)
-    )
-
-
-def _clocks(field: Callable[..., float]) -> Iterator[Reading | Absent]:
-    for name, column in (("clock_hertz", "Aicore curFreq(MHZ)"), ("clock_max_hertz", "Aicore Freq(MHZ)")):
-        megahertz = partial(field, column, 1, 10_000)
-        yield attempt(name, lambda ask=megahertz: ask() * 10**6, "hertz", {"domain": "aicore"})  # type: ignore[misc]
+    yield attempt("retired_pages", partial(errors, "HBM Double Bit Isolated Pages Count"), cause="double_bit")
+    waiting = partial(errors, "HBM Double Bit Next-Isolated Pages Count")
+    yield attempt("retired_pages_pending", lambda: int(waiting() > 0))
+    now, most = (partial(field, "common", f"Aicore {which}(MHZ)", 1, 10_000) for which in ("curFreq", "Freq"))
+    yield attempt("clock_hertz", lambda: now() * 10**6, "hertz", domain="aicore")
+    yield attempt("clock_max_hertz", lambda: most() * 10**6, "hertz", domain="aicore")
 
 
 # --- npu-smi ---------------------------------------------------------------------------------------------------------
@@ -231,7 +225,7 @@ def _columns(headings: list[str], cell: str) -> dict[str, str]:
     return dict(zip(headings, values, strict=True)) if len(values) == len(headings) else {}
 
 
-def _field(smi: str, question: str, chip: _Chip, name: str, least: float, most: float, *, alone: bool) -> float:
+def _field(smi: str, chip: _Chip, question: str, name: str, least: float, most: float, *, alone: bool) -> float:
     """Return one number of the answer to `npu-smi info -t <question>`; raise `Unreadable`."""
     fields = _section(_ask(smi, question, chip.npu), chip.chip, alone=alone)
     return _number(fields.get(_key(name)), f"npu-smi info -t {question}: {name}", least, most)

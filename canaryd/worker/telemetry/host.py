@@ -6,6 +6,8 @@ series is per core, so that a large machine costs few of them.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import platform
 import re
@@ -24,30 +26,37 @@ from canaryd.worker.telemetry import machine
 from canaryd.worker.telemetry.interface import Unavailable
 from canaryd.worker.telemetry.sysfs import (
     Denied,
+    Fact,
     Unreadable,
     attempt,
     celsius,
-    count,
     entries,
     inputs,
+    line,
+    only,
     optional_entries,
     optional_text,
     path_setting,
+    percent,
     read_bytes,
     read_count,
     read_text,
     rpm,
+    thresholds,
+    unique,
     unreadable,
 )
 
-Fact = Reading | Absent
-
 MOST_SENSORS = 128
 """Temperatures and fans read of one machine; each costs a series, and some a transfer over a slow bus."""
+OF_ACCELERATORS = ("0x03", "0x12")
+"""PCI classes of display controllers and accelerators, whose chips are their vendors' to read."""
 MOST_CLOCKS = 16
 """Processors asked for their clock: before Linux 5.18 each answer may take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
 MOST_PROCESSORS = 1 << 17
 """Processors of one machine; the kernel itself is built for 8,192 at most."""
+KINDS = (("corrected", "ce"), ("uncorrected", "ue"))
+"""Of errors in memory, and how EDAC's files call them."""
 UNWATCHED = "no EDAC driver watches the memory: errors are not known"
 RASDAEMON_TABLES = (
     *("mc_event", "mce_record", "aer_event", "extlog_event", "non_standard_event", "arm_event", "devlink_event"),
@@ -68,8 +77,7 @@ class Roots(NamedTuple):
 
 def roots(settings: Mapping[str, Any]) -> Roots:
     """Return the paths of the settings sysfs, proc and rasdaemon; raise `ValueError` for a wrong or unknown one."""
-    if unknown := sorted(set(settings) - set(Roots._fields)):
-        raise ValueError(f"{unknown[0]}: not a setting of host_telemetry; it has {', '.join(Roots._fields)}")
+    only(settings, "host_telemetry", *Roots._fields)
     return Roots(
         path_setting(settings, "sysfs", "/sys"),
         path_setting(settings, "proc", "/proc"),
@@ -96,17 +104,17 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
         yield from portable()
         return
     yield from edac(where.sysfs)
-    yield attempt("machine_check_exceptions_total", partial(_machine_checks, where.proc), "1")
+    yield attempt("machine_check_exceptions_total", partial(_machine_checks, where.proc))
     yield from throttling(where.sysfs)
     yield from sensors(where.sysfs)
     yield from clocks(where)
-    yield attempt("load_average", lambda: float(_line(where.proc / "loadavg", r"^([0-9]{1,9}\.[0-9]{1,9}) ")), "1")
+    yield attempt("load_average", lambda: float(line(where.proc / "loadavg", r"^([0-9]{1,9}\.[0-9]{1,9}) ")))
     yield from memory(where.proc)
     yield from pressure(where.proc)
     yield from cores(where.sysfs)
     yield from clock_source(where.sysfs)
-    yield attempt("boot_time_seconds", lambda: int(_line(where.proc / "stat", r"^btime ([0-9]{1,12})$")), "seconds")
-    yield attempt("crash_records", partial(_crash_records, where), "1")
+    yield attempt("boot_time_seconds", lambda: int(line(where.proc / "stat", r"^btime ([0-9]{1,12})$")), "seconds")
+    yield attempt("crash_records", partial(_crash_records, where))
     yield from rasdaemon(where)
 
 
@@ -115,16 +123,10 @@ def edac(sysfs: Path) -> Iterator[Fact]:
 
     Per module where the driver gives it, else per channel and row (the older layout), else per controller.
     """
-    reason = UNWATCHED
-    try:
-        controllers = entries(sysfs / "devices/system/edac/mc", "mc[0-9]*")
-    except Unreadable as error:
-        controllers = []
-        if isinstance(error, Denied):
-            reason = str(error)
+    controllers, reason = _listed(sysfs / "devices/system/edac/mc", "mc[0-9]*")
     if not controllers:
-        yield Absent(name="edac_controllers", reason=reason)
-        yield Absent(name="edac_errors_total", reason=reason)
+        for name in ("edac_controllers", "edac_errors_total"):
+            yield Absent(name=name, reason=reason or UNWATCHED)
         return
     yield Reading(name="edac_controllers", value=len(controllers), unit="1")
     for controller in controllers:
@@ -134,37 +136,42 @@ def edac(sysfs: Path) -> Iterator[Fact]:
             yield Absent(name=f"edac_errors_total{{controller={controller.name}}}", reason=str(error))
             continue
         for kind, module, path in counters:
-            labels = {"kind": kind, "controller": controller.name, "dimm": module}
-            yield count("edac_errors_total", path, labels)
+            read = partial(read_count, path)
+            yield attempt("edac_errors_total", read, kind=kind, controller=controller.name, dimm=module)
+
+
+def _listed(directory: Path, pattern: str) -> tuple[list[Path], str]:
+    """Return what a directory holds, and why nothing where this user may not list it."""
+    try:
+        return entries(directory, pattern), ""
+    except Unreadable as error:
+        return [], str(error) if isinstance(error, Denied) else ""
 
 
 def _edac_counters(controller: Path) -> list[tuple[str, str, Path]]:
     """Return (kind, module, file) for each counter of a controller; names of modules are made unique."""
-    found = []
     modules = [*entries(controller, "dimm[0-9]*"), *entries(controller, "rank[0-9]*")]
     modules = [path for path in modules if (path / "dimm_ce_count").exists()]
-    labels = [" ".join(optional_text(path / "dimm_label").split())[:60] for path in modules]
-    for path, label in zip(modules, labels, strict=True):
-        name = label if label and labels.count(label) == 1 else f"{label} {path.name}".strip()
-        found += [("corrected", name, path / "dimm_ce_count"), ("uncorrected", name, path / "dimm_ue_count")]
+    names = unique([(" ".join(optional_text(path / "dimm_label").split())[:60], path.name) for path in modules])
+    found = [
+        (kind, name, path / f"dimm_{file}_count")
+        for path, name in zip(modules, names, strict=True)
+        for kind, file in KINDS
+    ]
     if not found:
         for row in entries(controller, "csrow[0-9]*"):
-            found += [
-                ("corrected", f"{row.name} {path.name.removesuffix('_ce_count')}", path)
-                for path in entries(row, "ch[0-9]*_ce_count")
-            ]
+            channels = entries(row, "ch[0-9]*_ce_count")
+            found += [("corrected", f"{row.name} {path.name.removesuffix('_ce_count')}", path) for path in channels]
             found.append(("uncorrected", row.name, row / "ue_count"))
     if not found:
-        return [("corrected", "all", controller / "ce_count"), ("uncorrected", "all", controller / "ue_count")]
-    found.append(("corrected", "unknown", controller / "ce_noinfo_count"))
-    found.append(("uncorrected", "unknown", controller / "ue_noinfo_count"))
-    return found
+        return [(kind, "all", controller / f"{file}_count") for kind, file in KINDS]
+    return found + [(kind, "unknown", controller / f"{file}_noinfo_count") for kind, file in KINDS]
 
 
 def _machine_checks(proc: Path) -> int:
     """Return the machine check exceptions of all online processors; MCP in the same file only counts polls."""
-    for line in reversed(read_bytes(proc / "interrupts").splitlines()):
-        if match := re.fullmatch(rb" *MCE:((?: +[0-9]{1,20})+)(?: +[A-Z].*)?", line):
+    for row in reversed(read_bytes(proc / "interrupts").splitlines()):
+        if match := re.fullmatch(rb" *MCE:((?: +[0-9]{1,20})+)(?: +[A-Z].*)?", row):
             return sum(map(int, match.group(1).split()))
     raise Unreadable("the kernel counts no machine checks here: a virtual machine, or not an x86 processor")
 
@@ -183,10 +190,8 @@ def throttling(sysfs: Path) -> Iterator[Fact]:
     except Unreadable as error:
         processors, reason = [], str(error)
     for scope in ("core", "package"):
-        labels = {"scope": scope}
         if processors:
-            read_all = partial(_throttled, processors, scope)
-            yield attempt("throttle_events_total", read_all, "1", labels)
+            yield attempt("throttle_events_total", partial(_throttled, processors, scope), scope=scope)
         else:
             yield Absent(name=f"throttle_events_total{{scope={scope}}}", reason=reason)
 
@@ -202,43 +207,32 @@ def sensors(sysfs: Path) -> Iterator[Fact]:
     boot to boot. Of sensors with one name, and of the cores of a processor, only the hottest is yielded.
     """
     temperatures: dict[str, list[Path]] = defaultdict(list)
-    fans: dict[str, Path] = {}
-    denied = ""
-    try:
-        chips = [chip for chip in entries(sysfs / "class/hwmon", "hwmon*") if not _of_accelerator(chip)]
-    except Unreadable as error:
-        chips, denied = [], str(error) if isinstance(error, Denied) else ""
+    fans: dict[str, list[Path]] = defaultdict(list)
+    chips, denied = _listed(sysfs / "class/hwmon", "hwmon*")
     for chip in chips:
+        if optional_text(chip / "device/class")[:4] in OF_ACCELERATORS:
+            continue
         owner = f"{optional_text(chip / 'name')[:40] or 'chip'}/{_owner(chip)}"
-        try:
+        with contextlib.suppress(Unreadable):  # it was removed meanwhile
             for path, label in inputs(chip, "temp"):
                 temperatures[f"{owner}/{re.sub('^Core [0-9]+$', 'hottest core', label)}"].append(path)
-            fans |= {f"{owner}/{label}": path for path, label in inputs(chip, "fan")}
-        except Unreadable:
-            continue  # it was removed meanwhile
+            for path, label in inputs(chip, "fan"):
+                fans[f"{owner}/{label}"].append(path)
     for zone in optional_entries(sysfs / "class/thermal", "thermal_zone*"):
         if not optional_entries(zone, "hwmon*"):  # one that has such a chip was read above
             temperatures[f"{optional_text(zone / 'type')[:40] or 'zone'}/{zone.name}"].append(zone / "temp")
-    if not temperatures:
-        reason = denied or "no sensor: neither a hwmon chip nor a thermal zone gives a temperature"
-        yield Absent(name="temperature_celsius", reason=reason)
-    if not fans:
-        yield Absent(name="fan_rpm", reason=denied or "no hwmon chip gives a fan")
-    for number, (sensor, paths) in enumerate(temperatures.items()):
-        if number == MOST_SENSORS:
-            reason = f"only the first {MOST_SENSORS} of {len(temperatures)} sensors are read"
-            yield Absent(name="temperature_celsius{sensor=others}", reason=reason)
-            break
-        yield attempt("temperature_celsius", partial(_hottest, paths), "celsius", {"sensor": sensor})
-        critical = paths[0].with_name(paths[0].name.replace("_input", "_crit"))
-        if critical != paths[0] and critical.exists():
-            labels = {"threshold": f"{sensor}_crit"}
-            yield attempt("temperature_threshold_celsius", partial(celsius, critical), "celsius", labels)
-    for number, (fan, path) in enumerate(fans.items()):
-        if number == MOST_SENSORS:
-            yield Absent(name="fan_rpm{fan=others}", reason=f"only the first {MOST_SENSORS} of {len(fans)} are read")
-            break
-        yield attempt("fan_rpm", partial(rpm, path), "1", {"fan": fan})
+    for name, label, unit, found, read in (
+        ("temperature_celsius", "sensor", "celsius", temperatures, celsius),
+        ("fan_rpm", "fan", "1", fans, rpm),
+    ):
+        if not found:
+            yield Absent(name=name, reason=denied or "neither a hwmon chip nor a thermal zone gives it")
+        for sensor, paths in itertools.islice(found.items(), MOST_SENSORS):
+            yield attempt(name, lambda: max(map(read, paths)), unit, **{label: sensor})  # noqa: B023 - called at once
+            yield from thresholds(paths[0], sensor, "crit") if found is temperatures else ()
+        if len(found) > MOST_SENSORS:
+            reason = f"only the first {MOST_SENSORS} of {len(found)} are read"
+            yield Absent(name=f"{name}{{{label}=others}}", reason=reason)
 
 
 def _owner(chip: Path) -> str:
@@ -247,24 +241,17 @@ def _owner(chip: Path) -> str:
     return device.resolve().name if device.exists() else chip.name
 
 
-def _hottest(paths: list[Path]) -> float:
-    return max(map(celsius, paths))
-
-
-def _of_accelerator(chip: Path) -> bool:
-    """Return whether a chip belongs to a display controller or an accelerator (PCI classes 0x03 and 0x12)."""
-    return optional_text(chip / "device/class")[:4] in ("0x03", "0x12")
-
-
 def clocks(where: Roots) -> Iterator[Fact]:
     """Yield the mean clock of the processors and the highest possible one."""
     policies = optional_entries(where.sysfs / "devices/system/cpu/cpufreq", "policy[0-9]*")
     sample = policies[:: max(1, -(-len(policies) // MOST_CLOCKS))]
-    now = [khz * 1e3 for path in sample if (khz := _number(path / "scaling_cur_freq"))]
+    now, most = (
+        [int(khz) * 1e3 for path in sample if re.fullmatch("[1-9][0-9]{0,9}", khz := optional_text(path / name))]
+        for name in ("scaling_cur_freq", "cpuinfo_max_freq")
+    )
     if not now:
         text = optional_text(where.proc / "cpuinfo")
         now = [float(mhz) * 1e6 for mhz in re.findall(r"^cpu MHz\s*:\s*([0-9]{1,6}\.[0-9]{1,6})$", text, re.MULTILINE)]
-    most = [khz * 1e3 for path in sample if (khz := _number(path / "cpuinfo_max_freq"))]
     for name, hertz in (("clock_hertz", sum(now) / max(1, len(now))), ("clock_max_hertz", max(most, default=0.0))):
         if hertz:
             yield Reading(name=name, value=round(hertz), unit="hertz", labels={"domain": "cpu"})
@@ -276,46 +263,39 @@ def memory(proc: Path) -> Iterator[Fact]:
     """Yield memory and swap of the machine."""
 
     def kib(field: str) -> int:
-        return int(_line(proc / "meminfo", rf"^{field}:\s+([0-9]{{1,18}}) kB$"))
+        return int(line(proc / "meminfo", rf"^{field}:\s+([0-9]{{1,18}}) kB$")) * 1024
 
-    yield attempt("memory_total_bytes", lambda: kib("MemTotal") * 1024, "bytes")
-    yield attempt("memory_available_bytes", lambda: kib("MemAvailable") * 1024, "bytes")
-    yield attempt("swap_total_bytes", lambda: kib("SwapTotal") * 1024, "bytes")
-    yield attempt("swap_used_bytes", lambda: _less(kib("SwapTotal"), kib("SwapFree"), proc / "meminfo") * 1024, "bytes")
+    def used() -> int:
+        if (free := kib("SwapFree")) > (total := kib("SwapTotal")):
+            raise Unreadable(f"{proc / 'meminfo'} gives more free swap than swap")
+        return total - free
 
-
-def _less(total: int, free: int, path: Path) -> int:
-    if free > total:
-        raise Unreadable(f"{path} gives more free swap than swap")
-    return total - free
+    yield attempt("memory_total_bytes", partial(kib, "MemTotal"), "bytes")
+    yield attempt("memory_available_bytes", partial(kib, "MemAvailable"), "bytes")
+    yield attempt("swap_total_bytes", partial(kib, "SwapTotal"), "bytes")
+    yield attempt("swap_used_bytes", used, "bytes")
 
 
 def pressure(proc: Path) -> Iterator[Fact]:
     """Yield the share of the last minute lost to waiting (Documentation/accounting/psi.rst)."""
     for resource in ("cpu", "memory", "io"):
         for kind in ("some", "full"):
-            labels = {"resource": resource, "kind": kind}
-            if (resource, kind) == ("cpu", "full"):
-                reason = "not defined for a whole machine: the kernel writes 0"
-                yield Absent(name="pressure_ratio{kind=full,resource=cpu}", reason=reason)
-            else:
-                yield attempt("pressure_ratio", partial(_pressure, proc / "pressure" / resource, kind), "1", labels)
+            read = partial(_pressure, proc / "pressure" / resource, kind)
+            yield attempt("pressure_ratio", read, resource=resource, kind=kind)
 
 
 def _pressure(path: Path, kind: str) -> float:
-    return round(float(_line(path, rf"^{kind} .*\bavg60=([0-9]{{1,3}}\.[0-9]{{1,6}})\b")) / 100, 6)
+    if (path.name, kind) == ("cpu", "full"):
+        raise Unreadable("not defined for a whole machine: the kernel writes 0")
+    return round(float(line(path, rf"^{kind} .*\bavg60=([0-9]{{1,3}}\.[0-9]{{1,6}})\b")) / 100, 6)
 
 
 def cores(sysfs: Path) -> Iterator[Fact]:
     """Yield how many processors are online, and how many are present but offline."""
     base = sysfs / "devices/system/cpu"
-    yield attempt("cpu_cores", lambda: len(_ids(base / "online")), "1", {"state": "online"})
-
-    def offline() -> int:
-        # The kernel's own list `offline` also contains processors that could be plugged in.
-        return len(_ids(base / "present") - _ids(base / "online"))
-
-    yield attempt("cpu_cores", offline, "1", {"state": "offline"})
+    yield attempt("cpu_cores", lambda: len(_ids(base / "online")), state="online")
+    # The kernel's own list `offline` also contains processors that could be plugged in.
+    yield attempt("cpu_cores", lambda: len(_ids(base / "present") - _ids(base / "online")), state="offline")
 
 
 def _ids(path: Path) -> set[int]:
@@ -361,7 +341,7 @@ def rasdaemon(where: Roots) -> Iterator[Fact]:
     instance = "instances/rasdaemon/buffer_percent"
     paths = [where.sysfs / "kernel/tracing" / instance, where.sysfs / "kernel/debug/tracing" / instance]
     path = next((path for path in paths if os.access(path, os.R_OK)), paths[0])  # only root may read tracefs
-    yield attempt("rasdaemon_wakeup_ratio", lambda: read_count(path) / 100, "1")
+    yield attempt("rasdaemon_wakeup_ratio", partial(percent, path))
 
 
 def _ras_events(path: Path) -> Iterator[Fact]:
@@ -385,11 +365,10 @@ def _ras_events(path: Path) -> Iterator[Fact]:
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         tables = [name for name in RASDAEMON_TABLES if name in names]
         for table in tables:
-            labels = {"table": table}
             try:
                 # The name is one of our own list.
                 ((events,),) = connection.execute(f"SELECT max(rowid) FROM {table}")  # noqa: S608
-                yield Reading(name="ras_events_total", value=int(events or 0), unit="1", labels=labels)
+                yield attempt("ras_events_total", partial(int, events or 0), table=table)
             except (sqlite3.Error, ValueError) as error:
                 yield Absent(name=f"ras_events_total{{table={table}}}", reason=f"{path}: {error}")
     except sqlite3.Error as error:
@@ -406,7 +385,7 @@ def portable() -> Iterator[Fact]:
     for name in ("edac_errors_total", "machine_check_exceptions_total", "temperature_celsius", "fan_rpm"):
         yield Absent(name=name, reason=f"not read on {system}")
     for name, unit, labels, function in PORTABLE:
-        yield attempt(name, partial(_from_psutil, function), unit, labels)
+        yield attempt(name, partial(_from_psutil, function), unit, **labels)
 
 
 PORTABLE: tuple[tuple[str, str, Mapping[str, str], Callable[[Any], float | None]], ...] = (
@@ -441,19 +420,3 @@ def facts(settings: Mapping[str, Any]) -> dict[str, str]:
     if sys.platform != "linux":
         return {"kernel": f"{platform.release()} {platform.version()}"}
     return machine.facts(where.sysfs, where.proc)
-
-
-def _line(path: Path, pattern: str) -> str:
-    """Return the first group of a pattern in a file; raise `Unreadable` where it does not match."""
-    match = re.search(pattern, read_text(path), re.MULTILINE)
-    if not match:
-        raise Unreadable(f"{path} has no line of the form {pattern}")
-    return match.group(1)
-
-
-def _number(path: Path) -> int:
-    """Return a clock in kHz, 0 where there is none."""
-    try:
-        return read_count(path)
-    except Unreadable:
-        return 0

@@ -11,17 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import Reading
 from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.drm import Card, cards, driver_version
 from canaryd.worker.telemetry.interface import Unavailable
 from canaryd.worker.telemetry.pci import INTEGRATED
 from canaryd.worker.telemetry.sysfs import (
+    Fact,
     Unreadable,
     aer,
     attempt,
     hwmon,
+    only,
     optional_entries,
     path_setting,
     pcie,
@@ -50,7 +51,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     ]
 
 
-def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what the driver reports about the GPU; raise `Unavailable` where it is missing."""
     root = _root(settings)
     bus_id = device.detail.get("bus_id", "")
@@ -61,14 +62,14 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
     yield from _power(card)
     units = _units(card)
     for domain, actual, most, _ in units:
-        yield attempt("clock_hertz", partial(_megahertz, actual), "hertz", {"domain": domain})
-        yield attempt("clock_max_hertz", partial(_megahertz, most), "hertz", {"domain": domain})
+        for name, file in (("clock_hertz", actual), ("clock_max_hertz", most)):  # a sleeping unit really runs at 0
+            yield attempt(name, lambda: read_count(file) * 10**6, "hertz", domain=domain)  # noqa: B023 - called at once
     if not units:
         for name in ("clock_hertz", "clock_max_hertz"):
             yield Absent(name=name, reason="the driver lists no graphics unit of the device")
     for reason in THROTTLE:
         files = [Path(prefix + reason) for _, _, _, prefix in units]
-        yield attempt("throttle_active", partial(_throttled, files), "", {"reason": reason})
+        yield attempt("throttle_active", partial(_throttled, files), reason=reason)
     yield attempt("memory_total_bytes", partial(_memory, card), "bytes")
     yield from pcie(root, card.bus_id)
     yield from aer(root, card.bus_id)
@@ -80,8 +81,7 @@ def close() -> None:
 
 
 def _root(settings: Mapping[str, Any]) -> Path:
-    if unknown := sorted(set(settings) - {"sysfs"}):
-        raise ValueError(f"{unknown[0]}: not a setting of intel_telemetry; it has sysfs")
+    only(settings, "intel_telemetry", "sysfs")
     return path_setting(settings, "sysfs", "/sys")
 
 
@@ -103,11 +103,6 @@ def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
     return found
 
 
-def _megahertz(path: Path) -> int:
-    """Return hertz; a sleeping unit really runs at 0."""
-    return read_count(path) * 10**6
-
-
 def _throttled(files: list[Path]) -> int:
     """Return 1 where any unit is throttled for the reason; units without a file for it do not count."""
     flags, failure = [], Unreadable("the driver gives no reasons for lower clocks")
@@ -123,12 +118,12 @@ def _throttled(files: list[Path]) -> int:
     return max(flags)
 
 
-def _power(card: Card) -> Iterator[Reading | Absent]:
+def _power(card: Card) -> Iterator[Fact]:
     """Yield energy and limits: of channel 1 (the card), or of channel 2 (the package) where a driver has only that."""
     chips = optional_entries(card.device / "hwmon", "hwmon[0-9]*")
     yield attempt("energy_joules_total", partial(_channel, chips, "energy", "_input"), "joules")
-    yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", {"limit": "enforced"})
-    yield attempt("power_limit_watts", partial(_channel, chips, "power", "_rated_max"), "watts", {"limit": "default"})
+    yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", limit="enforced")
+    yield attempt("power_limit_watts", partial(_channel, chips, "power", "_rated_max"), "watts", limit="default")
 
 
 def _channel(chips: list[Path], kind: str, suffix: str) -> float:

@@ -18,9 +18,6 @@ from canaryd.probe import Absent, Skip
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
 
-BACKEND_OF_VENDOR = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Huawei": "npu"}
-"""Vendor as the PCI bus names it → backend."""
-
 
 class Unavailable(Skip):
     """The vendor's library or driver cannot be used here; the poll is skipped with this reason."""
@@ -87,7 +84,7 @@ def on_the_bus(sysfs: Path) -> list[Device]:
     return [
         Device(
             uuid=f"{ON_THE_BUS}{function.bus_id}",
-            backend=BACKEND_OF_VENDOR[function.vendor],
+            backend=function.backend,
             index=index,
             model=f"{function.vendor} device {function.device_id}",
             weak_identity=True,

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry import pci
@@ -44,6 +42,7 @@ _BATCH = 256
 """Records read from the device before a position is yielded."""
 STORM = 10.0
 """Seconds after which a device that always has more was read to its present end: the rest is newer."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _HEAD = 64
 """Bytes at a file's start that show whether its contents are still the same."""
 
@@ -86,33 +85,71 @@ def parse(record: str) -> Record | None:
 # --- The log as a stream ---------------------------------------------------------------------------------------------
 
 
-class _Source(Protocol):
+class _Log:
+    """The log at a path: the device, each read of which gives one record, or a regular file that others append to.
+
+    A file may come late, be truncated, be replaced, and be away for a while.
+    """
+
+    def __init__(self, path: str, *, patience: float, at_once: bool) -> None:
+        """Allow `patience` seconds without anything at the path; with `at_once` it must be there now."""
+        self._path, self._patience, self._at_once = path, patience, at_once
+        self._descriptor = -1
+        self._is_file = False
+        self._offset = self._present = 0
+        self._head = b""
+        self._opened = self._seen_at = time.monotonic()
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor >= 0
+
+    def open(self, sequence: int) -> bool:
+        """Open what is at the path now; return whether that is a file without a record as new as `sequence`."""
+        if self.is_open:
+            return False
+        try:
+            self._descriptor = os.open(self._path, _FLAGS)
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            wanted = "run as root or with the capability CAP_SYSLOG, or make the file readable"
+            raise PermissionError(f"{self._path}: no permission to read the kernel log; {wanted}") from None
+        status = os.fstat(self._descriptor)
+        self._opened, self._present, self._is_file = time.monotonic(), status.st_size, stat.S_ISREG(status.st_mode)
+        if not (self._is_file or stat.S_ISCHR(status.st_mode)):
+            kinds = "neither a character device nor a regular file"
+            raise ValueError(f"{self._path}: {kinds}; the kernel log is /dev/kmsg")
+        return self._is_file and not self._holds(sequence)
+
     def read(self) -> tuple[bytes, bool]:
-        """Return what is there now (b"" for nothing), and whether the log started again from its beginning."""
-        ...
+        """Return what is there now (b"" for nothing), and whether a file started again from its beginning.
 
-    def caught_up(self) -> bool:
-        """Return whether all that was there at the opening has been read, though there may be more."""
-        ...
+        Raises `FileNotFoundError` when nothing has been at the path for too long.
+        """
+        data, restarted, is_there = b"", False, self.is_open
+        if self._is_file:
+            if os.fstat(self._descriptor).st_size < self._offset or self._at(0, len(self._head)) != self._head:
+                self._offset, self._head, restarted = 0, b"", True
+            data = self._at(self._offset, _CHUNK)
+            if not data:
+                is_there, replaced = self._look()
+                restarted |= replaced
+                data = self._at(0, _CHUNK) if replaced else b""
+            self._offset += len(data)
+            if len(self._head) < _HEAD:
+                self._head = self._at(0, min(_HEAD, self._offset))
+        elif is_there:
+            data = self._records()
+        if is_there:
+            self._seen_at = time.monotonic()
+        elif (self._at_once and not self.is_open) or time.monotonic() - self._seen_at >= self._patience:
+            usual = "" if str(self._path) == "/dev/kmsg" else "/dev/kmsg, or to "
+            wanted = f"set telemetry.kernel_log to {usual}a file with records in its format"
+            raise FileNotFoundError(f"{self._path}: no kernel log there; {wanted}")
+        return data, restarted
 
-    def wait(self, seconds: float) -> None:
-        """Return when there may be more, at the latest after `seconds`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _Device:
-    """The character device: each read gives one record."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self._opened = time.monotonic()
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-
-    def read(self) -> tuple[bytes, bool]:
+    def _records(self) -> bytes:
         records: list[bytes] = []
         while len(records) < _BATCH:
             try:
@@ -124,65 +161,25 @@ class _Device:
             if not record:
                 raise ValueError(f"{self._path}: this device has ended; the kernel log is /dev/kmsg")
             records.append(record)
-        return b"".join(records), False
-
-    def caught_up(self) -> bool:
-        return time.monotonic() - self._opened >= STORM
-
-    def wait(self, seconds: float) -> None:
-        self._poll.poll(seconds * 1000)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-class _File:
-    """A regular file that another program appends to, truncates, or replaces."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self._offset = 0
-        self._present = os.fstat(descriptor).st_size
-        self._head = b""
-        self.missing = False
-        """Whether nothing was at the path at the newest read."""
-
-    def read(self) -> tuple[bytes, bool]:
-        restarted = False
-        if os.fstat(self._descriptor).st_size < self._offset or self._at(0, len(self._head)) != self._head:
-            self._offset, self._head, restarted = 0, b"", True
-        data = self._at(self._offset, _CHUNK)
-        if not data and self._replaced():
-            restarted = True
-            data = self._at(0, _CHUNK)
-        self._offset += len(data)
-        if len(self._head) < _HEAD:
-            self._head = self._at(0, min(_HEAD, self._offset))
-        return data, restarted
+        return b"".join(records)
 
     def _at(self, offset: int, size: int) -> bytes:
         return os.pread(self._descriptor, size, offset)
 
-    def _replaced(self) -> bool:
-        """Open another file that took this path, and return whether there was one."""
-        self.missing = False
+    def _look(self) -> tuple[bool, bool]:
+        """Return whether a file is at the path, and whether it is another one, which is then open."""
         try:
-            new = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            new = os.open(self._path, _FLAGS)
         except FileNotFoundError:
-            self.missing = True
-            return False
+            return False, False
         if os.path.sameopenfile(new, self._descriptor) or self._at(self._offset, 1):
             os.close(new)
-            return False
+            return True, False
         os.close(self._descriptor)
         self._descriptor, self._offset, self._head = new, 0, b""
-        return True
+        return True, True
 
-    def caught_up(self) -> bool:
-        return self._offset >= self._present
-
-    def holds(self, sequence: int) -> bool:
+    def _holds(self, sequence: int) -> bool:
         """Return whether any record in the file is as new as `sequence`."""
         with Path(self._path).open("rb") as file:
             while line := file.readline(LONGEST_LINE):
@@ -191,69 +188,22 @@ class _File:
                     return True
         return False
 
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def _open(path: str) -> _Source:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except PermissionError:
-        wanted = "run as root or with the capability CAP_SYSLOG, or make the file readable"
-        raise PermissionError(f"{path}: no permission to read the kernel log; {wanted}") from None
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISCHR(mode):
-        return _Device(path, descriptor)
-    if stat.S_ISREG(mode):
-        return _File(path, descriptor)
-    os.close(descriptor)
-    raise ValueError(f"{path}: neither a character device nor a regular file; the kernel log is /dev/kmsg")
-
-
-class _Log:
-    """The log at a path: a device, or a file that may come late or be away for a while."""
-
-    def __init__(self, path: str, *, patience: float, at_once: bool) -> None:
-        """Allow `patience` seconds without anything at the path; with `at_once` it must be there now."""
-        self._path, self._patience, self._at_once = path, patience, at_once
-        self._source: _Source | None = None
-        self._seen_at = time.monotonic()
-
-    @property
-    def is_open(self) -> bool:
-        return self._source is not None
-
-    def open(self, sequence: int) -> bool:
-        """Open what is at the path now; return whether that is a file without a record as new as `sequence`."""
-        if self._source is None:
-            with contextlib.suppress(FileNotFoundError):
-                self._source = _open(self._path)
-                return isinstance(self._source, _File) and not self._source.holds(sequence)
-        return False
-
-    def read(self) -> tuple[bytes, bool]:
-        """Do as `_Source.read`; raise `FileNotFoundError` when nothing has been at the path for too long."""
-        data, restarted = self._source.read() if self._source else (b"", False)
-        if self._source is not None and not (isinstance(self._source, _File) and self._source.missing):
-            self._seen_at = time.monotonic()
-        elif (self._at_once and not self.is_open) or time.monotonic() - self._seen_at >= self._patience:
-            usual = "" if str(self._path) == "/dev/kmsg" else "/dev/kmsg, or to "
-            wanted = f"set telemetry.kernel_log to {usual}a file with records in its format"
-            raise FileNotFoundError(f"{self._path}: no kernel log there; {wanted}")
-        return data, restarted
-
     def caught_up(self) -> bool:
-        return self._source is not None and self._source.caught_up()
+        """Return whether all that was there at the opening has been read, though there may be more."""
+        if self._is_file:
+            return self._offset >= self._present
+        return self.is_open and time.monotonic() - self._opened >= STORM
 
     def wait(self, seconds: float) -> None:
-        self._source.wait(seconds) if self._source else time.sleep(seconds)
+        """Return when there may be more, at the latest after `seconds`."""
+        if self.is_open and not self._is_file:
+            select.select([self._descriptor], (), (), seconds)
+        else:
+            time.sleep(seconds)
 
     def close(self) -> None:
-        if self._source:
-            self._source.close()
+        if self.is_open:
+            os.close(self._descriptor)
 
 
 class _Lines:
@@ -296,9 +246,9 @@ class _Reader:
         self._lost = 0
         self._garbled = 0
         self._held: LogRecord | None = None
-        """An error that was announced without its severity or its place; the next lines may contain it."""
+        """An error that was announced without its severity or place; the next lines may contain them."""
         self._firmware: Message | None = None
-        """The newest error that the firmware announced, with the section that is being told."""
+        """The newest error that the firmware announced, with the section that is being reported."""
         self._uuids: dict[str, str] = {}
 
     @property

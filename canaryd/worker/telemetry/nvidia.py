@@ -5,18 +5,18 @@ Numbers and words of nvml.h are in `nvml_values`, calls and their errors in `nvm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ctypes import byref
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 from canaryd.facts import Reading, reading_key
 from canaryd.model import KERNEL_DRIVER, ON_THE_BUS, UNDRIVEN, UNIDENTIFIED, Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import nvml_values as values
-from canaryd.worker.telemetry.daily import Daily
 from canaryd.worker.telemetry.interface import DeviceLost, Unavailable, on_the_bus
 from canaryd.worker.telemetry.nvml import (
     FUNCTION_NOT_FOUND,
@@ -25,37 +25,21 @@ from canaryd.worker.telemetry.nvml import (
     OLD_PACKAGE,
     REASONS,
     RESET_REQUIRED,
-    Ask,
     Check,
     Missing,
     ask_nvml,
     ask_text,
     device_count,
     device_handle,
-    field_value,
-    first,
     identify,
     instance_handles,
-    known,
     library,
     parse_count,
 )
 from canaryd.worker.telemetry.nvml import close as close  # noqa: PLC0414 - part of what a vendor module has
-from canaryd.worker.telemetry.nvml_facts import (
-    Fact,
-    absent,
-    any_reading,
-    ask_fields,
-    field_of,
-    make_fact,
-    merged,
-    missing_code,
-    once,
-    part,
-    worded,
-)
+from canaryd.worker.telemetry.nvml_asked import PREFIX, Asked
 from canaryd.worker.telemetry.nvml_links import read_links
-from canaryd.worker.telemetry.sysfs import aer, path_setting
+from canaryd.worker.telemetry.sysfs import Fact, aer, attempt, only, path_setting
 
 _problems: list[str] = []
 
@@ -108,7 +92,7 @@ def _address(nvml: ModuleType, index: int) -> str:
     """Return where NVML's GPU of a number is, "" where it does not tell."""
     try:
         handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
-        return str(field_value(nvml, values.pci_address, "nvmlDeviceGetPciInfo", handle))
+        return values.pci_address(ask_nvml(nvml, "nvmlDeviceGetPciInfo", handle))
     except (Missing, Unavailable):
         return ""
 
@@ -143,67 +127,77 @@ def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Itera
         raise Unavailable(f"{device.name} answers again: the next inventory lists it by its uuid")
     handle = device_handle(plain, device)
     if device.parent:
-        yield from _use(plain, handle)
-        yield from (f for f in _errors(plain, handle, "ecc_errors_total", 0) if isinstance(f, Reading))
+        asked = Asked(plain, handle)
+        yield from _merged([*_rows_of(asked, USE), *_use(asked)])
+        yield from (f for f in _errors(asked, "ecc_errors_total", 0) if isinstance(f, Reading))
         return
-    nvml = Daily(plain, memory, device.uuid)
-    nvml.recall()
-    groups = (_ecc, _rows, _heat, _power, _throttle, _clocks, _pcie, _state, _use, _fields)
-    facts = (fact for group in groups for fact in merged(group(nvml, handle)))
-    yield from _advised(facts)
-    nvml.keep()
+    asked = Asked(plain, handle, memory, device.uuid)
+    facts = list(_facts(asked))
+    *rest, advice = facts
+    if isinstance(advice, Absent) and any(isinstance(f, Absent) and f.code == RESET_REQUIRED for f in facts):
+        # Drivers before 570 give no advice: a call that they refuse until a reset is their advice. Later ones refuse
+        # calls while a change of MIG waits for a reset, and advise nothing.
+        advice = Reading(name="recovery_action", value=1, unit="1", labels={"action": "reset"})
+    yield from _merged([*rest, advice])
+    asked.keep()
     if bus_id := device.detail.get("bus_id"):
         yield from aer(root, bus_id)
 
 
-def _advised(facts: Iterable[Fact]) -> Iterator[Fact]:
-    """Yield facts; a refused call that asks for a reset is the advice of a driver that has no other.
-
-    Drivers before 570 have no `recovery_action`. It is among the last facts, after nearly all calls. Those that have it
-    refuse calls while a change of MIG waits for a reset, and say that nothing is wrong.
-    """
-    must_reset = False
-    for fact in facts:
-        must_reset |= isinstance(fact, Absent) and fact.code == RESET_REQUIRED
-        if must_reset and fact.name == "recovery_action" and isinstance(fact, Absent):
-            yield Reading(name="recovery_action", value=1, unit="1", labels={"action": "reset"})
-        else:
-            yield fact
-
-
 def _settings(settings: Mapping[str, Any]) -> Path:
-    for name in settings:
-        if name != "sysfs":
-            raise ValueError(f"{name}: nvidia_telemetry has no such setting; it has: sysfs")
+    only(settings, "nvidia_telemetry", "sysfs")
     return path_setting(settings, "sysfs", "/sys")
 
 
-def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
-    def value(check: Check, name: str) -> str:
-        return known(partial(field_value, nvml, check, name, handle))
+def _known(asked: Asked, details: Mapping[str, tuple[str, Check, int | str | None]]) -> dict[str, str]:
+    """Return what can be read of details: key → call, check, and the part of its answer."""
+    found = {}
+    for key, (name, check, part) in details.items():
+        with contextlib.suppress(Missing):
+            found[key] = str(asked.value(name, check=check, part=part))
+    return found
 
-    memory = partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle)
-    links = partial(ask_fields, nvml, handle, [(values.LINKS, 0)])
-    detail = {
-        "serial": ask_text(nvml, "nvmlDeviceGetSerial", handle),
-        "board_part_number": ask_text(nvml, "nvmlDeviceGetBoardPartNumber", handle),
-        "bus_id": value(values.pci_address, "nvmlDeviceGetPciInfo"),
-        "driver": ask_text(nvml, "nvmlSystemGetDriverVersion"),
-        "cuda": known(partial(field_value, nvml, values.cuda_version, "nvmlSystemGetCudaDriverVersion")),
-        "vbios": ask_text(nvml, "nvmlDeviceGetVbiosVersion", handle),
-        "inforom": ask_text(nvml, "nvmlDeviceGetInforomImageVersion", handle),
-        "inforom_ecc": ask_text(nvml, "nvmlDeviceGetInforomVersion", handle, 1),
-        "inforom_power": ask_text(nvml, "nvmlDeviceGetInforomVersion", handle, 2),
-        "gsp_firmware": ask_text(nvml, "nvmlDeviceGetGspFirmwareVersion", handle),
-        "memory_bytes": known(partial(part, memory, parse_count, "total")),
-        "architecture": value(partial(values.word, values.ARCHITECTURES), "nvmlDeviceGetArchitecture"),
-        "capability": value(values.capability, "nvmlDeviceGetCudaComputeCapability"),
-        "pcie_generation_max": value(parse_count, "nvmlDeviceGetMaxPcieLinkGeneration"),
-        "pcie_width_max": value(parse_count, "nvmlDeviceGetMaxPcieLinkWidth"),
-        "nvlinks": known(partial(field_of, links, parse_count, values.LINKS)),
-        "board_id": value(values.hexadecimal, "nvmlDeviceGetBoardId"),
-        "module_id": value(parse_count, "nvmlDeviceGetModuleId"),
-    }
+
+DETAILS: Mapping[str, tuple[str, Check, int | str | None]] = {
+    "bus_id": ("PciInfo", values.pci_address, None),
+    "memory_bytes": ("MemoryInfo", parse_count, "total"),
+    "architecture": ("Architecture", partial(values.word, values.ARCHITECTURES), None),
+    "capability": ("CudaComputeCapability", values.capability, None),
+    "pcie_generation_max": ("MaxPcieLinkGeneration", parse_count, None),
+    "pcie_width_max": ("MaxPcieLinkWidth", parse_count, None),
+    "board_id": ("BoardId", values.hexadecimal, None),
+    "module_id": ("ModuleId", parse_count, None),
+}
+TEXTS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "serial": ("Serial", ()),
+    "board_part_number": ("BoardPartNumber", ()),
+    "vbios": ("VbiosVersion", ()),
+    "inforom": ("InforomImageVersion", ()),
+    "inforom_ecc": ("InforomVersion", (1,)),
+    "inforom_power": ("InforomVersion", (2,)),
+    "gsp_firmware": ("GspFirmwareVersion", ()),
+}
+SHARED = (
+    *("serial", "board_part_number", "bus_id", "driver", "cuda", "vbios", "inforom", "gsp_firmware", "architecture"),
+    *("capability",),
+)
+"""What a MIG instance takes from its GPU."""
+OF_INSTANCE: Mapping[str, tuple[str, Check, int | str | None]] = {
+    "gpu_instance_id": ("GpuInstanceId", parse_count, None),
+    "compute_instance_id": ("ComputeInstanceId", parse_count, None),
+    "memory_bytes": ("MemoryInfo", parse_count, "total"),
+    "multiprocessors": ("Attributes", parse_count, "multiprocessorCount"),
+}
+
+
+def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
+    asked = Asked(nvml, handle)
+    detail = {key: ask_text(nvml, f"{PREFIX}{name}", handle, *which) for key, (name, which) in TEXTS.items()}
+    detail |= {"driver": asked.driver, **_known(asked, DETAILS)}
+    with contextlib.suppress(Missing):
+        detail["cuda"] = values.cuda_version(ask_nvml(nvml, "nvmlSystemGetCudaDriverVersion"))
+    with contextlib.suppress(Missing):
+        detail["nvlinks"] = str(asked.field([(LINKS, 0)], LINKS))
     return Device(
         uuid=uuid,
         backend="cuda",
@@ -211,13 +205,6 @@ def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
         model=ask_text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU",
         detail={k: v for k, v in detail.items() if v},
     )
-
-
-SHARED = (
-    *("serial", "board_part_number", "bus_id", "driver", "cuda", "vbios", "inforom", "gsp_firmware", "architecture"),
-    *("capability",),
-)
-"""What a MIG instance takes from its GPU."""
 
 
 def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:
@@ -228,20 +215,8 @@ def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:
             _problems.append(f"MIG instance {number} of GPU {gpu.index} could not be identified: it has no UUID")
             continue
         model = ask_text(nvml, "nvmlDeviceGetName", instance)
-        attributes = partial(ask_nvml, nvml, "nvmlDeviceGetAttributes", instance)
-        detail = {
-            "instance": str(number),
-            "profile": model.partition(" MIG ")[2],
-            "gpu_instance_id": known(partial(field_value, nvml, parse_count, "nvmlDeviceGetGpuInstanceId", instance)),
-            "compute_instance_id": known(
-                partial(field_value, nvml, parse_count, "nvmlDeviceGetComputeInstanceId", instance)
-            ),
-            "memory_bytes": known(
-                partial(part, partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", instance), parse_count, "total")
-            ),
-            "multiprocessors": known(partial(part, attributes, parse_count, "multiprocessorCount")),
-        }
-        detail |= {name: gpu.detail.get(name, "") for name in SHARED}
+        detail = {"instance": str(number), "profile": model.partition(" MIG ")[2]}
+        detail |= _known(Asked(nvml, instance), OF_INSTANCE) | {name: gpu.detail.get(name, "") for name in SHARED}
         yield Device(
             uuid=uuid,
             backend="cuda",
@@ -252,120 +227,210 @@ def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:
         )
 
 
-def _ecc(nvml: Any, handle: Any) -> Iterator[Fact]:
-    modes = once(partial(ask_nvml, nvml, "nvmlDeviceGetEccMode", handle))
-    yield make_fact("ecc_enabled", partial(part, modes, values.flag, 0), when="current")
-    yield make_fact("ecc_enabled", partial(part, modes, values.flag, 1), when="pending")
-    try:
-        off = modes()[0] == 0
-    except Missing:
-        off = False
-    for name, counter in (("ecc_errors_total", 0), ("ecc_aggregate_errors_total", 1)):
-        facts = list(_errors(nvml, handle, name, counter))
-        yield from (Absent(name=f.name, reason="error correction is off") for f in facts) if off else facts
-    yield from _sram(nvml, handle)
+Names = str | tuple[str, ...]
 
 
-def _errors(nvml: Any, handle: Any, name: str, counter: int) -> list[Fact]:
-    """Return errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
-    call = partial(field_value, nvml, parse_count, "nvmlDeviceGetMemoryErrorCounter", handle)
+class Row(NamedTuple):
+    """Where one reading comes from."""
 
-    def at(location: str, code: int) -> tuple[list[Fact], bool]:
-        """Return the facts of one location, and whether this device does not support it."""
-        asks = [once(partial(call, number, counter, code)) for number in range(len(values.KINDS))]
-        facts = [make_fact(name, a, kind=kind, location=location) for a, kind in zip(asks, values.KINDS, strict=True)]
-        return facts, all(missing_code(ask) == NOT_SUPPORTED for ask in asks)
-
-    inside, is_unsupported = at("sram", values.SRAM)
-    if is_unsupported:
-        caches = [fact for location, code in values.CACHES.items() for fact in at(location, code)[0]]
-        inside = [f for f in caches if isinstance(f, Reading)] or inside
-    facts = at("dram", values.DRAM)[0] + inside
-    if any_reading(facts):
-        return facts
-    sums = partial(field_value, nvml, parse_count, "nvmlDeviceGetTotalEccErrors", handle)
-    kinds = enumerate(values.KINDS)
-    total = [make_fact(name, partial(sums, n, counter), kind=kind, location="all") for n, kind in kinds]
-    return total if any_reading(total) else facts
+    name: str
+    source: Names | int
+    """A call, several of which the newest that is known is asked, or the number of a field."""
+    check: Check = parse_count
+    unit: str = "1"
+    labels: Mapping[str, str] = MappingProxyType({})
+    arguments: tuple[int, ...] = ()
+    part: int | str | None = None
 
 
-def _sram(nvml: Any, handle: Any) -> Iterator[Fact]:
-    """Yield the SRAM facts that the driver gives only to root: threshold, way of detection, unit."""
-
-    def ask() -> Any:
-        if not hasattr(nvml, "c_nvmlEccSramErrorStatus_v1_t"):
-            raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
-        status = nvml.c_nvmlEccSramErrorStatus_v1_t()
-        ask_nvml(nvml, "nvmlDeviceGetSramEccErrorStatus", handle, byref(status))
-        return status
-
-    status = once(ask)
-    yield make_fact("ecc_sram_threshold_exceeded", partial(part, status, values.flag, "bThresholdExceeded"))
-    for detection, end in (("parity", "UncParity"), ("sec_ded", "UncSecDed")):
-        count = partial(part, status, parse_count, f"volatile{end}")
-        yield make_fact("ecc_sram_uncorrected_total", count, detection=detection)
-        count = partial(part, status, parse_count, f"aggregate{end}")
-        yield make_fact("ecc_sram_aggregate_uncorrected_total", count, detection=detection)
-    for unit, end in values.UNITS.items():
-        count = partial(part, status, parse_count, f"aggregateUncBucket{end}")
-        yield make_fact("ecc_sram_units_total", count, unit=unit)
+def _rows(name: str, source: Names, check: Check, unit: str, label: str, words: Iterable[str]) -> Iterator[Row]:
+    """Yield the rows of a call whose argument is the number of a word."""
+    yield from (Row(name, source, check, unit, {label: word}, (number,)) for number, word in enumerate(words))
 
 
-def _rows(nvml: Any, handle: Any) -> Iterator[Fact]:
+def _parts(
+    name: str, source: Names, unit: str, label: str, words: Mapping[str, int | str], check: Check
+) -> Iterator[Row]:
+    """Yield the rows of the parts of one answer."""
+    yield from (Row(name, source, check, unit, {label: word}, part=part) for word, part in words.items())
+
+
+def _numbers(name: str, unit: str, label: str, numbers: Mapping[str, int], check: Check) -> Iterator[Row]:
+    """Yield the rows of fields."""
+    yield from (Row(name, number, check, unit, {label: word}) for word, number in numbers.items())
+
+
+USE = (
+    Row("memory_total_bytes", "MemoryInfo", unit="bytes", part="total"),
+    Row("memory_used_bytes", "MemoryInfo", unit="bytes", part="used"),
+)
+CELSIUS, HERTZ, WATTS = "celsius", "hertz", "watts"
+READINGS = (
     # In this order: correctable, uncorrectable, pending, failed.
-    rows = once(partial(ask_nvml, nvml, "nvmlDeviceGetRemappedRows", handle))
-    yield make_fact("row_remap_rows", partial(part, rows, parse_count, 0), cause="correctable")
-    yield make_fact("row_remap_rows", partial(part, rows, parse_count, 1), cause="uncorrectable")
-    yield make_fact("row_remap_pending", partial(part, rows, values.flag, 2))
-    yield make_fact("row_remap_failed", partial(part, rows, values.flag, 3))
-    banks = once(partial(ask_nvml, nvml, "nvmlDeviceGetRowRemapperHistogram", handle))
-    for left in values.BANKS:
-        yield make_fact("row_remap_banks", partial(part, banks, parse_count, left), available=left)
+    *_parts("row_remap_rows", "RemappedRows", "1", "cause", {"correctable": 0, "uncorrectable": 1}, parse_count),
+    Row("row_remap_pending", "RemappedRows", values.flag, part=2),
+    Row("row_remap_failed", "RemappedRows", values.flag, part=3),
+    *_parts("row_remap_banks", "RowRemapperHistogram", "1", "available", {b: b for b in values.BANKS}, parse_count),
+    Row("temperature_celsius", ("TemperatureV", "Temperature"), values.degrees, CELSIUS, {"sensor": "core"}, (0,)),
+    *_rows(
+        "temperature_threshold_celsius", "TemperatureThreshold", values.degrees, CELSIUS, "threshold", values.THRESHOLDS
+    ),
+    Row("temperature_margin_celsius", "MarginTemperature", values.margin, CELSIUS),
+    Row("power_watts", "PowerUsage", values.thousandths, WATTS),
+    Row("power_limit_watts", "EnforcedPowerLimit", values.thousandths, WATTS, {"limit": "enforced"}),
+    Row("power_limit_watts", "PowerManagementDefaultLimit", values.thousandths, WATTS, {"limit": "default"}),
+    *_parts(
+        "power_limit_watts",
+        *("PowerManagementLimitConstraints", WATTS, "limit"),
+        {"min": 0, "max": 1},
+        values.thousandths,
+    ),
+    Row("energy_joules_total", "TotalEnergyConsumption", values.thousandths, "joules"),
+    *_rows("clock_hertz", "ClockInfo", values.hertz, HERTZ, "domain", values.CLOCKS),
+    *_rows("clock_max_hertz", "MaxClockInfo", values.hertz, HERTZ, "domain", values.CLOCKS),
+    Row("performance_state", "PerformanceState", values.performance_state),
+    Row("pcie_generation", "CurrPcieLinkGeneration"),
+    Row("pcie_generation_max", "MaxPcieLinkGeneration"),
+    Row("pcie_width", "CurrPcieLinkWidth"),
+    Row("pcie_width_max", "MaxPcieLinkWidth"),
+    Row("pcie_replays_total", "PcieReplayCounter"),
+    Row("persistence_mode", "PersistenceMode", values.flag),
+    Row("mig_enabled", "MigMode", values.flag, part=0),
+    *_parts("utilization_ratio", "UtilizationRates", "1", "engine", {"gpu": "gpu", "memory": "memory"}, values.share),
+    *_numbers("retired_pages", "1", "cause", {"single_bit": 29, "double_bit": 30}, parse_count),
+    Row("retired_pages_pending", 31, values.flag),
+    Row("temperature_celsius", 82, values.degrees, CELSIUS, {"sensor": "memory"}),
+    *_numbers("temperature_margin_threshold_celsius", CELSIUS, "threshold", values.MARGINS, values.margin),
+    *_numbers("throttle_seconds_total", "seconds", "reason", values.THROTTLED, values.seconds),
+)
+"""What one call, or one field, gives each of."""
+LINKS, RECOVERY = 91, 230
+"""Fields: how many NVLinks there are, and the driver's advice."""
 
 
-def _heat(nvml: Any, handle: Any) -> Iterator[Fact]:
-    names = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
-    core = partial(first, nvml, names, handle, 0)
-    yield make_fact("temperature_celsius", lambda: values.degrees(core()), "celsius", sensor="core")
-    call = partial(field_value, nvml, values.degrees, "nvmlDeviceGetTemperatureThreshold", handle)
-    for number, threshold in enumerate(values.THRESHOLDS):
-        yield make_fact("temperature_threshold_celsius", partial(call, number), "celsius", threshold=threshold)
-    call = partial(field_value, nvml, values.margin, "nvmlDeviceGetMarginTemperature", handle)
-    yield make_fact("temperature_margin_celsius", call, "celsius")
+def _facts(asked: Asked) -> Iterator[Fact]:
+    """Yield everything about a GPU that NVML gives; the driver's advice last."""
+    hardware = values.hardware_throttle_fields(asked.driver)
+    rows = (*READINGS, *_numbers("throttle_seconds_total", "seconds", "reason", hardware, values.seconds))
+    wanted = [(row.source, 0) for row in rows if isinstance(row.source, int)] + [(LINKS, 0), (RECOVERY, 0)]
+    field = partial(asked.field, wanted)
+    yield from _ecc(asked)
+    yield from _rows_of(asked, (*rows, *USE), wanted)
+    for reason in values.HARDWARE_THROTTLED if not hardware else ():
+        key = reading_key("throttle_seconds_total", {"reason": reason})
+        yield Absent(name=key, reason="this driver has no known field for it")
+    yield from _fans(asked)
+    yield from _throttle(asked)
+    yield from _use(asked)
+    yield _worded("compute_mode", "mode", values.COMPUTE_MODES, partial(asked.call, "ComputeMode"))
+    yield attempt("fabric_ready", partial(_fabric, asked))
     try:
-        fans = field_value(nvml, parse_count, "nvmlDeviceGetNumFans", handle)
+        links, why = field(LINKS), Missing("this device has no NVLink")
     except Missing as error:
-        yield absent("fan_ratio", error)
+        links, why = 0, error
+    for name in ("nvlink_up", "nvlink_errors_total") if not links else ():
+        yield Absent(name=name, reason=str(why), code=why.code)
+    if links:
+        yield from read_links(asked, range(links))
+    yield _worded("recovery_action", "action", values.RECOVERIES, partial(field, RECOVERY))
+
+
+def _rows_of(asked: Asked, rows: Iterable[Row], fields: Iterable[tuple[int, int]] = ()) -> Iterator[Fact]:
+    for row in rows:
+        if isinstance(row.source, int):
+            ask = partial(asked.field, fields, row.source, check=row.check)
+        else:
+            ask = partial(asked.value, row.source, *row.arguments, check=row.check, part=row.part)
+        yield attempt(row.name, ask, row.unit, **row.labels)
+
+
+def _worded(name: str, label: str, words: tuple[str, ...], ask: Callable[[], Any]) -> Fact:
+    """Return the reading 1 with the word as its label."""
+    try:
+        return attempt(name, lambda: 1, **{label: values.word(words, ask())})
+    except Missing as missing:
+        return Absent(name=name, reason=str(missing), code=missing.code)
+
+
+def _merged(facts: Iterable[Fact]) -> Iterator[Fact]:
+    """Yield facts; where all of one name are absent for the same reason, yield one `Absent` for the name."""
+    grouped: dict[str, list[Fact]] = {}
+    for fact in facts:
+        grouped.setdefault(fact.name.partition("{")[0], []).append(fact)
+    for name, group in grouped.items():
+        reasons = {(f.reason, f.code) if isinstance(f, Absent) else None for f in group}
+        if len(group) > 1 and len(reasons) == 1 and (shared := reasons.pop()):
+            yield Absent(name=name, reason=shared[0], code=shared[1])
+        else:
+            yield from group
+
+
+def _ecc(asked: Asked) -> Iterator[Fact]:
+    for part, when in enumerate(("current", "pending")):
+        yield attempt("ecc_enabled", partial(asked.value, "EccMode", check=values.flag, part=part), when=when)
+    try:
+        is_off = asked.call("EccMode")[0] == 0
+    except Missing:
+        is_off = False
+    for counter, name in enumerate(("ecc_errors_total", "ecc_aggregate_errors_total")):
+        facts = _errors(asked, name, counter)
+        yield from (Absent(name=f.name, reason="error correction is off") for f in facts) if is_off else facts
+    status = partial(asked.once, "sram", partial(_sram, asked))
+    for name, member, labels in values.SRAM_STATUS:
+        check = values.flag if member == "bThresholdExceeded" else parse_count
+        yield attempt(name, lambda m=member, c=check: c(getattr(status(), m)), **labels)  # type: ignore[misc]
+
+
+def _errors(asked: Asked, name: str, counter: int) -> list[Fact]:
+    """Return errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
+
+    def at(location: str, call: str, *code: int) -> list[Fact]:
+        each = enumerate(values.KINDS)
+        return [
+            attempt(name, partial(asked.value, call, n, counter, *code), kind=k, location=location) for n, k in each
+        ]
+
+    counters = "MemoryErrorCounter"
+    inside = at("sram", counters, values.SRAM)
+    if all(isinstance(fact, Absent) and fact.code == NOT_SUPPORTED for fact in inside):
+        caches = [fact for location, code in values.CACHES.items() for fact in at(location, counters, code)]
+        inside = [fact for fact in caches if isinstance(fact, Reading)] or inside
+    facts = at("dram", counters, values.DRAM) + inside
+    if not any(isinstance(fact, Reading) for fact in facts):
+        total = at("all", "TotalEccErrors")
+        facts = total if any(isinstance(fact, Reading) for fact in total) else facts
+    return facts
+
+
+def _sram(asked: Asked) -> Any:
+    """Return the SRAM status, which the driver gives only to root."""
+    if not hasattr(asked.nvml, "c_nvmlEccSramErrorStatus_v1_t"):
+        raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
+    status = asked.nvml.c_nvmlEccSramErrorStatus_v1_t()
+    ask_nvml(asked.nvml, "nvmlDeviceGetSramEccErrorStatus", asked.handle, byref(status))
+    return status
+
+
+def _fans(asked: Asked) -> Iterator[Fact]:
+    try:
+        fans = asked.value("NumFans")
+    except Missing as missing:
+        yield Absent(name="fan_ratio", reason=str(missing), code=missing.code)
         return
     for fan in range(fans):
-        call = partial(field_value, nvml, values.fan_ratio, "nvmlDeviceGetFanSpeed_v2", handle, fan)
-        yield make_fact("fan_ratio", call, fan=str(fan))
+        yield attempt("fan_ratio", partial(asked.value, "FanSpeed_v2", fan, check=values.fan_ratio), fan=str(fan))
     if not fans:
         yield Absent(name="fan_ratio", reason="this device has no fan of its own")
 
 
-def _power(nvml: Any, handle: Any) -> Iterator[Fact]:
-    def call(name: str) -> Ask:
-        return partial(field_value, nvml, values.thousandths, name, handle)
-
-    yield make_fact("power_watts", call("nvmlDeviceGetPowerUsage"), "watts")
-    yield make_fact("power_limit_watts", call("nvmlDeviceGetEnforcedPowerLimit"), "watts", limit="enforced")
-    yield make_fact("power_limit_watts", call("nvmlDeviceGetPowerManagementDefaultLimit"), "watts", limit="default")
-    limits = once(partial(ask_nvml, nvml, "nvmlDeviceGetPowerManagementLimitConstraints", handle))
-    yield make_fact("power_limit_watts", partial(part, limits, values.thousandths, 0), "watts", limit="min")
-    yield make_fact("power_limit_watts", partial(part, limits, values.thousandths, 1), "watts", limit="max")
-    yield make_fact("energy_joules_total", call("nvmlDeviceGetTotalEnergyConsumption"), "joules")
-
-
-def _throttle(nvml: Any, handle: Any) -> Iterator[Fact]:
+def _throttle(asked: Asked) -> Iterator[Fact]:
     def ask(which: str) -> int:
-        names = (f"nvmlDeviceGet{which}ClocksEventReasons", f"nvmlDeviceGet{which}ClocksThrottleReasons")
-        return parse_count(first(nvml, names, handle))
+        return int(asked.value((f"{which}ClocksEventReasons", f"{which}ClocksThrottleReasons")))
 
     try:
         active = ask("Current")
-    except Missing as error:
-        yield absent("throttle_active", error)
+    except Missing as missing:
+        yield Absent(name="throttle_active", reason=str(missing), code=missing.code)
         return
     try:
         supported = ask("Supported")
@@ -379,98 +444,31 @@ def _throttle(nvml: Any, handle: Any) -> Iterator[Fact]:
             yield Absent(name=reading_key("throttle_active", {"reason": reason}), reason=REASONS[NOT_SUPPORTED])
 
 
-def _clocks(nvml: Any, handle: Any) -> Iterator[Fact]:
-    for name, call in (("clock_hertz", "nvmlDeviceGetClockInfo"), ("clock_max_hertz", "nvmlDeviceGetMaxClockInfo")):
-        for number, domain in enumerate(values.CLOCKS):
-            ask = partial(field_value, nvml, values.hertz, call, handle, number)
-            yield make_fact(name, ask, "hertz", domain=domain)
-    state = partial(field_value, nvml, values.performance_state, "nvmlDeviceGetPerformanceState", handle)
-    yield make_fact("performance_state", state)
-
-
-def _pcie(nvml: Any, handle: Any) -> Iterator[Fact]:
-    for name, call in (
-        ("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
-        ("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
-        ("pcie_width", "nvmlDeviceGetCurrPcieLinkWidth"),
-        ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
-        ("pcie_replays_total", "nvmlDeviceGetPcieReplayCounter"),
-    ):
-        yield make_fact(name, partial(field_value, nvml, parse_count, call, handle))
-
-
-def _state(nvml: Any, handle: Any) -> Iterator[Fact]:
-    yield make_fact("persistence_mode", partial(field_value, nvml, values.flag, "nvmlDeviceGetPersistenceMode", handle))
-    mode = partial(ask_nvml, nvml, "nvmlDeviceGetComputeMode", handle)
-    yield worded("compute_mode", "mode", values.COMPUTE_MODES, mode)
-    mig = partial(ask_nvml, nvml, "nvmlDeviceGetMigMode", handle)
-    yield make_fact("mig_enabled", partial(part, mig, values.flag, 0))
-    used = once(partial(ask_nvml, nvml, "nvmlDeviceGetUtilizationRates", handle))
-    for engine in ("gpu", "memory"):
-        yield make_fact("utilization_ratio", partial(part, used, values.share, engine), engine=engine)
-    yield make_fact("fabric_ready", partial(_fabric, nvml, handle))
-
-
-def _fabric(nvml: Any, handle: Any) -> int:
+def _fabric(asked: Asked) -> int:
     """Return whether a GPU has joined its fabric (nvmlGpuFabricState_t: none, not started, in progress, completed)."""
+    nvml = asked.nvml
     if hasattr(nvml, "c_nvmlGpuFabricInfo_v2_t"):
         name, info = "nvmlDeviceGetGpuFabricInfoV", nvml.c_nvmlGpuFabricInfo_v2_t()
     elif hasattr(nvml, "c_nvmlGpuFabricInfo_t"):
         name, info = "nvmlDeviceGetGpuFabricInfo", nvml.c_nvmlGpuFabricInfo_t()
     else:
         raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
-    ask_nvml(nvml, name, handle, byref(info))
+    ask_nvml(nvml, name, asked.handle, byref(info))
     if not 1 <= info.state <= 3:
         raise Missing("not part of an NVLink fabric" if info.state == 0 else f"the fabric is unknown({info.state})")
     return int(info.state == 3 and info.status == 0)
 
 
-def _use(nvml: Any, handle: Any) -> Iterator[Fact]:
-    """Yield memory and processes: how many, and how much memory they hold together."""
-    memory = once(partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle))
-    yield make_fact("memory_total_bytes", partial(part, memory, parse_count, "total"), "bytes")
-    yield make_fact("memory_used_bytes", partial(part, memory, parse_count, "used"), "bytes")
-    reserved = partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle, nvml.nvmlMemory_v2)
-    yield make_fact("memory_reserved_bytes", partial(part, reserved, parse_count, "reserved"), "bytes")
-    processes = once(partial(ask_nvml, nvml, "nvmlDeviceGetComputeRunningProcesses", handle))
-    yield make_fact("compute_processes", lambda: len(processes()))
-    yield make_fact("compute_processes_memory_bytes", lambda: sum(_held(p) for p in processes()), "bytes")
+def _use(asked: Asked) -> Iterator[Fact]:
+    """Yield the memory that the driver keeps; how many processes there are, and how much memory they hold together."""
+    reserved = partial(asked.value, "MemoryInfo", asked.nvml.nvmlMemory_v2, part="reserved")
+    yield attempt("memory_reserved_bytes", reserved, "bytes")
+    processes = partial(asked.call, "ComputeRunningProcesses")
+    yield attempt("compute_processes", lambda: len(processes()))
+    yield attempt("compute_processes_memory_bytes", lambda: sum(_held(p) for p in processes()), "bytes")
 
 
 def _held(process: Any) -> int:
     if process.usedGpuMemory is None:
         raise Missing("the driver does not say how much memory each process uses")
     return parse_count(process.usedGpuMemory)
-
-
-def _fields(nvml: Any, handle: Any) -> Iterator[Fact]:
-    hardware = values.hardware_throttle_fields(ask_text(nvml, "nvmlSystemGetDriverVersion"))
-    throttled = values.THROTTLED | hardware
-    numbers = (
-        *values.RETIRED.values(),
-        values.MEMORY_TEMPERATURE,
-        values.LINKS,
-        values.RECOVERY,
-        *values.MARGINS.values(),
-        *throttled.values(),
-    )
-    field = partial(field_of, once(partial(ask_fields, nvml, handle, [(number, 0) for number in numbers])))
-    yield make_fact("retired_pages", partial(field, parse_count, values.RETIRED["single_bit"]), cause="single_bit")
-    yield make_fact("retired_pages", partial(field, parse_count, values.RETIRED["double_bit"]), cause="double_bit")
-    yield make_fact("retired_pages_pending", partial(field, values.flag, values.RETIRED["pending"]))
-    yield make_fact(
-        "temperature_celsius", partial(field, values.degrees, values.MEMORY_TEMPERATURE), "celsius", sensor="memory"
-    )
-    for threshold, number in values.MARGINS.items():
-        ask = partial(field, values.margin, number)
-        yield make_fact("temperature_margin_threshold_celsius", ask, "celsius", threshold=threshold)
-    for reason in (*values.THROTTLED, *values.HARDWARE_THROTTLED):
-        if reason in throttled:
-            yield make_fact(
-                "throttle_seconds_total", partial(field, values.seconds, throttled[reason]), "seconds", reason=reason
-            )
-        else:
-            key = reading_key("throttle_seconds_total", {"reason": reason})
-            yield Absent(name=key, reason="this driver has no known field for it")
-    yield worded("recovery_action", "action", values.RECOVERIES, partial(field, parse_count, values.RECOVERY))
-    yield from read_links(nvml, handle, partial(field, parse_count, values.LINKS))

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from canaryd.model import Device
 from canaryd.worker.telemetry.interface import DeviceLost, NotHere, Unavailable
+from canaryd.worker.telemetry.sysfs import Unreadable
 
-Ask = Callable[[], Any]
-"""Returns a value or raises `Missing`."""
 Check = Callable[[Any], Any]
 """Turns a raw value into base units; raises `Missing` for a value by which the driver says that it has none."""
 
 
-class Missing(Exception):
-    """One thing could not be read; the argument is the reason that people will read, `code` is NVML's."""
-
-    def __init__(self, reason: str, code: int = 0) -> None:
-        super().__init__(reason)
-        self.code = code
+class Missing(Unreadable):
+    """NVML did not give one thing; `code` is its own."""
 
 
 NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, UNKNOWN_ERROR = 3, 6, 13, 15, 16, 999
@@ -94,19 +89,6 @@ def ask_nvml(nvml: ModuleType, name: str, *arguments: Any) -> Any:
         if code == GPU_IS_LOST and arguments:  # without one it is about the driver, and no device of ours
             raise DeviceLost(LOST) from error
         raise Missing(REASONS.get(code, f"NVML: {_said(error)}"), code) from error
-
-
-def first(nvml: ModuleType, names: Iterable[str], *arguments: Any) -> Any:
-    """Return the answer of the first call that package and driver both know; the newest name comes first."""
-    missing = Missing(OLD_PACKAGE)
-    for name in names:
-        try:
-            return ask_nvml(nvml, name, *arguments)
-        except Missing as error:
-            missing = error
-            if error.code != FUNCTION_NOT_FOUND:
-                break
-    raise missing
 
 
 def _said(error: Exception) -> str:
@@ -205,22 +187,9 @@ def ask_text(nvml: ModuleType, name: str, *arguments: Any) -> str:
     return "" if text.upper() in ("N/A", "[N/A]", "UNKNOWN", "0") else text
 
 
-def known(ask: Ask) -> str:
-    """Return a value as text, "" where it could not be read."""
-    try:
-        return str(ask())
-    except Missing:
-        return ""
-
-
 def parse_count(raw: Any) -> int:
     """Return a number that cannot be negative; raise `Missing` for the values by which NVML and DCGM say "none"."""
     value = int(raw)
     if value < 0 or value == 0xFFFFFFFF or 0x7FFFFFF0 <= value <= 0x7FFFFFFF or value >= 0x7FFFFFFFFFFFFFF0:
         raise Missing(INVALID)
     return value
-
-
-def field_value(nvml: ModuleType, check: Check, name: str, *arguments: Any) -> Any:
-    """Return what one call gives, checked and in base units."""
-    return check(ask_nvml(nvml, name, *arguments))

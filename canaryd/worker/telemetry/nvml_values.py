@@ -6,6 +6,7 @@ package and a driver of different age must still understand each other.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from canaryd.model import EXCLUSIVE, PROHIBITED
@@ -21,7 +22,16 @@ KINDS = ("corrected", "uncorrected")
 CACHES = {"l1": 0, "l2": 1, "register_file": 3, "texture": 4, "texture_shm": 5, "cbu": 6}
 """nvmlMemoryLocation_t that only devices before Turing count apart; later ones report the sum as `SRAM`."""
 DRAM, SRAM = 2, 7
-UNITS = {"l2": "L2", "sm": "Sm", "pcie": "Pcie", "mcu": "Mcu", "other": "Other"}
+SRAM_STATUS = (
+    ("ecc_sram_threshold_exceeded", "bThresholdExceeded", {}),
+    ("ecc_sram_uncorrected_total", "volatileUncParity", {"detection": "parity"}),
+    ("ecc_sram_uncorrected_total", "volatileUncSecDed", {"detection": "sec_ded"}),
+    ("ecc_sram_aggregate_uncorrected_total", "aggregateUncParity", {"detection": "parity"}),
+    ("ecc_sram_aggregate_uncorrected_total", "aggregateUncSecDed", {"detection": "sec_ded"}),
+    *(("ecc_sram_units_total", f"aggregateUncBucket{u}", {"unit": u.lower()}) for u in ("L2", "Sm", "Pcie", "Mcu")),
+    ("ecc_sram_units_total", "aggregateUncBucketOther", {"unit": "other"}),
+)
+"""Reading, member of nvmlEccSramErrorStatus_v1_t, labels."""
 BANKS = ("max", "high", "partial", "low", "none")
 THRESHOLDS = ("shutdown", "slowdown", "memory_max", "gpu_max", "acoustic_min", "acoustic_current", "acoustic_max")
 """nvmlTemperatureThresholds_t."""
@@ -52,11 +62,8 @@ RECOVERIES = (
     *("none", "reset", "reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset", "system_reboot"),
 )
 """nvmlDeviceGpuRecoveryAction_t."""
-RETIRED, LINKS, MEMORY_TEMPERATURE, RECOVERY = {"single_bit": 29, "double_bit": 30, "pending": 31}, 91, 82, 230
-VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""nvmlValueType_t → the member of nvmlValue_t."""
 LEAST_MARGIN, HOTTEST = -100, 300
-"""Degrees at and beyond which a value is a sentinel (ours). Seen from NVML: -256, 4294967040, and 0 for memory."""
+"""Degrees at and beyond which a value is a sentinel. Seen from NVML: -256, 4294967040, and 0 for memory."""
 
 
 def link_field(kind: str, link: int) -> tuple[int, int] | None:
@@ -89,24 +96,19 @@ def cuda_version(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def thousandths(raw: Any) -> float:
-    """Convert milliwatts to watts, millijoules to joules."""
-    return parse_count(raw) / 1000
+def per(divisor: int, raw: Any) -> float:
+    """Return a count of small units in a larger one."""
+    return parse_count(raw) / divisor
 
 
-def seconds(raw: Any) -> float:
-    """Convert nanoseconds to seconds."""
-    return parse_count(raw) / 1_000_000_000
+thousandths, seconds = partial(per, 1000), partial(per, 10**9)
+fan_ratio = partial(per, 100)
+"""Of the fan's nominal top speed, which it may exceed."""
 
 
 def hertz(raw: Any) -> int:
     """Convert megahertz to hertz."""
     return parse_count(raw) * 1_000_000
-
-
-def fan_ratio(raw: Any) -> float:
-    """Convert per cent of the fan's nominal top speed, which it may exceed, to a ratio."""
-    return parse_count(raw) / 100
 
 
 def share(raw: Any) -> float:

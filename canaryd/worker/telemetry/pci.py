@@ -10,12 +10,12 @@ from canaryd.worker.telemetry.sysfs import Unreadable, entries, optional_entries
 
 NVIDIA, AMD = 0x10DE, 0x1002
 ACCELERATORS = {
-    NVIDIA: ("NVIDIA", (0x0300, 0x0302)),
-    AMD: ("AMD", (0x0302, 0x0380, 0x1200)),
-    0x8086: ("Intel", (0x0380,)),
-    0x19E5: ("Huawei", (0x1200,)),
+    NVIDIA: ("NVIDIA", "cuda", (0x0300, 0x0302)),
+    AMD: ("AMD", "rocm", (0x0302, 0x0380, 0x1200)),
+    0x8086: ("Intel", "xpu", (0x0380,)),
+    0x19E5: ("Huawei", "npu", (0x1200,)),
 }
-"""Vendor id → name and the classes (PCI Code and ID Assignment Specification) under which its accelerators appear.
+"""Vendor id → name, backend and classes (PCI Code and ID Assignment Specification) of its accelerators.
 
 0x0300 is a VGA controller, 0x0302 and 0x0380 are display controllers without one, 0x1200 is a processing accelerator.
 AMD's and Intel's VGA controllers are left out, because most are part of a processor. So is Intel's 0x1200, the neural
@@ -38,6 +38,7 @@ class PciFunction:
     """Domain, bus, device and function, e.g. "0000:65:00.0"."""
     vendor: str
     """"NVIDIA", "AMD", "Intel" or "Huawei"."""
+    backend: str
     device_id: str
     """The vendor's number for the model, four hex digits, e.g. "2335"."""
     driver: str
@@ -57,7 +58,7 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
     for function in sorted(entries(sysfs / "bus/pci/devices")):
         try:
             number = read_int(function / "vendor")
-            vendor, classes = ACCELERATORS.get(number, ("", ()))
+            vendor, backend, classes = ACCELERATORS.get(number, ("", "", ()))
             if read_int(function / "class") >> 8 not in classes or (number, function.name) == INTEGRATED:
                 continue
             device_id = f"{read_count(function / 'device'):04x}"
@@ -68,6 +69,7 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
             PciFunction(
                 bus_id=function.name,
                 vendor=vendor,
+                backend=backend,
                 device_id=device_id,
                 driver=driver.resolve().name if driver.is_symlink() else "",
                 virtual=(function / "physfn").is_symlink(),

@@ -1,7 +1,7 @@
 """Readers of /sys that vendors share: one small file at a time; every failure becomes a reason.
 
 Values come in the kernel's units (Documentation/ABI/testing/sysfs-bus-pci, Documentation/hwmon/sysfs-interface.rst) and
-leave in base units. The root is a parameter everywhere, so that a constructed tree reads like a machine.
+are returned in base units.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -20,18 +20,29 @@ from canaryd.probe import Absent
 
 
 class Unreadable(Exception):
-    """A file of /sys or /proc gave no value; the argument is the reason shown to people."""
+    """A value could not be read; the argument is the reason shown to people, `code` is the driver's."""
+
+    def __init__(self, reason: str, code: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class Denied(Unreadable):
     """The user of this process may not read the file."""
 
 
+Fact = Reading | Absent
 _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 """GT/s → PCI Express generation (the PCI Express Base Specifications 1.0 to 7.0)."""
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 """Lanes that a link can have; the kernel writes 0 or 255 for unknown."""
 _NATURAL = re.compile(r"(\d+)")
+
+
+def only(settings: Mapping[str, Any], probe: str, *names: str) -> None:
+    """Raise `ValueError` for a setting that the probe does not have."""
+    if unknown := sorted(set(settings) - set(names)):
+        raise ValueError(f"{unknown[0]}: {probe} has no such setting; it has {', '.join(sorted(names))}")
 
 
 def path_setting(settings: Mapping[str, Any], name: str, default: str) -> Path:
@@ -119,47 +130,49 @@ def unreadable(error: OSError, path: Path) -> Unreadable:
     return Unreadable(f"{path}: {error.strerror or error}")
 
 
-def attempt(
-    name: str, read: Callable[[], float], unit: str = "", labels: Mapping[str, str] | None = None
-) -> Reading | Absent:
+def attempt(name: str, read: Callable[[], float], unit: str = "1", /, **labels: str) -> Fact:
     """Return what `read` returns as a reading, or the reason that it raises as `Unreadable`."""
-    labels = labels or {}
     try:
         return Reading(name=name, value=read(), unit=unit, labels=labels)
     except Unreadable as error:
-        return Absent(name=reading_key(name, labels), reason=str(error))
+        return Absent(name=reading_key(name, labels), reason=str(error), code=error.code)
 
 
-def count(name: str, path: Path, labels: Mapping[str, str] | None = None) -> Reading | Absent:
-    """Return the count in a file as a reading, or why there is none."""
-    return attempt(name, lambda: read_count(path), "1", labels)
+def line(path: Path, pattern: str) -> str:
+    """Return the first group of a pattern in a file; raise `Unreadable` where no line matches."""
+    if found := re.search(pattern, read_text(path), re.MULTILINE):
+        return found[1]
+    raise Unreadable(f"{path} has no line of the form {pattern}")
 
 
-def aer(root: Path, bus_id: str) -> Iterator[Reading | Absent]:
+def percent(path: Path) -> float:
+    """Return a file's percentage as a ratio."""
+    if (number := read_count(path)) > 100:
+        raise Unreadable(f"{path} holds {number}, not a percentage")
+    return number / 100
+
+
+def aer(root: Path, bus_id: str) -> Iterator[Fact]:
     """Yield the PCI Express errors of a function by severity, since boot or since the device appeared on the bus.
 
     The kernel's own totals (Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats).
     """
     function = root / "bus/pci/devices" / bus_id
     for severity, total in (("correctable", "COR"), ("nonfatal", "NONFATAL"), ("fatal", "FATAL")):
-        read = partial(_aer_total, function / f"aer_dev_{severity}", f"TOTAL_ERR_{total}")
-        yield attempt("pcie_aer_errors_total", read, "1", {"severity": severity})
+        read = partial(_aer_total, function / f"aer_dev_{severity}", total)
+        yield attempt("pcie_aer_errors_total", read, severity=severity)
 
 
 def _aer_total(path: Path, name: str) -> int:
-    match = re.search(rf"^{name}[ \t]+([0-9]{{1,20}})$", read_text(path), re.MULTILINE)
-    if not match:
-        raise Unreadable(f"{path} holds no line {name}")
-    return int(match.group(1))
+    return int(line(path, rf"^TOTAL_ERR_{name}[ \t]+([0-9]{{1,20}})$"))
 
 
-def pcie(root: Path, bus_id: str) -> Iterator[Reading | Absent]:
+def pcie(root: Path, bus_id: str) -> Iterator[Fact]:
     """Yield generation and width of a function's link: the current ones, and the highest of device and port."""
     function = root / "bus/pci/devices" / bus_id
-    yield attempt("pcie_generation", partial(_generation, function / "current_link_speed"), "1")
-    yield attempt("pcie_generation_max", partial(_both, _generation, function, "max_link_speed"), "1")
-    yield attempt("pcie_width", partial(_width, function / "current_link_width"), "1")
-    yield attempt("pcie_width_max", partial(_both, _width, function, "max_link_width"), "1")
+    for name, measure, file in (("generation", _generation, "link_speed"), ("width", _width, "link_width")):
+        yield attempt(f"pcie_{name}", partial(measure, function / f"current_{file}"))
+        yield attempt(f"pcie_{name}_max", partial(_both, measure, function, f"max_{file}"))
 
 
 def _both(measure: Callable[[Path], int], function: Path, name: str) -> int:
@@ -186,7 +199,7 @@ def _width(path: Path) -> int:
     return lanes
 
 
-def hwmon(root: Path, device_path: Path | str) -> Iterator[Reading | Absent]:
+def hwmon(root: Path, device_path: Path | str) -> Iterator[Fact]:
     """Yield temperatures, their thresholds, fans and power from a device's own hwmon chips.
 
     `device_path` is the device's directory below `root`, e.g. "bus/pci/devices/0000:65:00.0". A sensor is called by the
@@ -206,20 +219,25 @@ def hwmon(root: Path, device_path: Path | str) -> Iterator[Reading | Absent]:
             yield Absent(name=name, reason=reason)
 
 
-def _chip(chip: Path, *, with_power: bool) -> Iterator[Reading | Absent]:
+def _chip(chip: Path, *, with_power: bool) -> Iterator[Fact]:
     for path, sensor in inputs(chip, "temp"):
-        yield attempt("temperature_celsius", partial(celsius, path), "celsius", {"sensor": sensor})
-        for limit in ("crit", "max"):
-            threshold = path.with_name(path.name.replace("_input", f"_{limit}"))
-            if threshold.exists():
-                labels = {"threshold": f"{sensor}_{limit}"}
-                yield attempt("temperature_threshold_celsius", partial(celsius, threshold), "celsius", labels)
+        yield attempt("temperature_celsius", partial(celsius, path), "celsius", sensor=sensor)
+        yield from thresholds(path, sensor, "crit", "max")
     for path, fan in inputs(chip, "fan"):
-        yield attempt("fan_rpm", partial(rpm, path), "1", {"fan": fan})
+        yield attempt("fan_rpm", partial(rpm, path), fan=fan)
     # A chip gives average power, momentary power, or both; the first rail is the whole device.
     power = next((path for path in (chip / "power1_average", chip / "power1_input") if path.exists()), None)
     if with_power and power is not None:
         yield attempt("power_watts", lambda: read_count(power) * 1e-6, "watts")
+
+
+def thresholds(path: Path, sensor: str, *limits: str) -> Iterator[Fact]:
+    """Yield the thresholds that a chip has beside a sensor's input file."""
+    for limit in limits:
+        file = path.with_name(path.name.replace("_input", f"_{limit}"))
+        if file != path and file.exists():
+            name = f"{sensor}_{limit}"
+            yield attempt("temperature_threshold_celsius", partial(celsius, file), "celsius", threshold=name)
 
 
 def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
@@ -229,16 +247,21 @@ def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
     """
     paths = entries(chip, f"{kind}[0-9]*_input")
     stems = [path.name.removesuffix("_input") for path in paths]
-    labels = [" ".join(optional_text(chip / f"{stem}_label").split())[:40] for stem in stems]
-    for path, stem, label in zip(paths, stems, labels, strict=True):
-        yield path, label if label and labels.count(label) == 1 else f"{label} {stem}".strip()
+    names = [(" ".join(optional_text(chip / f"{stem}_label").split())[:40], stem) for stem in stems]
+    yield from zip(paths, unique(names), strict=True)
+
+
+def unique(names: Sequence[tuple[str, str]]) -> list[str]:
+    """Return each label of pairs of a label and a file's name, with the file's name where the label is not unique."""
+    labels = [label for label, _ in names]
+    return [label if label and labels.count(label) == 1 else f"{label} {file}".strip() for label, file in names]
 
 
 def celsius(path: Path) -> float:
     """Return a file of millidegrees as degrees Celsius.
 
-    Raises `Unreadable` where the chip reports a fault of the sensor, and for temperatures that no silicon survives (our
-    reasoning): chips give them for sensors that are not connected and thresholds that are not set, e.g. NVMe 65261.85.
+    Raises `Unreadable` where the chip reports a fault of the sensor, and for temperatures that no silicon survives:
+    chips give them for sensors that are not connected and thresholds that are not set, e.g. NVMe 65261.85.
     """
     _no_fault(path)
     degrees = read_int(path) / 1000

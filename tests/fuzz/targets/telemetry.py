@@ -198,7 +198,7 @@ def _file(data: bytes) -> None:
             (sysfs.celsius, -60, 150),
             (sysfs._generation, 1, 7),
             (sysfs._width, 1, 32),
-            (amd._percent, 0, 1),
+            (sysfs.percent, 0, 1),
             (host._machine_checks, 0, 1e30),
         ):
             try:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry import kernel_log
-from canaryd.worker.telemetry.kernel_log import classify, follow, parse
+from canaryd.worker.telemetry.kernel_log import follow
 from tests.worker.telemetry.kernel_lines import DATA, ROOT, XID, line
 from tests.worker.telemetry.trees import plant
 
@@ -29,46 +29,6 @@ BOOT = "0f0e0d0c-0b0a-4908-8706-050403020100"
 
 
 # --- One record ------------------------------------------------------------------------------------------------------
-
-
-def test_a_record_is_taken_apart():
-    """Priority and facility, number, time and text; flags and continuation lines are left out."""
-    record = parse("30,5,123456789,-,caller=T1;hello, world; again\n SUBSYSTEM=pci\n DEVICE=+pci:0000:65:00.0\n")
-    assert record == kernel_log.Record(facility=3, sequence=5, usec=123456789, text="hello, world; again")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        " KEY=value",
-        "no record",
-        "6,1,2",
-        "6,1,2,-",
-        "x,1,2,-;a",
-        "6,-1,2,-;a",
-        "٦,1,2,-;a",
-        f"6,{9**30},1,-;a",
-    ],
-)
-def test_what_is_no_record_is_none(line):
-    """Nothing is guessed into a line that does not have the form."""
-    assert parse(line) is None
-
-
-def test_escapes_are_decoded_and_made_harmless():
-    """A line break inside a message becomes a space, so that it cannot pass for a message; UTF-8 is put together."""
-    record = parse(r"4,1,1,-;a\x0aNVRM: Xid (PCI:0000:65:00): 79, b\x09\x5c \xc3\xa4\xff" + "\u202e")
-    assert record
-    assert record.text == "a NVRM: Xid (PCI:0000:65:00): 79, b \\ ä\ufffd"
-    assert classify(record.text) is None
-
-
-def test_a_long_text_is_cut():
-    """What is looked at is bounded."""
-    record = parse("4,1,1,-;" + "x" * 100_000)
-    assert record
-    assert len(record.text) == kernel_log.LONGEST_TEXT
 
 
 # --- Following a file ------------------------------------------------------------------------------------------------
@@ -300,13 +260,6 @@ def test_another_boot_is_read_from_its_start(boot_id, log):
     assert [r.sequence for r in read(log, boot_id, after=1, boot="another")[0]] == [1, 2]
 
 
-def test_a_gap_is_lost_records(boot_id, log):
-    """Numbers that were never seen are told, between two records and since the position."""
-    feed(log, line(4), line(7))
-    assert read(log, boot_id)[1].lost == 2
-    assert read(log, boot_id, after=1)[1].lost == 4
-
-
 def test_an_unfinished_line_waits_for_its_end(boot_id, log):
     """Half a record is no record, and it is not lost either."""
     whole = line(1)
@@ -349,30 +302,6 @@ def test_a_file_that_was_replaced_while_nobody_looked(boot_id, log):
     """A file whose newest record is older than the position is another file: it counts from its start."""
     feed(log, line(0), line(1))
     assert [r.sequence for r in read(log, boot_id, after=500)[0]] == [0, 1]
-
-
-def test_a_record_that_comes_twice_counts_once(boot_id, log):
-    """A feeder that starts again and repeats the kernel's buffer into the same file changes nothing."""
-    feed(log, line(1), line(2), line(1), line(2), line(3))
-    assert [r.sequence for r in read(log, boot_id)[0]] == [1, 2, 3]
-
-
-def test_garbage_does_not_stop_it(boot_id, log):
-    """Bytes that are no text and lines without end are counted, and what follows is read."""
-    log.write_bytes(
-        line(1).encode() + b"\xff\xfe\x00\n" + b"x" * 200_000 + b"\n" + line(2).encode() + b"4,3,1,-;\xff\n"
-    )
-    records, position = read(log, boot_id)
-    assert [r.sequence for r in records] == [1, 2]
-    assert (position.sequence, position.garbled, position.lost) == (3, 2, 0)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-@given(st.binary(max_size=2000))
-def test_no_file_makes_it_raise(boot_id, log, data):
-    """Whatever stands in it, the end is a position."""
-    log.write_bytes(data)
-    assert read(log, boot_id)[1].boot == BOOT
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
@@ -464,15 +393,6 @@ def test_the_present_end_is_reached_while_lines_pour_in(boot_id, log):
     assert next(numbers) < 10
     assert isinstance(found[-1], LogPosition)
     assert found[-1].sequence >= 0
-
-
-def test_it_stops_when_it_is_told_to(boot_id, log):
-    """With a last position."""
-    feed(log, line(1))
-    live = Live(log, boot_id)
-    live.news()
-    live.stopped = True
-    assert list(live.stream) == [LogPosition(boot=BOOT, sequence=1)]
 
 
 def test_what_cannot_be_read_is_said(boot_id, log, tmp_path):
@@ -589,20 +509,3 @@ def test_an_overrun_is_survived_and_counted(boot_id, terminal, tmp_path):
     items = json.loads(done.stdout)
     assert [i["sequence"] for i in items if "kind" in i] == [1, 7]
     assert items[-1] == {"boot": BOOT, "sequence": 7, "lost": 5, "garbled": 0}
-
-
-def test_the_log_of_this_machine():
-    """Its own records all parse, and from the position reached nothing comes again."""
-    try:
-        items = list(follow("/dev/kmsg", until_end=True))
-    except (PermissionError, FileNotFoundError) as error:
-        pytest.skip(f"the kernel log of this machine cannot be read: {error}")
-    position = items[-1]
-    assert isinstance(position, LogPosition)
-    assert position.sequence >= 0
-    assert position.garbled == 0
-    known = {i.sequence for i in items if isinstance(i, LogRecord)}
-    again = list(follow("/dev/kmsg", boot=position.boot, after=position.sequence, until_end=True))
-    assert not known & {i.sequence for i in again if isinstance(i, LogRecord)}
-    assert isinstance(again[-1], LogPosition)
-    assert again[-1].sequence >= position.sequence

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from canaryd.worker.telemetry import kernel_log, kernel_messages
 from canaryd.worker.telemetry.kernel_log import classify, parse
@@ -58,13 +56,6 @@ def test_no_process_is_named(wanted, message):
         assert not re.search(r"trainer|4711|4712|cache_mgr|Worker|nvidia-smi|<unknown>", f"{found.text} {found.fields}")
 
 
-def test_a_name_with_a_comma_is_removed_where_a_channel_follows():
-    """The driver does not quote names; the channel behind it shows where it ends."""
-    found = taken("NVRM: Xid (PCI:0000:65:00): 31, pid=1, name=a, b, Ch 00000008, intr 00000000")
-    assert found
-    assert found.text == "NVRM: Xid (PCI:0000:65:00): 31, Ch 00000008, intr 00000000"
-
-
 def test_nothing_but_the_process_is_cut():
     """The rest of a message stays as it was printed."""
     found = taken("Out of memory: Killed process 4711 (a) (b) total-vm:132kB, anon-rss:8kB")
@@ -88,13 +79,6 @@ def test_an_nvlink_error_is_taken_apart():
         "error_status": "0x8",
         "debug": "0x1 0x0",
     }
-
-
-def test_an_nvlink_error_that_was_cut_short_keeps_what_it_has():
-    """A missing word is no word of zeros."""
-    told = fields("NVRM: Xid (PCI:0018:01:00): 149, NETIR Fatal XC0 i0 Link -1 (0x000fe406")
-    assert (told["intr_info"], told["link"]) == ("0x000fe406", "-1")
-    assert not {"error_status", "debug"} & set(told)
 
 
 @pytest.mark.parametrize(
@@ -142,25 +126,6 @@ def test_details_become_fields():
     ):
         wanted = {"controller": "2", "count": "7", "dimm": dimm}
         assert fields(f"EDAC MC2: 7 CE {middle} {place}") == wanted
-
-
-@given(
-    st.text() | st.sampled_from([m for _, m in CASES]).flatmap(lambda m: st.integers(0, len(m)).map(lambda n: m[:n]))
-)
-def test_no_text_makes_it_raise(text):
-    """Garbage and messages that are cut anywhere give None or a message of one bounded line."""
-    found = classify(text)
-    assert found is None or (found.kind and len(found.text) <= kernel_log.LONGEST_TEXT + 1)
-    parse(text)
-    record = parse(f"4,1,1,-;{text}")
-    assert record
-    assert record.text.isprintable()
-
-
-@given(st.binary(max_size=400))
-def test_no_bytes_make_it_raise(data):
-    """Whatever stands in a file."""
-    parse(data.decode("utf-8", "replace"))
 
 
 def test_a_hostile_text_takes_no_time():

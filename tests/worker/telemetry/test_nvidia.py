@@ -166,16 +166,6 @@ def test_an_instance_gives_what_it_has_and_no_list_of_what_it_lacks(machine, age
         assert absent[name] == NOT_SUPPORTED
 
 
-def test_an_instance_that_was_dissolved_is_gone(machine, agent):
-    """Its GPU is there, it is not."""
-    machine.divide(1, 2)
-    found, _ = agent.inventory()
-    machine.set(1, "mig_instances", 1)
-    assert agent.refused(found[3]).endswith("is no longer there: its GPU was partitioned again")
-    machine.lose(1)
-    assert agent.refused(found[2]).startswith("GPU is lost: ")
-
-
 # --- Handles ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,17 +260,6 @@ def test_what_another_boot_learnt_is_asked_again(machine, tmp_path):
     assert swept(machine, tmp_path)[0] > 60
 
 
-@pytest.mark.parametrize("kept", ["", "{", '{"driver": "580.95.05", "at": 0, "known": {}}', '{"driver": "580.95.05"}'])
-def test_a_memory_that_is_old_or_damaged_is_made_anew(machine, agent, tmp_path, kept):
-    """It is what it would be without."""
-    file = tmp_path / f"memory/nvml-{machine.uuids[1]}.json"
-    file.parent.mkdir()
-    file.write_text(kept)
-    calls, *found = swept(machine, tmp_path)
-    assert ([*found], calls > 100) == ([*agent.read(gpu(machine, 1))], True)
-    assert swept(machine, tmp_path)[0] < 60
-
-
 # --- The probe, through the supervisor --------------------------------------------------------------------------------
 
 
@@ -312,13 +291,6 @@ def test_a_call_that_hangs_or_crashes_costs_the_worker(machine, mischief, outcom
     assert "nvmlDeviceGetPowerUsage" in run.detail
     assert run_probe(machine, gpu(machine, 5)).outcome is Outcome.COMPLETED
     assert machine.holders() == {}
-
-
-def test_a_driver_that_hangs_at_the_start_costs_the_worker(machine):
-    """A hang inside nvmlInit is killed at the deadline like any other call."""
-    machine.hang(None, "nvmlInitWithFlags")
-    run = run_probe(machine, gpu(machine, 0), timeout=3.0)
-    assert (run.outcome, run.readings) == (Outcome.TIMED_OUT, ())
 
 
 def test_what_cannot_be_asked_is_skipped_with_the_reason(machine):

@@ -14,6 +14,8 @@ from canaryd.facts import Reading
 from canaryd.judge.telemetry.readings import READINGS
 
 ROOT = Path(__file__).resolve().parents[3]
+GARBAGE = ("", "   ", "\0\0", "N/A", "nan", "inf", "1e3", "12 34", "0x", "1_000", "٣", "9" * 400, b"\xff\xfe\x00")
+"""What a file of one number may hold instead."""
 
 
 def plant(root: Path, files: Mapping[str, str | bytes]) -> Path:
