@@ -128,9 +128,6 @@ def _serves(card: Card) -> bool:
         return card.pci_class >> 8 in ACCELERATORS
 
 
-# --- sysfs -----------------------------------------------------------------------------------------------------------
-
-
 def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
     yield from _errors(card)
     yield from _pages(card)
@@ -177,7 +174,6 @@ def _errors(card: Card) -> Iterator[Reading | Absent]:
 
 
 def _pages(card: Card) -> Iterator[Reading | Absent]:
-    """Yield how many pages of memory are bad, by status; an empty list means none."""
     path = card.device / "ras/gpu_vram_bad_pages"
     try:
         lines = [line for line in read_bytes(path).decode(errors="replace").splitlines() if line.strip()]
@@ -211,9 +207,6 @@ def _clock(path: Path, *, most: bool) -> int:
     if not wanted:
         raise Unreadable(f"{path} holds no clock in use")
     return max(wanted) * 10**6
-
-
-# --- amdsmi ----------------------------------------------------------------------------------------------------------
 
 
 class _Library:
@@ -370,6 +363,5 @@ def _given(
     /,
     **labels: str,
 ) -> Iterator[Reading]:
-    """Yield a field of an answer as a reading, if it is within its bounds."""
     if (value := _number(answer, key, least, most)) is not None:
         yield Reading(name=name, value=value * times / by if by > 1 else value * times, unit=unit, labels=labels)

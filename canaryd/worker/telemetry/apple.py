@@ -95,10 +95,6 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     yield Absent(name="ecc_errors_total", reason="macOS gives no memory error counts")
 
 
-def close() -> None:
-    """Do nothing: no handle stays open between two reads."""
-
-
 def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
     only(settings, "apple_telemetry", *COMMANDS)
     if sys.platform != "darwin" and "sysctl" not in settings:

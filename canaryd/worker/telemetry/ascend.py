@@ -113,9 +113,6 @@ def _settings(settings: Mapping[str, Any]) -> tuple[str, Path]:
     return command_setting(settings, "npu_smi", "npu-smi"), path_setting(settings, "sysfs", "/sys")
 
 
-# --- readings --------------------------------------------------------------------------------------------------------
-
-
 def _health(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
     status = chip.health.lower()
     if status not in STATES:
@@ -176,9 +173,6 @@ def _asked(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
     now, most = (partial(field, "common", f"Aicore {which}(MHZ)", 1, 10_000) for which in ("curFreq", "Freq"))
     yield attempt("clock_hertz", lambda: now() * 10**6, "hertz", domain="aicore")
     yield attempt("clock_max_hertz", lambda: most() * 10**6, "hertz", domain="aicore")
-
-
-# --- npu-smi ---------------------------------------------------------------------------------------------------------
 
 
 def _listed(smi: str) -> list[_Chip]:
@@ -245,7 +239,6 @@ def _section(text: str, chip: str, *, alone: bool) -> dict[str, str]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Return the first value of every key."""
     found: dict[str, str] = {}
     for key, value in _lines(text):
         found.setdefault(_key(key), value)

@@ -91,10 +91,6 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     return []
 
 
-def close() -> None:
-    """Do nothing: no file stays open."""
-
-
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what the machine says about itself now; raise `Unavailable` for a device that is not its processors."""
     if device.backend != "cpu":
@@ -299,7 +295,6 @@ def cores(sysfs: Path) -> Iterator[Fact]:
 
 
 def _ids(path: Path) -> set[int]:
-    """Return the numbers of a list such as "0-3,8"."""
     text = read_text(path)
     if not re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*", text):
         raise Unreadable(f"{path} holds {text[:40]!r}, not a list of processors")

@@ -76,10 +76,6 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     yield Absent(name="ecc_errors_total", reason="the xe and i915 drivers give no memory error counts in sysfs")
 
 
-def close() -> None:
-    """Do nothing: no handle stays open between two reads."""
-
-
 def _root(settings: Mapping[str, Any]) -> Path:
     only(settings, "intel_telemetry", "sysfs")
     return path_setting(settings, "sysfs", "/sys")

@@ -1,20 +1,18 @@
 """The interface of the vendors' modules, and the inventory that uses them.
 
-A module is `canaryd.worker.telemetry.<name>` with `devices`, `read` and `close`. Only it imports its vendor's library,
-and only when one of these is called. A new vendor also needs a probe, `probes/<name>_telemetry.py`, and its backend in
-`canaryd.engine.inventory.BACKEND_OF_MODULE`.
+A vendor's library is imported by its own module alone, when that is asked. A new vendor also needs a probe,
+`probes/<name>_telemetry.py`, and its backend in `canaryd.engine.inventory.BACKEND_OF_MODULE`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from canaryd.facts import Reading
 from canaryd.model import KERNEL_DRIVER, ON_THE_BUS, UNDRIVEN, Device, Reason
-from canaryd.probe import Absent, Skip
+from canaryd.probe import Skip
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
 
@@ -33,30 +31,15 @@ class NotHere(Unavailable):
     """Nothing of the vendor is installed, which is normal on a host without its devices."""
 
 
-class Vendor(Protocol):
-    """What each module offers. `settings` is the probe's own section of the configuration.
+def module(name: str) -> Any:
+    """Return the module of a vendor, which does not import the vendor's library yet.
 
-    Two more functions are optional: `facts(settings)` returns facts of the machine rather than of one device, and
-    `problems()` one sentence for each thing that the last `devices` could not identify.
+    `settings`: its probe's own section of the configuration. `devices(settings)` returns the devices with identity and
+    versions, `read(device, settings)` yields the readings of one; both raise `Unavailable` where library or driver
+    cannot be used. Optional: `facts(settings)` returns facts of the machine, `problems()` one sentence for each thing
+    that the last `devices` could not identify; `close()` releases every handle.
     """
-
-    def devices(self, settings: Mapping[str, Any]) -> list[Device]:
-        """Return the devices with identity and versions; raise `Unavailable` where library or driver cannot be used."""
-        ...
-
-    def read(self, device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-        """Yield the device's readings; raise `Unavailable` where library or driver cannot be used."""
-        ...
-
-    def close(self) -> None:
-        """Release every handle, and the library where that is possible."""
-        ...
-
-
-def module(name: str) -> Vendor:
-    """Return the module of a vendor, which does not import the vendor's library yet."""
-    found: Vendor = importlib.import_module(f"canaryd.worker.telemetry.{name}")
-    return found
+    return importlib.import_module(f"canaryd.worker.telemetry.{name}")
 
 
 def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dict[str, str], list[str]]:
@@ -72,7 +55,7 @@ def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dic
             devices = [*devices, *on_the_bus(path_setting(settings, "sysfs", "/sys"))]
         return devices, facts, getattr(vendor, "problems", list)()
     finally:
-        vendor.close()
+        getattr(vendor, "close", lambda: None)()
 
 
 def on_the_bus(sysfs: Path) -> list[Device]:

@@ -47,9 +47,6 @@ _HEAD = 64
 """Bytes at a file's start that show whether its contents are still the same."""
 
 
-# --- Records --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One record of /dev/kmsg."""
@@ -80,9 +77,6 @@ def parse(record: str) -> Record | None:
     text = _ESCAPE.sub(lambda m: bytes([int(m[1], 16)]), raw).decode("utf-8", "replace")
     text = "".join(c if c.isprintable() else " " for c in text[:LONGEST_TEXT])
     return Record(facility=int(found[1]) >> 3, sequence=int(found[2]), usec=int(found[3]), text=text.strip())
-
-
-# --- The log as a stream ---------------------------------------------------------------------------------------------
 
 
 class _Log:

@@ -126,7 +126,7 @@ _APEI_PART = re.compile(
 )
 _AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
 RELAYED = "relayed"
-"""Name of a machine check in which the kernel only passes on an error in memory that the firmware has told."""
+"""Name of a machine check in which the kernel only passes on an error in memory that the firmware reported."""
 _BANK_OF_FIRMWARE = "255"
 """No processor has that bank: the kernel sets it to -1 (Linux, arch/x86/kernel/cpu/mce/apei.c)."""
 PCI_EXPRESS = "PCIe error"
@@ -224,104 +224,106 @@ _CPU = r"(?:mce: )?CPU(?P<cpu>[0-9]+): "
 _TOTAL = r"temperature (?:is )?above threshold(?:.*total events = (?P<total>[0-9]+))?"
 _NVME = r"nvme (?P<controller>nvme[0-9]+)(?:n[0-9]+)?: "
 _BLOCK = r"hardware errors (?:and [0-9]+ deferred hardware errors )?detected in (?P<block>\w+) block"
+_SOFT = r"(?:NMI )?(?:watchdog: )?BUG: soft lockup"
 _BLOCKED = r".{0,40}?:[0-9]+ )blocked for more than (?P<seconds>[0-9]+) seconds"
-_LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
-    (kind, name, re.compile(pattern))
-    for kind, name, pattern in (
-        # Group "bus" becomes the bus id, group "cut" is removed from the text, all others become fields.
-        (EventKind.OFF_BUS, "", rf"NVRM: GPU (?:at )?(?:PCI:)?{PCI}:? (?:GPU )?has fallen off the bus"),
-        (EventKind.OFF_BUS, "", rf"NVRM: The NVIDIA GPU {PCI}\b.{{0,200}}?fallen off the bus"),
-        (
-            EventKind.OFF_BUS,
-            "",
-            r"NVRM: (?:\(PCI ID: \S+\) )?(?:installed in this )?(?:system )?(?:has )?fallen off the bus and",
-        ),
-        (
-            "driver",
-            "mismatch",
-            r"NVRM: API mismatch: the (?:client(?P<cut>.{0,80}?) has the version|NVIDIA kernel module)",
-        ),
+_PATTERNS: dict[str, tuple[tuple[str, str], ...]] = {
+    # Group "bus" becomes the bus id, group "cut" is removed from the text, all others become fields.
+    EventKind.OFF_BUS: (
+        ("", rf"NVRM: GPU (?:at )?(?:PCI:)?{PCI}:? (?:GPU )?has fallen off the bus"),
+        ("", rf"NVRM: The NVIDIA GPU {PCI}\b.{{0,200}}?fallen off the bus"),
+        ("", r"NVRM: (?:\(PCI ID: \S+\) )?(?:installed in this )?(?:system )?(?:has )?fallen off the bus and"),
+    ),
+    "driver": (
+        ("mismatch", r"NVRM: API mismatch: the (?:client(?P<cut>.{0,80}?) has the version|NVIDIA kernel module)"),
         # The second number is NVIDIA's status; 0x1c is NV_ERR_INSUFFICIENT_POWER (nvstatuscodes.h).
-        ("driver", "no-power", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed! \(0x[0-9a-f]+:0x1c:"),
-        ("driver", "init-failed", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed"),
-        ("driver", "probe-failed", rf"nvidia: probe of {PCI} failed with error (?P<error>-[0-9]+)"),
-        ("driver", "probe-failed", rf"nvidia {PCI}: probe with driver nvidia failed with error (?P<error>-[0-9]+)"),
-        ("driver", "bar-invalid", r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid"),
-        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down(?!/)"),
-        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Data Link Layer Link Active not set"),
-        ("pcie", "contained", _FUNCTION + r"DPC: containment event, status:0x[0-9a-f]+"),
+        ("no-power", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed! \(0x[0-9a-f]+:0x1c:"),
+        ("init-failed", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed"),
+        ("probe-failed", rf"nvidia: probe of {PCI} failed with error (?P<error>-[0-9]+)"),
+        ("probe-failed", rf"nvidia {PCI}: probe with driver nvidia failed with error (?P<error>-[0-9]+)"),
+        ("bar-invalid", r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid"),
+    ),
+    "pcie": (
+        ("link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down(?!/)"),
+        ("link-down", _FUNCTION + r"(?:pciehp: )?Data Link Layer Link Active not set"),
+        ("contained", _FUNCTION + r"DPC: containment event, status:0x[0-9a-f]+"),
         (
-            "pcie",
             "bandwidth",
             _FUNCTION + r"(?P<available>[0-9.]+) Gb/s available PCIe bandwidth, limited by (?P<speed>[0-9.]+) GT/s "
             r"PCIe x(?P<width>[0-9]+) link at (?P<at>[0-9a-f:.]+)(?: \(capable of (?P<capable>[0-9.]+) Gb/s)?",
         ),
-        ("pcie", "not-ready", _FUNCTION + r"not ready [0-9]+ms after .{1,40}; giving up"),
-        ("pcie", "inaccessible", _FUNCTION + r"(?:Unable to|can't) change power state from .{1,60}device inaccessible"),
-        ("mce", "memory", r"mce: Uncorrected hardware memory error in (?:user|kernel)-access"),
-        ("oom", "system", r"Out of memory(?: \([a-z_]+\))?: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
-        ("oom", "cgroup", r"Memory cgroup out of memory: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
-        ("nvme", "timeout", _NVME + r"I/O .{1,120}\btimeout\b"),
-        ("nvme", "down", _NVME + r"controller is down; will reset"),
-        ("nvme", "reset", _NVME + r"resetting controller"),
-        ("nvme", "failed", _NVME + r"(?:Removing after probe failure|Disabling device after reset failure)"),
-        ("nvme", "failed", _NVME + r"Device not ready; aborting"),
-        ("nvme", "medium", r"(?:blk_update_request: )?critical medium error, dev (?P<controller>nvme[0-9]+)"),
-        ("thermal", "core", rf"{_CPU}Core {_TOTAL}"),
-        ("thermal", "package", rf"{_CPU}Package {_TOTAL}"),
-        ("thermal", "critical", r"thermal (?P<zone>thermal_zone[0-9]+): .{0,40}critical temperature reached"),
-        ("amdgpu", "soft-recovered", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout, but soft recovered"),
-        ("amdgpu", "ring-timeout", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout"),
-        ("amdgpu", "queue-hung", rf"{_AMD}(?:MES|The cp) might be in (?:an )?unrecoverable state"),
-        ("amdgpu", "reset-failed", rf"{_AMD}GPU reset(?:(?:\([0-9]+\))? failed| end with ret = -[0-9]+)"),
-        ("amdgpu", "reset", rf"{_AMD}GPU reset begin"),
-        ("amdgpu", "fault", rf"{_AMD}\[(?P<hub>\w+)\] (?:[\w-]+ )?page fault (?:\(.*?(?P<cut>,? for process .*)|\()"),
-        ("amdgpu", "ras-uncorrected", rf"{_RAS}uncorrectable {_BLOCK}"),
-        ("amdgpu", "ras-deferred", rf"{_RAS}deferred {_BLOCK}"),
-        ("amdgpu", "ras-corrected", rf"{_RAS}correctable {_BLOCK}"),
-        ("amdgpu", "ras-uncorrected", rf"{_AMD}[Uu]ncorrectable hardware error\b"),
-        ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:GPU reset for \w+ )?RAS poison consumption\b"),
-        ("amdgpu", "bad-pages", rf"{_AMD}Saved bad pages.{{0,40}}reaches threshold"),
-        ("amdgpu", "bad-pages", rf"{_AMD}RAS records.{{0,40}}exceed threshold"),
+        ("not-ready", _FUNCTION + r"not ready [0-9]+ms after .{1,40}; giving up"),
+        ("inaccessible", _FUNCTION + r"(?:Unable to|can't) change power state from .{1,60}device inaccessible"),
+    ),
+    "mce": (("memory", r"mce: Uncorrected hardware memory error in (?:user|kernel)-access"),),
+    "oom": (
+        ("system", r"Out of memory(?: \([a-z_]+\))?: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
+        ("cgroup", r"Memory cgroup out of memory: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
+    ),
+    "nvme": (
+        ("timeout", _NVME + r"I/O .{1,120}\btimeout\b"),
+        ("down", _NVME + r"controller is down; will reset"),
+        ("reset", _NVME + r"resetting controller"),
+        ("failed", _NVME + r"(?:Removing after probe failure|Disabling device after reset failure)"),
+        ("failed", _NVME + r"Device not ready; aborting"),
+        ("medium", r"(?:blk_update_request: )?critical medium error, dev (?P<controller>nvme[0-9]+)"),
+    ),
+    "thermal": (
+        ("core", rf"{_CPU}Core {_TOTAL}"),
+        ("package", rf"{_CPU}Package {_TOTAL}"),
+        ("critical", r"thermal (?P<zone>thermal_zone[0-9]+): .{0,40}critical temperature reached"),
+    ),
+    "amdgpu": (
+        ("soft-recovered", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout, but soft recovered"),
+        ("ring-timeout", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout"),
+        ("queue-hung", rf"{_AMD}(?:MES|The cp) might be in (?:an )?unrecoverable state"),
+        ("reset-failed", rf"{_AMD}GPU reset(?:(?:\([0-9]+\))? failed| end with ret = -[0-9]+)"),
+        ("reset", rf"{_AMD}GPU reset begin"),
+        ("fault", rf"{_AMD}\[(?P<hub>\w+)\] (?:[\w-]+ )?page fault (?:\(.*?(?P<cut>,? for process .*)|\()"),
+        ("ras-uncorrected", rf"{_RAS}uncorrectable {_BLOCK}"),
+        ("ras-deferred", rf"{_RAS}deferred {_BLOCK}"),
+        ("ras-corrected", rf"{_RAS}correctable {_BLOCK}"),
+        ("ras-uncorrected", rf"{_AMD}[Uu]ncorrectable hardware error\b"),
+        ("ras-uncorrected", rf"{_AMD}(?:GPU reset for \w+ )?RAS poison consumption\b"),
+        ("bad-pages", rf"{_AMD}Saved bad pages.{{0,40}}reaches threshold"),
+        ("bad-pages", rf"{_AMD}RAS records.{{0,40}}exceed threshold"),
         (
-            "amdgpu",
             "overheated",
             rf"{_AMD}ERROR: GPU (?:over temperature range\(SW CTF\)|HW Critical Temperature Fault\(aka CTF\)) detected",
         ),
-        ("amdgpu", "init-failed", rf"{_AMD}Fatal error during GPU init"),
-        ("amdgpu", "lost", rf"{_AMD}device lost from bus"),
-        ("intel", "hang", rf"{_INTEL}Engine reset: engine_class=(?P<engine>\w{{1,20}})"),
-        ("intel", "hang", rf"{_INTEL}Timedout job: .{{1,200}}? flags=0x[0-9a-f]+(?P<cut>,? in .*)?"),
-        ("intel", "hang", rf"{_INTEL}GPU HANG: ecode [0-9a-fx:]+(?P<cut>, in .*)?"),
-        ("intel", "reset-failed", rf"{_INTEL}(?:Engine reset (?:request )?failed|Failed to reset chip)"),
-        ("intel", "reset-failed", rf"{_INTEL}CRITICAL: Xe has declared device \S{{1,40}} as wedged"),
-        ("intel", "fault", rf"{_INTEL}Engine memory (?:CAT|cat) error\b"),
-        ("intel", "ras-corrected", rf"{_INTEL_RAS}(?:correctable-errors|CORRECTABLE error), bit"),
-        ("intel", "ras-uncorrected", rf"{_INTEL_RAS}(?:uncorrectable-errors|(?:NON)?FATAL error), bit"),
-        ("intel", "firmware", rf"{_INTEL}\[Hardware Error\]: (?:\w+: )?HEC (?:Uncorrected )?FW .{{1,60}} reported"),
-        ("last-boot", "error", rf"{_RESTART}(?:an uncorrected error caused|a parity error occurred)"),
-        ("last-boot", "heat", rf"{_RESTART}(?:thermal pin|internal CPU thermal limit)"),
-        ("last-boot", "record", r"BERT: Error records from previous boot"),
-        ("hang", "nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
-        ("hang", "amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
-        (
-            "clock",
-            "unstable",
-            r"clocksource: timekeeping watchdog.{0,120}?Marking clocksource '(?P<source>[^']{1,20})'",
-        ),
-        ("clock", "unstable", r"clocksource: timekeeping watchdog.{0,120}?marking unstable"),
-        (
-            "lockup",
-            "soft",
-            (
-                r"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#(?P<cpu>[0-9]+) stuck for (?P<seconds>[0-9]+)s!"
-                r"(?P<cut>.*)"
-            ),
-        ),
-        ("lockup", "hard", r"(?:NMI )?watchdog: (?:CPU[0-9]+: )?Watchdog detected hard LOCKUP on cpu (?P<cpu>[0-9]+)"),
-        ("lockup", "rcu", r"(?:rcu: )?INFO: rcu_\w+ (?:self-)?detected (?:expedited )?stalls? on CPU"),
-    )
-)
+        ("init-failed", rf"{_AMD}Fatal error during GPU init"),
+        ("lost", rf"{_AMD}device lost from bus"),
+    ),
+    "intel": (
+        ("hang", rf"{_INTEL}Engine reset: engine_class=(?P<engine>\w{{1,20}})"),
+        ("hang", rf"{_INTEL}Timedout job: .{{1,200}}? flags=0x[0-9a-f]+(?P<cut>,? in .*)?"),
+        ("hang", rf"{_INTEL}GPU HANG: ecode [0-9a-fx:]+(?P<cut>, in .*)?"),
+        ("reset-failed", rf"{_INTEL}(?:Engine reset (?:request )?failed|Failed to reset chip)"),
+        ("reset-failed", rf"{_INTEL}CRITICAL: Xe has declared device \S{{1,40}} as wedged"),
+        ("fault", rf"{_INTEL}Engine memory (?:CAT|cat) error\b"),
+        ("ras-corrected", rf"{_INTEL_RAS}(?:correctable-errors|CORRECTABLE error), bit"),
+        ("ras-uncorrected", rf"{_INTEL_RAS}(?:uncorrectable-errors|(?:NON)?FATAL error), bit"),
+        ("firmware", rf"{_INTEL}\[Hardware Error\]: (?:\w+: )?HEC (?:Uncorrected )?FW .{{1,60}} reported"),
+    ),
+    "last-boot": (
+        ("error", rf"{_RESTART}(?:an uncorrected error caused|a parity error occurred)"),
+        ("heat", rf"{_RESTART}(?:thermal pin|internal CPU thermal limit)"),
+        ("record", r"BERT: Error records from previous boot"),
+    ),
+    "hang": (
+        ("nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
+        ("amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
+    ),
+    "clock": (
+        ("unstable", r"clocksource: timekeeping watchdog.{0,120}?Marking clocksource '(?P<source>[^']{1,20})'"),
+        ("unstable", r"clocksource: timekeeping watchdog.{0,120}?marking unstable"),
+    ),
+    "lockup": (
+        ("soft", rf"{_SOFT} - CPU#(?P<cpu>[0-9]+) stuck for (?P<seconds>[0-9]+)s!(?P<cut>.*)"),
+        ("hard", r"(?:NMI )?watchdog: (?:CPU[0-9]+: )?Watchdog detected hard LOCKUP on cpu (?P<cpu>[0-9]+)"),
+        ("rcu", r"(?:rcu: )?INFO: rcu_\w+ (?:self-)?detected (?:expedited )?stalls? on CPU"),
+    ),
+}
+_LINES = tuple((kind, name, re.compile(p)) for kind, patterns in _PATTERNS.items() for name, p in patterns)
 
 
 def classify(text: str) -> Message | None:

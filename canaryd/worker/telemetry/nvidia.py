@@ -70,11 +70,11 @@ def _unidentified(nvml: ModuleType, root: Path, silent: Mapping[int, str], taken
     NVML may not tell the address. Then it is that of a function on the PCI bus that NVML knows and that is not `taken`
     by a GPU that answers; both are in the order of the bus.
     """
-    told = {index: _address(nvml, index) for index in silent}
+    places = {index: _address(nvml, index) for index in silent}
     functions = {d.detail["bus_id"]: d for d in on_the_bus(root) if d.backend == "cuda"} if silent else {}
-    free = (bus_id for bus_id in functions if bus_id not in {*taken, *told.values()} and _knows(nvml, bus_id))
+    free = (bus_id for bus_id in functions if bus_id not in {*taken, *places.values()} and _knows(nvml, bus_id))
     for index, why in silent.items():
-        bus_id = told[index] or next(free, "")
+        bus_id = places[index] or next(free, "")
         function = functions.get(bus_id)
         place = {"bus_id": bus_id} if bus_id else {}
         detail = {**place, KERNEL_DRIVER: "nvidia", UNDRIVEN: why, UNIDENTIFIED: "yes"}
@@ -89,7 +89,7 @@ def _unidentified(nvml: ModuleType, root: Path, silent: Mapping[int, str], taken
 
 
 def _address(nvml: ModuleType, index: int) -> str:
-    """Return where NVML's GPU of a number is, "" where it does not tell."""
+    """Return where NVML's GPU of a number is, "" where it does not say."""
     try:
         handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
         return values.pci_address(ask_nvml(nvml, "nvmlDeviceGetPciInfo", handle))
@@ -150,7 +150,6 @@ def _settings(settings: Mapping[str, Any]) -> Path:
 
 
 def _known(asked: Asked, details: Mapping[str, tuple[str, Check, int | str | None]]) -> dict[str, str]:
-    """Return what can be read of details: key → call, check, and the part of its answer."""
     found = {}
     for key, (name, check, part) in details.items():
         with contextlib.suppress(Missing):
@@ -251,12 +250,10 @@ def _rows(name: str, source: Names, check: Check, unit: str, label: str, words: 
 def _parts(
     name: str, source: Names, unit: str, label: str, words: Mapping[str, int | str], check: Check
 ) -> Iterator[Row]:
-    """Yield the rows of the parts of one answer."""
     yield from (Row(name, source, check, unit, {label: word}, part=part) for word, part in words.items())
 
 
 def _numbers(name: str, unit: str, label: str, numbers: Mapping[str, int], check: Check) -> Iterator[Row]:
-    """Yield the rows of fields."""
     yield from (Row(name, number, check, unit, {label: word}) for word, number in numbers.items())
 
 

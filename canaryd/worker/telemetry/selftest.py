@@ -28,7 +28,7 @@ from canaryd.worker.temporary import temporary_directory
 STEP = 0.1
 """Seconds between two looks at a tool that runs."""
 GRACE = 30.0
-"""Seconds that a tool which is told to stop gets before it is killed."""
+"""Seconds that a tool which is asked to stop gets before it is killed."""
 SAID = 200
 """Characters of a tool's message that are kept."""
 _LEFT: list[subprocess.Popen[bytes]] = []
@@ -76,11 +76,11 @@ def _dcgmi(text: str, _: str, device: Device) -> list[Result]:
                     continue
                 warnings = result.get("warnings") or []
                 warnings = warnings if isinstance(warnings, list) else [warnings]
-                told = [w if isinstance(w, dict) else {"warning": str(w)} for w in warnings]
+                given = [w if isinstance(w, dict) else {"warning": str(w)} for w in warnings]
                 status = str(result["status"]).lower()
-                if status == "fail" and told and all(w.get("error_severity") == CONFIGURATION for w in told):
+                if status == "fail" and given and all(w.get("error_severity") == CONFIGURATION for w in given):
                     status = "configuration"
-                found.append(Result(test["name"], _status(status), "; ".join(str(w.get("warning", "")) for w in told)))
+                found.append(Result(test["name"], _status(status), "; ".join(str(w.get("warning", "")) for w in given)))
     return found
 
 
@@ -203,13 +203,13 @@ def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budg
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ask a tool and what it has started to end, and kill what is left: the worker and its group go on."""
-    told, deadline = _started_by(process.pid), time.monotonic() + GRACE
-    for pid in told:
-        _tell(pid, signal.SIGTERM)
-    while time.monotonic() < deadline and (process.poll() is None or told & _group().keys()):
+    started, deadline = _started_by(process.pid), time.monotonic() + GRACE
+    for pid in started:
+        _signal(pid, signal.SIGTERM)
+    while time.monotonic() < deadline and (process.poll() is None or started & _group().keys()):
         time.sleep(STEP)
-    for pid in told & _group().keys():
-        _tell(pid, signal.SIGKILL)
+    for pid in started & _group().keys():
+        _signal(pid, signal.SIGKILL)
     process.kill()  # also where it left the group
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
@@ -234,6 +234,6 @@ def _group() -> dict[int, int]:
     return found
 
 
-def _tell(pid: int, number: signal.Signals) -> None:
+def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # a wrapper may have started it as another user
         os.kill(pid, number)

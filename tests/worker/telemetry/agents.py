@@ -13,7 +13,7 @@ from canaryd.facts import Reading
 from canaryd.model import Device
 from canaryd.probe import Absent
 from tests.nvml_stand_in import StandIn
-from tests.worker.telemetry.vendor_facts import checked
+from tests.worker.telemetry.trees import checked
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 20.0

@@ -15,7 +15,7 @@ from canaryd.facts import Reading
 from canaryd.model import Device, Outcome
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import amd
-from tests.worker.telemetry.vendor_facts import CAPTURES, ROOT, checked, run_probe, tree
+from tests.worker.telemetry.trees import CAPTURES, ROOT, checked, plant, run_probe
 
 BUS = "0000:05:00.0"
 FUNCTION = f"bus/pci/devices/{BUS}"
@@ -92,11 +92,11 @@ def settings(root) -> dict:
 
 def ask(tmp_path, way: str, *, library: bool = True):
     """Ask with the stand-in installed as ROCm would; return the first device, readings and absences."""
-    root = tree(tmp_path / "sys", IDENTITY | VERSIONS | FACTS)
+    root = plant(tmp_path / "sys", IDENTITY | VERSIONS | FACTS)
     rocm = tmp_path / "rocm"
     shutil.copytree(CAPTURES / "rocm", rocm)
     if library:
-        tree(rocm, {"lib/libamd_smi.so": ""})
+        plant(rocm, {"lib/libamd_smi.so": ""})
     env = os.environ | {"ROCM_PATH": str(rocm), "ROCM_HOME": "", "STAND_IN": way, "STAND_IN_LOG": str(tmp_path / "log")}
     if not library:
         env["PYTHONPATH"] = str(rocm / "share/amd_smi")  # importable, but not to be imported
@@ -109,12 +109,9 @@ def ask(tmp_path, way: str, *, library: bool = True):
     return from_json(Device, answer["devices"][0]), *checked(facts)
 
 
-# --- sysfs -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_accelerator_is_known_by_its_chip_and_its_versions(tmp_path):
     """The uuid comes from the silicon; serial, VBIOS, driver and firmware are recorded."""
-    root = tree(tmp_path, IDENTITY | VERSIONS)
+    root = plant(tmp_path, IDENTITY | VERSIONS)
     (device,) = amd.devices(settings(root))
     assert (device.uuid, device.backend, device.weak_identity) == ("GPU-00c0ffee00c0ffee", "rocm", False)
     assert device.model == "AMD Instinct MI300X OAM"
@@ -132,7 +129,7 @@ def test_an_accelerator_is_known_by_its_chip_and_its_versions(tmp_path):
 @pytest.mark.parametrize("chip", [None, "", "0000000000000000\n", "not a number\n"])
 def test_without_a_chip_number_the_identity_is_weak(tmp_path, chip):
     """The slot then names the device, which yields no dossier for a return."""
-    root = tree(tmp_path, IDENTITY | ({} if chip is None else {f"{FUNCTION}/unique_id": chip}))
+    root = plant(tmp_path, IDENTITY | ({} if chip is None else {f"{FUNCTION}/unique_id": chip}))
     (device,) = amd.devices(settings(root))
     assert (device.uuid, device.weak_identity) == (f"GPU-{BUS}", True)
     assert device.model == "AMD GPU [1002:74a1]"
@@ -155,13 +152,13 @@ def test_without_a_chip_number_the_identity_is_weak(tmp_path, chip):
 )
 def test_displays_of_processors_are_no_accelerators(tmp_path, changes, served):
     """8 GiB of own memory, or a data-centre class where that cannot be read, and the amdgpu driver."""
-    root = tree(tmp_path, IDENTITY | {f"{FUNCTION}/{name}": text for name, text in changes.items()})
+    root = plant(tmp_path, IDENTITY | {f"{FUNCTION}/{name}": text for name, text in changes.items()})
     assert bool(amd.devices(settings(root))) is served
 
 
 def test_sysfs_gives_every_reading(tmp_path):
     """Names, labels, units: as the kernel's documentation says."""
-    root = tree(tmp_path, IDENTITY | FACTS)
+    root = plant(tmp_path, IDENTITY | FACTS)
     readings, absent = checked(amd.read(DEVICE, settings(root)))
     assert readings == {
         "ecc_enabled{when=current}": 1,
@@ -206,7 +203,7 @@ def test_sysfs_gives_every_reading(tmp_path):
 
 def test_what_a_device_lacks_is_absent_and_never_zero(tmp_path):
     """A card without RAS, sensors and clocks gives reasons instead of readings."""
-    root = tree(tmp_path, IDENTITY)
+    root = plant(tmp_path, IDENTITY)
     readings, absent = checked(amd.read(DEVICE, settings(root)))
     assert readings == {}
     assert "not offered by this kernel or device" in absent["ecc_errors_total"]
@@ -225,12 +222,9 @@ def test_what_a_device_lacks_is_absent_and_never_zero(tmp_path):
 
 def test_an_empty_list_of_bad_pages_is_none_bad(tmp_path):
     """The driver's file is empty on a healthy device: that is a count of zero, and not an absence."""
-    root = tree(tmp_path, IDENTITY | {f"{FUNCTION}/ras/gpu_vram_bad_pages": ""})
+    root = plant(tmp_path, IDENTITY | {f"{FUNCTION}/ras/gpu_vram_bad_pages": ""})
     readings, _ = checked(amd.read(DEVICE, settings(root)))
     assert readings == {f"memory_bad_pages{{status={status}}}": 0 for status in ("reserved", "pending", "unreservable")}
-
-
-# --- amdsmi ----------------------------------------------------------------------------------------------------------
 
 
 def test_amdsmi_stands_in_the_place_of_sysfs(tmp_path):
@@ -292,26 +286,9 @@ def test_sentinels_and_refusals_of_amdsmi_leave_sysfs(tmp_path, way):
     assert device.detail["serial"] == "692300000001"
 
 
-# --- the probe -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"sysfs": "sys"}, "sysfs: got 'sys', wanted an absolute path"),
-        ({"amdsmi": "no"}, "amdsmi: got 'no', wanted true or false"),
-        ({"sysf": "/sys"}, "sysf: amd_telemetry has no such setting; it has amdsmi, sysfs"),
-    ],
-)
-def test_a_wrong_setting_is_named(wrong, message):
-    """Where, what was given, what was wanted."""
-    with pytest.raises(ValueError, match=message):
-        amd.devices(wrong)
-
-
 def test_the_probe_runs_through_the_supervisor(tmp_path):
     """Completed on a tree, skipped with its reason where there is no such device."""
-    run = run_probe("amd_telemetry", DEVICE, settings(tree(tmp_path / "sys", IDENTITY | FACTS)))
+    run = run_probe("amd_telemetry", DEVICE, settings(plant(tmp_path / "sys", IDENTITY | FACTS)))
     assert run.outcome is Outcome.COMPLETED, run.detail
     assert {reading.name for reading in run.readings} >= {"ecc_errors_total", "memory_bad_pages", "power_watts"}
     run = run_probe("amd_telemetry", DEVICE, settings(tmp_path / "empty"))

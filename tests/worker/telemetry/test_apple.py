@@ -9,7 +9,7 @@ import pytest
 from canaryd.model import Device, Outcome
 from canaryd.worker.telemetry import apple
 from canaryd.worker.telemetry.interface import Unavailable
-from tests.worker.telemetry.vendor_facts import CAPTURES, checked, command, run_probe
+from tests.worker.telemetry.trees import CAPTURES, checked, command, run_probe
 
 APPLE = CAPTURES / "apple"
 FACTS = f"-i {' '.join(apple.FACTS)}"
@@ -101,19 +101,6 @@ def test_other_macs_and_other_machines(settings, tmp_path):
         list(apple.read(foreign, settings()))
     with pytest.raises(Unavailable, match="/nowhere/sysctl is not installed, or not in PATH"):
         apple.devices(settings() | {"sysctl": "/nowhere/sysctl"})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"pmset": None, "sysctl": "sysctl"}, "pmset: got None"),
-        ({"top": "top"}, "top: apple_telemetry has no such"),
-    ],
-)
-def test_a_wrong_setting_is_named(wrong, message):
-    """Where, what was given, what was wanted."""
-    with pytest.raises(ValueError, match=message):
-        apple.devices(wrong)
 
 
 def test_the_probe_runs_through_the_supervisor(settings):

@@ -9,7 +9,7 @@ import pytest
 from canaryd.model import Device, Outcome
 from canaryd.worker.telemetry import ascend
 from canaryd.worker.telemetry.interface import Unavailable
-from tests.worker.telemetry.vendor_facts import CAPTURES, checked, command, run_probe, tree
+from tests.worker.telemetry.trees import CAPTURES, checked, command, plant, run_probe
 
 ASCEND = CAPTURES / "ascend"
 ANSWERS = {
@@ -63,7 +63,7 @@ def test_npus_are_known_by_their_serial_numbers(settings):
 def test_npu_smi_gives_every_reading(settings, tmp_path):
     """Table, memory, errors and clocks of a chip alone on its card, and its link from sysfs."""
     function = "sys/bus/pci/devices/0000:c1:00.0"
-    tree(tmp_path, {f"{function}/current_link_speed": "16.0 GT/s PCIe\n", f"{function}/current_link_width": "16\n"})
+    plant(tmp_path, {f"{function}/current_link_speed": "16.0 GT/s PCIe\n", f"{function}/current_link_width": "16\n"})
     readings, absent = checked(ascend.read(DEVICE, settings()))
     assert readings == {
         "device_health{status=ok}": 1,
@@ -190,21 +190,6 @@ def test_an_npu_smi_without_a_table_is_one_clear_line(settings, answers, why):
     """The driver is absent, or another tool has taken the name."""
     with pytest.raises(Unavailable, match=why):
         ascend.devices(settings(answers))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"npu_smi": ""}, "npu_smi: got '', wanted the name or path of a command"),
-        ({"npu_smi": 7}, "npu_smi: got 7"),
-        ({"sysfs": "sys"}, "sysfs: got 'sys', wanted an absolute path"),
-        ({"smi": "x"}, "smi: ascend_telemetry has no such setting; it has npu_smi, sysfs"),
-    ],
-)
-def test_a_wrong_setting_is_named(wrong, message):
-    """Where, what was given, what was wanted."""
-    with pytest.raises(ValueError, match=message):
-        ascend.devices(wrong)
 
 
 def test_the_probe_runs_through_the_supervisor(settings):

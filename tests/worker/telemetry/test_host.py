@@ -55,7 +55,150 @@ def open_directory():
     shutil.rmtree(path)
 
 
-# --- The whole -------------------------------------------------------------------------------------------------------
+DIMMS = {"P0_A": (7, 1), "twice dimm1": (0, 0), "twice rank2": (4, 0), "rank3": (5, 0), "unknown": (2, 0)}
+SOME = "some avg10=9.00 avg60=12.50 avg300=3.00 total=12345"
+CPUFREQ = f"{CPU}/cpufreq/policy"
+PSTORE = {"proc/mounts": "pstore /sys/fs/pstore pstore rw,nosuid 0 0", "sys/module/pstore/parameters/backend": "erst"}
+BACKEND = "sys/module/pstore/parameters/backend"
+NOTHING_WATCHES = "no EDAC driver watches the memory: errors are not known"
+UNWATCHED = dict.fromkeys(("edac_controllers", "edac_errors_total"), NOTHING_WATCHES)
+TREES = {
+    # What the tree holds, every reading of the kinds that it is about, and reasons of what is absent.
+    "no EDAC": ({}, {}, UNWATCHED),
+    "EDAC without a controller": ({f"{EDAC}/power/control": "auto", f"{EDAC}/uevent": ""}, {}, UNWATCHED),
+    "errors by module, by its label where that is its own": (
+        {
+            f"{EDAC}/mc0/{name}": text
+            for name, text in {
+                "ce_count": "99",
+                "ce_noinfo_count": "2",
+                "ue_noinfo_count": "0",
+                "dimm0/dimm_ce_count": "7",
+                "dimm0/dimm_ue_count": "1",
+                "dimm0/dimm_label": "P0_A",
+                "dimm1/dimm_ce_count": "0",
+                "dimm1/dimm_ue_count": "0",
+                "dimm1/dimm_label": "twice",
+                "rank2/dimm_ce_count": "4",
+                "rank2/dimm_ue_count": "0",
+                "rank2/dimm_label": "twice",
+                "rank3/dimm_ce_count": "5",
+                "rank3/dimm_ue_count": "0",
+            }.items()
+        },
+        {
+            "edac_controllers": 1,
+            **{
+                f"edac_errors_total{{controller=mc0,dimm={name},kind={kind}}}": number
+                for name, counts in DIMMS.items()
+                for kind, number in zip(("corrected", "uncorrected"), counts, strict=True)
+            },
+        },
+        {},
+    ),
+    "errors by row and channel; modules without counters are passed over": (
+        {
+            **{f"{EDAC}/mc0/csrow0/{name}": n for name, n in (("ch0_ce_count", "1"), ("ch1_ce_count", "2"))},
+            f"{EDAC}/mc0/csrow0/ue_count": "3",
+            f"{EDAC}/mc0/csrow0/ce_count": "3",
+            f"{EDAC}/mc0/dimm0/dimm_label": "A1",
+            f"{EDAC}/mc0/ce_noinfo_count": "0",
+            f"{EDAC}/mc0/ue_noinfo_count": "0",
+        },
+        {
+            "edac_errors_total{controller=mc0,dimm=csrow0 ch0,kind=corrected}": 1,
+            "edac_errors_total{controller=mc0,dimm=csrow0 ch1,kind=corrected}": 2,
+            "edac_errors_total{controller=mc0,dimm=csrow0,kind=uncorrected}": 3,
+            "edac_errors_total{controller=mc0,dimm=unknown,kind=corrected}": 0,
+            "edac_errors_total{controller=mc0,dimm=unknown,kind=uncorrected}": 0,
+        },
+        {},
+    ),
+    "machine checks, and not polls": ({"proc/interrupts": INTERRUPTS}, {"machine_check_exceptions_total": 7}, {}),
+    "no counters of throttling, as with AMD": (
+        {f"{CPU}/cpu0/topology/core_id": "0"},
+        {},
+        {f"throttle_events_total{{scope={s}}}": "does not count thermal throttling" for s in ("core", "package")},
+    ),
+    "clocks as a mean and a maximum": (
+        {
+            f"{CPUFREQ}0/scaling_cur_freq": "2000000",
+            f"{CPUFREQ}1/scaling_cur_freq": "3000000",
+            f"{CPUFREQ}0/cpuinfo_max_freq": "3500000",
+            f"{CPUFREQ}1/cpuinfo_max_freq": "3800000",
+        },
+        {"clock_hertz{domain=cpu}": 2_500_000_000, "clock_max_hertz{domain=cpu}": 3_800_000_000},
+        {},
+    ),
+    "a clock that is not known": (
+        {f"{CPUFREQ}0/scaling_cur_freq": "2000000", f"{CPUFREQ}1/scaling_cur_freq": "<unknown>"},
+        {"clock_hertz{domain=cpu}": 2_000_000_000},
+        {},
+    ),
+    "clocks of a virtual machine": (
+        {"proc/cpuinfo": "processor\t: 0\ncpu MHz\t\t: 2000.000\n\nprocessor\t: 1\ncpu MHz\t\t: 2100.000"},
+        {"clock_hertz{domain=cpu}": 2_050_000_000},
+        {"clock_max_hertz{domain=cpu}": "neither a cpufreq driver nor the processor"},
+    ),
+    "load and memory": (
+        {"proc/meminfo": MEMINFO, "proc/loadavg": "3.25 2.00 1.00 2/300 4711"},
+        {
+            "load_average": 3.25,
+            "memory_total_bytes": 1_024_000,
+            "memory_available_bytes": 614_400,
+            "swap_total_bytes": 204_800,
+            "swap_used_bytes": 51_200,
+        },
+        {},
+    ),
+    "pressure of the last minute": (
+        {
+            "proc/pressure/cpu": f"{SOME}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0",
+            "proc/pressure/memory": f"{SOME}\nfull avg10=0.00 avg60=1.25 avg300=0.00 total=99",
+            "proc/pressure/io": SOME,
+        },
+        {
+            **{f"pressure_ratio{{kind=some,resource={r}}}": 0.125 for r in ("cpu", "memory", "io")},
+            "pressure_ratio{kind=full,resource=memory}": 0.0125,
+        },
+        {
+            "pressure_ratio{kind=full,resource=cpu}": "not defined",
+            "pressure_ratio{kind=full,resource=io}": "has no line of the form",
+        },
+    ),
+    "processors that could be plugged in are not offline": (
+        {f"{CPU}/{k}": v for k, v in (("online", "0-3,6"), ("present", "0-7"), ("offline", "4-5,7-127"))},
+        {"cpu_cores{state=online}": 5, "cpu_cores{state=offline}": 3},
+        {},
+    ),
+    "pstore that is not mounted": (
+        PSTORE | {"proc/mounts": "sysfs /sys sysfs rw"},
+        {},
+        {"crash_records": "not mounted"},
+    ),
+    "pstore without storage": (PSTORE | {BACKEND: "(null)"}, {}, {"crash_records": "pstore has no storage"}),
+    "pstore that may not be listed": (PSTORE, {}, {"crash_records": "not offered by this kernel"}),
+    "rasdaemon that waits for half a buffer": (
+        {"sys/kernel/tracing/instances/rasdaemon/buffer_percent": "50"},
+        {"rasdaemon_wakeup_ratio": 0.5},
+        {},
+    ),
+    "the same, where tracefs is below debugfs": (
+        {"sys/kernel/debug/tracing/instances/rasdaemon/buffer_percent": "50"},
+        {"rasdaemon_wakeup_ratio": 0.5},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "wanted", "reasons"), TREES.values(), ids=TREES)
+def test_a_tree_is_read(tmp_path, files, wanted, reasons):
+    """What the kernel gives is read in base units; what it does not give is absent with a reason, and never zero."""
+    readings, absent = read(plant(tmp_path, files))
+    for name in {key.partition("{")[0] for key in (*wanted, *reasons)}:
+        assert of(name, readings) == of(name, wanted)
+    for name, reason in reasons.items():
+        assert reason in absent[name]
 
 
 def test_an_empty_tree_gives_reasons_alone(tmp_path):
@@ -87,87 +230,6 @@ def test_a_tree_of_garbage_gives_reasons_alone(tmp_path):
         readings, absent = read(root)
         assert readings == {"edac_controllers": 1}, text  # a directory, not a file's content
         assert absent
-
-
-def test_a_wrong_setting_is_refused(tmp_path):
-    """By name, before anything is read."""
-    with pytest.raises(ValueError, match="proc: got 5, wanted an absolute path such as '/proc'"):
-        list(host.read(DEVICE, {"proc": 5}))
-    with pytest.raises(ValueError, match="sysfs_root: host_telemetry has no such setting; it has proc, rasdaemon"):
-        host.facts({"sysfs_root": "/sys"})
-    assert host.devices(settings(tmp_path)) == []
-    host.close()
-
-
-# --- Memory errors ---------------------------------------------------------------------------------------------------
-
-NOTHING_WATCHES = "no EDAC driver watches the memory: errors are not known"
-
-
-@pytest.mark.parametrize("there", ["no tree", "no controller", "only power"])
-def test_an_empty_edac_tree_is_unknown_and_not_zero_errors(tmp_path, there):
-    """Virtual machines have the directory and no controller in it."""
-    if there != "no tree":
-        (tmp_path / EDAC).mkdir(parents=True)
-    if there == "only power":
-        plant(tmp_path / EDAC, {"power/control": "auto", "uevent": ""})
-    readings, absent = read(tmp_path)
-    assert of("edac_controllers", readings) == of("edac_errors_total", readings) == {}
-    assert absent["edac_controllers"] == absent["edac_errors_total"] == NOTHING_WATCHES
-
-
-def test_errors_are_read_by_module(tmp_path):
-    """By the label of the slot where it has one of its own, and what no module could be blamed for as unknown."""
-    controller = {
-        "ce_count": "99",
-        "ce_noinfo_count": "2",
-        "ue_noinfo_count": "0",
-        "dimm0/dimm_ce_count": "7",
-        "dimm0/dimm_ue_count": "1",
-        "dimm0/dimm_label": "P0_A",
-        "dimm1/dimm_ce_count": "0",
-        "dimm1/dimm_ue_count": "0",
-        "dimm1/dimm_label": "twice",
-        "rank2/dimm_ce_count": "4",
-        "rank2/dimm_ue_count": "0",
-        "rank2/dimm_label": "twice",
-        "rank3/dimm_ce_count": "5",
-        "rank3/dimm_ue_count": "0",
-    }
-    plant(tmp_path / EDAC / "mc0", controller)
-    readings, absent = read(tmp_path)
-    assert readings["edac_controllers"] == 1
-    modules = {"P0_A": (7, 1), "twice dimm1": (0, 0), "twice rank2": (4, 0), "rank3": (5, 0), "unknown": (2, 0)}
-    assert of("edac_errors_total", readings) == {
-        f"edac_errors_total{{controller=mc0,dimm={name},kind={kind}}}": number
-        for name, counts in modules.items()
-        for kind, number in zip(("corrected", "uncorrected"), counts, strict=True)
-    }
-    assert of("edac_errors_total", absent) == {}
-
-
-def test_the_older_layout_is_read(tmp_path):
-    """Corrected errors by row and channel, uncorrected ones by row; modules without counters are passed over."""
-    files = {"csrow0/ch0_ce_count": "1", "csrow0/ch1_ce_count": "2", "csrow0/ue_count": "3", "csrow0/ce_count": "3"}
-    plant(tmp_path / EDAC / "mc0", files | {"dimm0/dimm_label": "A1", "ce_noinfo_count": "0", "ue_noinfo_count": "0"})
-    readings, absent = read(tmp_path)
-    assert of("edac_errors_total", readings) == {
-        "edac_errors_total{controller=mc0,dimm=csrow0 ch0,kind=corrected}": 1,
-        "edac_errors_total{controller=mc0,dimm=csrow0 ch1,kind=corrected}": 2,
-        "edac_errors_total{controller=mc0,dimm=csrow0,kind=uncorrected}": 3,
-        "edac_errors_total{controller=mc0,dimm=unknown,kind=corrected}": 0,
-        "edac_errors_total{controller=mc0,dimm=unknown,kind=uncorrected}": 0,
-    }
-    assert of("edac_errors_total", absent) == {}
-
-
-# --- Machine checks and throttling -----------------------------------------------------------------------------------
-
-
-def test_machine_checks_are_summed_and_polls_are_not(tmp_path):
-    """MCE counts exceptions; MCP, one line below, counts how often the kernel looked."""
-    readings, _ = read(plant(tmp_path, {"proc/interrupts": INTERRUPTS}))
-    assert readings["machine_check_exceptions_total"] == 7
 
 
 def processors(root: Path, packages: int, cores: int, threads: int = 2, **counts: str) -> Path:
@@ -204,19 +266,6 @@ def test_one_unreadable_processor_makes_the_count_absent(tmp_path):
     readings, absent = read(tmp_path)
     assert of("throttle_events_total", readings) == {"throttle_events_total{scope=package}": 5}
     assert "cpu1/thermal_throttle/core_throttle_count" in absent["throttle_events_total{scope=core}"]
-
-
-def test_a_processor_that_does_not_count_throttling_says_so(tmp_path):
-    """AMD's do not."""
-    _, absent = read(plant(tmp_path, {f"{CPU}/cpu0/topology/core_id": "0"}))
-    reason = "this processor or kernel does not count thermal throttling"
-    assert of("throttle_events_total", absent) == {
-        "throttle_events_total{scope=core}": reason,
-        "throttle_events_total{scope=package}": reason,
-    }
-
-
-# --- Sensors and clocks ----------------------------------------------------------------------------------------------
 
 
 def test_sensors_are_named_after_chip_device_and_label(tmp_path):
@@ -273,63 +322,6 @@ def test_sensors_of_accelerators_are_left_to_their_vendors(tmp_path):
     assert of("temperature_celsius", readings) == {"temperature_celsius{sensor=nvme/0000:00:02.0/temp1}": 40.0}
 
 
-def test_clocks_are_a_mean_and_a_maximum(tmp_path):
-    """From cpufreq, in Hz; a policy that gives nothing is left out of the mean."""
-    files = {"policy0/scaling_cur_freq": "2000000", "policy1/scaling_cur_freq": "3000000"}
-    files |= {"policy0/cpuinfo_max_freq": "3500000", "policy1/cpuinfo_max_freq": "3800000"}
-    readings, _ = read(plant(tmp_path / "a", {f"{CPU}/cpufreq/{name}": text for name, text in files.items()}))
-    assert of("clock_hertz", readings) == {"clock_hertz{domain=cpu}": 2_500_000_000}
-    assert of("clock_max_hertz", readings) == {"clock_max_hertz{domain=cpu}": 3_800_000_000}
-    files["policy1/scaling_cur_freq"] = "<unknown>"
-    readings, _ = read(plant(tmp_path / "b", {f"{CPU}/cpufreq/{name}": text for name, text in files.items()}))
-    assert of("clock_hertz", readings) == {"clock_hertz{domain=cpu}": 2_000_000_000}
-
-
-def test_without_cpufreq_the_processors_say_their_clock(tmp_path):
-    """As virtual machines do; the maximum is then not known."""
-    cpuinfo = "processor\t: 0\ncpu MHz\t\t: 2000.000\n\nprocessor\t: 1\ncpu MHz\t\t: 2100.000"
-    readings, absent = read(plant(tmp_path, {"proc/cpuinfo": cpuinfo}))
-    assert of("clock_hertz", readings) == {"clock_hertz{domain=cpu}": 2_050_000_000}
-    assert set(of("clock_max_hertz", absent)) == {"clock_max_hertz{domain=cpu}"}
-
-
-# --- Load, memory, pressure, time ------------------------------------------------------------------------------------
-
-
-def test_load_and_memory_are_read_in_base_units(tmp_path):
-    """Bytes, and the load of the last minute."""
-    readings, _ = read(plant(tmp_path, {"proc/meminfo": MEMINFO, "proc/loadavg": "3.25 2.00 1.00 2/300 4711"}))
-    assert readings["load_average"] == 3.25
-    wanted = {"memory_total": 1000, "memory_available": 600, "swap_total": 200, "swap_used": 50}
-    assert {name: readings[f"{name}_bytes"] for name in wanted} == {n: kib * 1024 for n, kib in wanted.items()}
-
-
-def test_pressure_is_a_share_of_the_last_minute(tmp_path):
-    """The full pressure of the processors is not defined for a machine, and the kernel's 0 is not passed on."""
-    some = "some avg10=9.00 avg60=12.50 avg300=3.00 total=12345"
-    full = "full avg10=0.00 avg60=1.25 avg300=0.00 total=99"
-    files = {"cpu": f"{some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0", "memory": f"{some}\n{full}", "io": some}
-    readings, absent = read(plant(tmp_path / "proc/pressure", files) and tmp_path)
-    assert of("pressure_ratio", readings) == {
-        "pressure_ratio{kind=some,resource=cpu}": 0.125,
-        "pressure_ratio{kind=some,resource=memory}": 0.125,
-        "pressure_ratio{kind=full,resource=memory}": 0.0125,
-        "pressure_ratio{kind=some,resource=io}": 0.125,
-    }
-    assert "not defined" in absent["pressure_ratio{kind=full,resource=cpu}"]
-    assert "pressure_ratio{kind=full,resource=io}" in absent
-
-
-def test_processors_that_could_be_plugged_in_are_not_offline(tmp_path):
-    """Offline is what is there and does not run; the kernel's list `offline` has the empty sockets too."""
-    files = {"online": "0-3,6", "present": "0-7", "offline": "4-5,7-127", "possible": "0-127"}
-    readings, _ = read(plant(tmp_path / CPU, files) and tmp_path)
-    assert of("cpu_cores", readings) == {"cpu_cores{state=online}": 5, "cpu_cores{state=offline}": 3}
-
-
-PSTORE = {"proc/mounts": "pstore /sys/fs/pstore pstore rw,nosuid 0 0", "sys/module/pstore/parameters/backend": "erst"}
-
-
 def test_crash_records_are_counted_where_they_can_be(tmp_path):
     """None is 0 only where pstore is mounted and has storage."""
     plant(tmp_path, PSTORE)
@@ -337,23 +329,6 @@ def test_crash_records_are_counted_where_they_can_be(tmp_path):
     assert read(tmp_path)[0]["crash_records"] == 0
     plant(tmp_path / "sys/fs/pstore", {"dmesg-erst-1": "Panic", "dmesg-erst-2": "Oops"})
     assert read(tmp_path)[0]["crash_records"] == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"proc/mounts": "sysfs /sys sysfs rw 0 0"}, "pstore is not mounted"),
-        ({"sys/module/pstore/parameters/backend": "(null)"}, "pstore has no storage"),
-        ({}, "not offered by this kernel"),
-    ],
-)
-def test_without_pstore_crashes_are_not_known(tmp_path, change, reason):
-    """An empty directory that nothing is mounted on, or without storage, says nothing about crashes."""
-    _, absent = read(plant(tmp_path, PSTORE | change))
-    assert reason in absent["crash_records"]
-
-
-# --- rasdaemon -------------------------------------------------------------------------------------------------------
 
 
 def database(path: Path, tables: dict[str, int]) -> None:
@@ -434,16 +409,6 @@ def test_a_locked_database_does_not_hold_the_poll_up(tmp_path):
     assert read(tmp_path)[0]["ras_events_total{table=mc_event}"] == 1
 
 
-@pytest.mark.parametrize("place", ["sys/kernel/tracing", "sys/kernel/debug/tracing"])
-def test_whether_rasdaemon_sees_single_events_is_read(tmp_path, place):
-    """Debian 12's waits for half a buffer; the counts are then only a lower bound, and this reading says so."""
-    plant(tmp_path, {f"{place}/instances/rasdaemon/buffer_percent": "50"})
-    assert read(tmp_path)[0]["rasdaemon_wakeup_ratio"] == 0.5
-
-
-# --- Permission, size, other systems ---------------------------------------------------------------------------------
-
-
 def test_what_only_root_may_read_says_so(open_directory):
     """The database in its directory of mode 0700, EDAC and the sensors: a reason that tells what to do."""
     root = open_directory
@@ -472,9 +437,6 @@ def test_elsewhere_psutil_gives_a_part():
     assert readings["boot_time_seconds"] == pytest.approx(psutil.boot_time(), abs=2)
     assert {"load_average", "memory_available_bytes", "swap_used_bytes", "cpu_cores{state=online}"} <= set(readings)
     assert {"edac_errors_total", "machine_check_exceptions_total", "temperature_celsius"} <= set(absent)
-
-
-# --- This machine, and the probe -------------------------------------------------------------------------------------
 
 
 def test_this_machine_is_told_as_it_is():

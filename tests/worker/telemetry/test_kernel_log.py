@@ -28,12 +28,6 @@ from tests.worker.telemetry.trees import plant
 BOOT = "0f0e0d0c-0b0a-4908-8706-050403020100"
 
 
-# --- One record ------------------------------------------------------------------------------------------------------
-
-
-# --- Following a file ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def boot_id(tmp_path) -> str:
     (tmp_path / "boot_id").write_text(f"{BOOT}\n")
@@ -151,19 +145,6 @@ def test_a_machine_check_counts_once(boot_id, log):
     assert live.news()[0] == [7, 9, 10]
 
 
-def test_a_held_announcement_is_not_passed_by_the_position(boot_id, log):
-    """Who stops right after that position sees it again."""
-    feed(
-        log, line(1), line(2, "mce: [Hardware Error]: Machine check events logged"), line(3, "mce: [Hardware Error]: x")
-    )
-    stream = follow(str(log), boot_id=boot_id, beat=0.01)
-    items = [next(stream), next(stream)]
-    stream.close()
-    assert isinstance(items[1], LogPosition)
-    assert items[1].sequence == 1
-    assert [r.sequence for r in read(log, boot_id, after=1)[0]] == [2]
-
-
 FIRMWARE = "{7}[Hardware Error]: "
 
 
@@ -258,16 +239,6 @@ def test_another_boot_is_read_from_its_start(boot_id, log):
     feed(log, line(1), line(2))
     assert [r.sequence for r in read(log, boot_id, after=1)[0]] == [2]
     assert [r.sequence for r in read(log, boot_id, after=1, boot="another")[0]] == [1, 2]
-
-
-def test_an_unfinished_line_waits_for_its_end(boot_id, log):
-    """Half a record is no record, and it is not lost either."""
-    whole = line(1)
-    feed(log, whole[:20])
-    live = Live(log, boot_id)
-    assert live.news() == ([], LogPosition(boot=BOOT, sequence=-1))
-    feed(log, whole[20:])
-    assert live.news() == ([1], LogPosition(boot=BOOT, sequence=1))
 
 
 def test_a_replaced_file_is_read_from_its_start(boot_id, log):
@@ -424,9 +395,6 @@ def test_a_log_that_may_not_be_read(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "no permission to read the kernel log; run as root or with the capability CAP_SYSLOG" in done.stdout
-
-
-# --- Following a device ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,6 @@ PROBE = ROOT / "probes/nvidia_telemetry.py"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pynvml") is None, reason="nvidia-ml-py is not installed in this interpreter"
 )
-
-
-# --- Identity ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_inventory_tells_identity_and_versions(machine, agent):
@@ -115,9 +111,6 @@ def test_a_gpu_is_found_by_what_it_is_and_not_by_where_it_was(machine, agent):
     assert "0000:16:00.0 does not answer: permission denied" in agent.refused(gpu(machine, 6))
 
 
-# --- MIG --------------------------------------------------------------------------------------------------------------
-
-
 def test_instances_are_devices_of_their_own(machine, agent):
     """Beside their GPU, which they name; with their own memory and what they share with it."""
     machine.divide(1, 2)
@@ -166,9 +159,6 @@ def test_an_instance_gives_what_it_has_and_no_list_of_what_it_lacks(machine, age
         assert absent[name] == NOT_SUPPORTED
 
 
-# --- Handles ----------------------------------------------------------------------------------------------------------
-
-
 def test_close_lets_go_of_the_driver(machine, agent):
     """Between the requests of a sweep it is held; afterwards only the library's text is mapped, and then nothing."""
     agent.read(gpu(machine, 0))
@@ -180,32 +170,6 @@ def test_close_lets_go_of_the_driver(machine, agent):
     agent.popen.stdin.close()
     agent.popen.wait(PATIENCE)
     assert machine.holders() == {}
-
-
-def test_without_persistence_letting_go_forgets_volatile_errors(machine, agent):
-    """What makes canaryd keep a handle there; as long as anybody holds one, nothing is forgotten."""
-    device, volatile = gpu(machine, 0), "ecc_errors_total{kind=corrected,location=dram}"
-    aggregate = volatile.replace("errors", "aggregate_errors")
-
-    def counted() -> tuple[float, float]:
-        readings, _ = agent.read(device)
-        return readings[volatile], readings[aggregate]
-
-    machine.set(0, "persistence", 0)
-    say(machine, 0, {"volatile.corrected.dram": 5, "aggregate.corrected.dram": 5})
-    assert counted() == (0, 5)
-    say(machine, 0, {"volatile.corrected.dram": 7, "aggregate.corrected.dram": 7})
-    assert counted() == (2, 7)
-    with Agent(machine) as keeper:
-        keeper.inventory()
-        agent.ask("close")
-        assert counted() == (2, 7)
-    agent.ask("close")
-    assert counted() == (0, 7)
-    assert agent.read(device)[0]["persistence_mode"] == 0
-
-
-# --- How often the driver is asked ------------------------------------------------------------------------------------
 
 
 def swept(machine: StandIn, directory: Path, number: int = 1) -> tuple[int, dict, dict]:
@@ -249,18 +213,6 @@ def test_fields_that_say_something_else_are_not_believed(machine, agent, tmp_pat
     machine.set(None, "driver", "590.44.01")
     swept(machine, tmp_path)
     assert swept(machine, tmp_path)[0] < 60
-
-
-def test_what_another_boot_learnt_is_asked_again(machine, tmp_path):
-    """The card may be in another slot, which can do fewer lanes."""
-    swept(machine, tmp_path)
-    assert swept(machine, tmp_path)[0] < 60
-    file = tmp_path / f"memory/nvml-{machine.uuids[1]}.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
-    assert swept(machine, tmp_path)[0] > 60
-
-
-# --- The probe, through the supervisor --------------------------------------------------------------------------------
 
 
 def run_probe(machine: StandIn, device: Device, timeout: float = PATIENCE) -> Run:

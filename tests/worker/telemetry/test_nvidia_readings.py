@@ -7,15 +7,12 @@ import importlib.util
 import pytest
 
 from tests.worker.telemetry.agents import NOT_SUPPORTED, gpu, say
-from tests.worker.telemetry.vendor_facts import tree
+from tests.worker.telemetry.trees import plant
 
 INVALID = "the driver gave no valid value"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pynvml") is None, reason="nvidia-ml-py is not installed in this interpreter"
 )
-
-# --- Readings ---------------------------------------------------------------------------------------------------------
-
 
 MEGA = 10**6
 TABLE = (
@@ -119,7 +116,7 @@ def test_every_reading_is_what_the_device_says(machine, agent, tmp_path):
     files = {"correctable": "RxErr 90\nTOTAL_ERR_COR 91", "nonfatal": "TOTAL_ERR_NONFATAL 92"}
     files["fatal"] = "TOTAL_ERR_FATAL 93"
     where = "bus/pci/devices/0000:12:00.0/aer_dev_"
-    sysfs = tree(tmp_path / "sys", {where + severity: text + "\n" for severity, text in files.items()})
+    sysfs = plant(tmp_path / "sys", {where + severity: text + "\n" for severity, text in files.items()})
     say(machine, 2, EVERYTHING)
     readings, absent = agent.read(gpu(machine, 2), {"sysfs": str(sysfs)})
     assert readings == pytest.approx(expected(), rel=1e-12)
@@ -216,9 +213,6 @@ def test_hardware_throttling_is_asked_by_the_number_that_the_driver_gave_it(mach
     else:
         assert [absent[key] for key in keys] == ["this driver has no known field for it"] * 2
     assert readings["throttle_seconds_total{reason=sw_thermal}"] == 0
-
-
-# --- What is no value -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

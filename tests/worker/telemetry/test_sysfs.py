@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from canaryd.worker.telemetry import interface
 from canaryd.worker.telemetry.sysfs import hwmon, pcie
 from tests.worker.telemetry.trees import checked, plant
 
 BUS = "0000:65:00.0"
 FUNCTION = f"bus/pci/devices/{BUS}"
-
-
-# --- PCI Express ------------------------------------------------------------------------------------------------------
 
 
 SPEEDS = {"2.5 GT/s PCIe": 1, "5.0 GT/s PCIe": 2, "8.0 GT/s PCIe": 3, "16.0 GT/s PCIe": 4, "32.0 GT/s PCIe": 5}
@@ -52,9 +52,6 @@ def test_a_link_that_is_not_known_is_absent(tmp_path):
     assert absent["pcie_generation_max"].startswith("not offered")
 
 
-# --- hwmon ------------------------------------------------------------------------------------------------------------
-
-
 def test_what_no_silicon_survives_is_not_a_temperature(tmp_path):
     """Chips write such numbers for a sensor that is not connected and a threshold that is not set."""
     files = {"temp1_input": "-128000", "temp2_input": "30000", "temp2_max": "65261850", "temp3_input": "-60000"}
@@ -76,3 +73,29 @@ def test_a_sensor_that_reports_a_fault_is_absent(tmp_path):
     assert readings == {"fan_rpm{fan=fan2}": 0}
     assert "the chip reports a fault of this sensor" in absent["temperature_celsius{sensor=temp1}"]
     assert "the chip reports a fault of this sensor" in absent["fan_rpm{fan=fan1}"]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "wrong", "message"),
+    [
+        ("nvidia", {"sysfs": 5}, "sysfs: got 5, wanted an absolute path such as '/sys'"),
+        ("nvidia", {"sysf": "/sys"}, "sysf: nvidia_telemetry has no such setting; it has sysfs"),
+        ("amd", {"amdsmi": "no"}, "amdsmi: got 'no', wanted true or false"),
+        ("amd", {"sysf": "/sys"}, "sysf: amd_telemetry has no such setting; it has amdsmi, sysfs"),
+        ("intel", {"path": "/sys"}, "path: intel_telemetry has no such setting; it has sysfs"),
+        ("ascend", {"npu_smi": ""}, "npu_smi: got '', wanted the name or path of a command"),
+        ("ascend", {"smi": "x"}, "smi: ascend_telemetry has no such setting; it has npu_smi, sysfs"),
+        ("apple", {"pmset": None, "sysctl": "sysctl"}, "pmset: got None"),
+        ("apple", {"top": "top"}, "top: apple_telemetry has no such setting"),
+        ("host", {"proc": 5}, "proc: got 5, wanted an absolute path such as '/proc'"),
+        (
+            "host",
+            {"sysfs_root": "/sys"},
+            "sysfs_root: host_telemetry has no such setting; it has proc",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(vendor, wrong, message):
+    """By what was given and what was wanted, before anything is read."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        interface.inventory(vendor, wrong)
