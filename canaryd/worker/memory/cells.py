@@ -16,7 +16,7 @@ EXAMINED = 4096
 TRACED = 4
 """Words of one look for which the word that disturbs them is searched."""
 MARKS = (0x0F1E2D3C4B5A6978, 0x5A5A0FF0C33C6996)
-"""Two values with which an alias is told from a coupling."""
+"""Two values with which an alias is distinguished from a coupling."""
 
 
 @dataclass

@@ -4,130 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from canaryd.facts import Cell
 from canaryd.model import TORCH
-from canaryd.worker.memory.buffers import BufferSlice
 from canaryd.worker.memory.slices import TILE, Expected, Slice
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.runtime import interface
 
+MODELS = {
+    "stuck-at-1": Cell.STUCK,
+    "stuck-at-0": Cell.STUCK,
+    "coupled": Cell.COUPLED,
+    "alias": Cell.ALIAS,
+    "transfer": Cell.TRANSFER,
+    "leaking": Cell.LEAKING,
+}
+"""Name of a drill → what a sweep must call the words that it finds."""
+
 
 @dataclass
 class Model:
-    """What a faulty memory does. `flat`: the words of a slice; `word`, `bit`: where; `other`: a second word."""
+    """A faulty memory. `flat`: the words of a slice; `word`, `bit`: where; `other`: a second word."""
 
-    cell: ClassVar[Cell]
-    """What a sweep must call the words that it finds."""
-    flat: Any
-    word: int
-    other: int
-    bit: int
+    name: str
+    """One of `MODELS`; "": a sound memory."""
+    flat: Any = None
+    word: int = 0
+    other: int = 0
+    bit: int = 0
     last: int = 0
     """What `other` held after the last write."""
     reads: int = 0
 
     def wrote(self, start: int, stop: int) -> None:
-        """Some of the words start…stop - 1 were written."""
-
-    def read(self, difference: Any) -> None:
-        """Words were read; their differences may be changed in place."""
-
-    def rested(self) -> None:
-        """Time passed without a write."""
-
-
-class StuckAtOne(Model):
-    """One bit reads 1 whatever is written."""
-
-    cell = Cell.STUCK
-
-    def wrote(self, start: int, stop: int) -> None:
-        """See `Model.wrote`."""
-        if start <= self.word < stop:
-            self.flat[self.word] |= self.bit
-
-
-class StuckAtZero(Model):
-    """One bit reads 0 whatever is written."""
-
-    cell = Cell.STUCK
-
-    def wrote(self, start: int, stop: int) -> None:
-        """See `Model.wrote`."""
-        if start <= self.word < stop:
-            self.flat[self.word] &= ~self.bit
-
-
-class Coupled(Model):
-    """A bit of one word flips whenever the same bit of another word rises."""
-
-    cell = Cell.COUPLED
-
-    def wrote(self, start: int, stop: int) -> None:
-        """See `Model.wrote`."""
-        if start <= self.other < stop:
-            now = int(self.flat[self.other])
+        """Err after the words start…stop - 1 were written."""
+        flat, word, other = self.flat, self.word, self.other
+        strikes, meets = start <= word < stop, start <= other < stop
+        if self.name == "stuck-at-1" and strikes:
+            flat[word] |= self.bit
+        elif self.name == "stuck-at-0" and strikes:
+            flat[word] &= ~self.bit
+        elif self.name == "coupled" and meets:  # the bit flips whenever that of the other word rises
+            now = int(flat[other])
             if now & ~self.last & self.bit:
-                self.flat[self.word] ^= self.bit
+                flat[word] ^= self.bit
             self.last = now
-
-
-class Aliased(Model):
-    """Two addresses reach one word: what is written to one is read at the other."""
-
-    cell = Cell.ALIAS
-
-    def wrote(self, start: int, stop: int) -> None:
-        """See `Model.wrote`."""
-        first, second = sorted((self.word, self.other))
-        if start <= second < stop:
-            self.flat[first] = self.flat[second]
-        elif start <= first < stop:
-            self.flat[second] = self.flat[first]
-
-
-class Flipping(Model):
-    """Every third read of many words flips a bit on its way; the memory is right."""
-
-    cell = Cell.TRANSFER
+        elif self.name == "alias" and (strikes or meets):  # two addresses reach one word: the last write counts
+            low, high = sorted((word, other))
+            if start <= high < stop:
+                flat[low] = flat[high]
+            else:
+                flat[high] = flat[low]
 
     def read(self, difference: Any) -> None:
-        """See `Model.read`."""
+        """Flip a bit of every third read on its way, in place; the memory is right."""
         self.reads += 1
-        if self.reads % 3 == 1:
+        if self.name == "transfer" and self.reads % 3 == 1:
             difference.view(-1)[mix64(self.word + self.reads) % difference.numel()] ^= self.bit
 
-
-class Leaking(Model):
-    """A word loses its ones while it is not written."""
-
-    cell = Cell.LEAKING
-
     def rested(self) -> None:
-        """See `Model.rested`."""
-        self.flat[self.word] &= 0
+        """Lose the ones of a word that was not written for a while."""
+        if self.name == "leaking":
+            self.flat[self.word] &= 0
 
 
-MODELS: dict[str, type[Model]] = {
-    "stuck-at-1": StuckAtOne,
-    "stuck-at-0": StuckAtZero,
-    "coupled": Coupled,
-    "alias": Aliased,
-    "transfer": Flipping,
-    "leaking": Leaking,
-}
-"""Name of a drill → the faulty memory."""
 NAMES = (*MODELS, *faults.FAULTS)
-"""Every drill of memory: the models, and what strikes the results of any probe, here the words that were written."""
+"""Every drill of memory: the models, and what strikes the results of other probes, here words that were written."""
 
 
 class Faulty(Slice):
     """What makes a slice, whose class comes behind it, one of a faulty memory."""
 
-    model: Model = Model(None, 0, 0, 0)
+    model: Model = Model("")
     strike_rows: Callable[[int, int], None] = staticmethod(lambda _start, _stop: None)
     """What strikes the words start…stop - 1 after rows were written; single words are spared."""
 
@@ -137,7 +87,7 @@ class Faulty(Slice):
         if name in MODELS:
             word = mix64(seed) % size
             other = (word + 1 + mix64(seed + 1) % (size - 1)) % size
-            self.model = MODELS[name](self.flat, word, other, 1 << (mix64(seed + 2) % 62))
+            self.model = Model(name, self.flat, word, other, 1 << (mix64(seed + 2) % 62))
         else:
             injector = faults.Injector(faults.FAULTS[name], seed, interface.named(TORCH), target=case)
 
@@ -180,7 +130,3 @@ class Faulty(Slice):
 
 class FaultySlice(Faulty, Slice):
     """A slice of a faulty memory of torch's."""
-
-
-class FaultyBuffer(Faulty, BufferSlice):
-    """A slice of a faulty memory that WebGPU reaches."""

@@ -77,7 +77,7 @@ class Slice:
 
     @property
     def address(self) -> int | None:
-        """Its first byte's virtual address, as the process or the device's driver numbers it; None: it is not told."""
+        """Its first byte's virtual address, as the process or the device's driver numbers it; None: unknown."""
         return int(self.words.data_ptr())
 
     @property

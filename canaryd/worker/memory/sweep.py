@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,6 @@ from canaryd.free_memory import available
 from canaryd.model import TORCH
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.memory import cells, faults, pages
-from canaryd.worker.memory.buffers import BufferSlice, Scratch
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, WORD, Expected, Slice, own_numbers, scratch_for
 from canaryd.worker.numeric.cases import selects
 from canaryd.worker.numeric.characterised import is_settled
@@ -37,11 +38,11 @@ FIRST = 64
 WRONG_ENOUGH = 8
 """Wrong slices of one pattern after which it is not continued."""
 RESERVE = 512 << 20
-"""Bytes of a device's memory that are never taken (ours): the driver and other processes need some."""
+"""Bytes of a device's memory that are never taken: the driver and other processes need some."""
 HOST_RESERVE = 2 << 30
-"""The same of the host's memory (ours); at least an eighth of what is free."""
-UNTOLD = 1 << 30
-"""Bytes that are swept at most where the runtime tells no free memory (ours): a server beside it may need the rest."""
+"""The same of the host's memory; at least an eighth of what is free."""
+UNREPORTED = 1 << 30
+"""Bytes that are swept at most where the runtime reports no free memory: a server beside it may need the rest."""
 OF_ROOM = 2
 """The part of the budget's memory that is taken beside a server, as a divisor: torch itself needs some."""
 
@@ -217,19 +218,16 @@ def allocate(ctx: Context, most: int) -> list[Slice]:
     rows = min([*limits, *([] if free is None else [free])]) // ROW
     if rows < 1:
         raise Skip(f"no memory to sweep: {free} bytes are free less the reserve, {most} were asked for")
-    sound: type[Slice]
-    faulty: type[Slice]
     if ctx.device.runtime == TORCH:
-        device, sound, faulty, most = torch_device(ctx.device), Slice, faults.FaultySlice, LARGEST
-        scratch = scratch_for(device, min(rows, most // ROW))
+        device, sound, each = torch_device(ctx.device), Slice, LARGEST // ROW
+        scratch = scratch_for(device, min(rows, each))
     else:
-        device, sound, faulty = ctx.device, BufferSlice, faults.FaultyBuffer
-        scratch = Scratch(device, rows)
-        most = min(LARGEST, scratch.runtime.largest)
-    each = most // ROW
+        buffers = importlib.import_module("canaryd.worker.memory.buffers")
+        device, sound, scratch = ctx.device, buffers.BufferSlice, buffers.Scratch(ctx.device, rows)
+        each = min(LARGEST, scratch.runtime.largest) // ROW
     slices: list[Slice] = []
     for first in range(0, rows, each):
-        kind = faulty if ctx.drill and first == 0 else sound
+        kind = type("FaultySlice", (faults.Faulty, sound), {}) if ctx.drill and first == 0 else sound
         try:
             slices.append(kind(min(each, rows - first), first, device, scratch))
         except Exception as error:
@@ -245,8 +243,8 @@ def _free(ctx: Context) -> int | None:
     if ctx.device.unit == "cpu":
         free = available()
         return None if free is None else free - max(HOST_RESERVE, free // 8)
-    told, _ = interface.of(ctx.device).memory(ctx.device)
-    return UNTOLD if told is None else told - RESERVE
+    free, _ = interface.of(ctx.device).memory(ctx.device)
+    return UNREPORTED if free is None else free - RESERVE
 
 
 def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Comparison]:
@@ -254,10 +252,9 @@ def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Compari
     known = is_settled(sweep.ctx.device)
 
     def comparison(memory: Slice, **more: Any) -> Comparison:
-        words = memory.count
         return Comparison(
-            case=f"{case}@{words}",
-            shape=f"words={words}",
+            case=f"{case}@{memory.count}",
+            shape=f"words={memory.count}",
             seed=sweep.ctx.seed,
             exactness=Exactness.UNIVERSAL,
             place=Place(unit="memory"),
@@ -269,19 +266,16 @@ def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Compari
         sweep.trials += 1
         yield comparison(sweep.slices[number], wrong_trials=1, evidence=_evidence(sweep, sweep.slices[number], found))
     right = [memory for number, memory in enumerate(sweep.slices) if finished and number not in sweep.wrong]
-    sizes: Sequence[int] = sorted({memory.count for memory in right})
-    for size in sizes:
-        alike = [memory for memory in right if memory.count == size]
-        sweep.trials += len(alike)
-        yield comparison(alike[0], trials=len(alike), uploads=len(alike))
+    for _, alike in itertools.groupby(sorted(right, key=lambda m: m.count), key=lambda m: m.count):
+        first, *others = alike
+        sweep.trials += 1 + len(others)
+        yield comparison(first, trials=1 + len(others), uploads=1 + len(others))
 
 
 def _evidence(sweep: Sweep, memory: Slice, found: cells.Wrong) -> Evidence:
-    """Return what the wrong words of a slice look like."""
     mask = (1 << 64) - 1
-    words = [
-        (at, want & mask, bits & mask) for at, want, bits in zip(found.at, found.expected, found.bits, strict=True)
-    ]
+    every = zip(found.at, found.expected, found.bits, strict=True)
+    words = [(at, want & mask, bits & mask) for at, want, bits in every]
     histogram = {str(bit): n for bit in range(64) if (n := sum(bits >> bit & 1 for _, _, bits in words))}
     place = _place(sweep, memory, found, words)
     return Evidence(
@@ -314,7 +308,6 @@ def _place(sweep: Sweep, memory: Slice, found: cells.Wrong, words: Sequence[tupl
 
 
 def _sentence(place: WrongMemory, histogram: dict[str, int]) -> str:
-    """Return the evidence in words."""
     at, where = ("unknown" if a is None else f"{a:#x}" for a in (place.address, place.physical))
     turned = [f"{n} to {bit}" for n, bit in ((place.rose, 1), (place.fell, 0)) if n]
     kinds = ", ".join(f"{n} {cell}" for cell, n in place.cells.items())

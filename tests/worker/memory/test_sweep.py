@@ -4,15 +4,12 @@ The faults come in two ways: by the drills that ship, and by a stand-in for a fa
 sweep's code knows nothing.
 """
 
-import struct
-from dataclasses import replace
-
 import pytest
 
 from canaryd.facts import Cell, Comparison, Exactness, Place, Reading, Skipped
 from canaryd.probe import Context, Skip
-from canaryd.worker.memory import cells, faults, pages, slices, sweep
-from canaryd.worker.memory.slices import ROW, TILE, WORD, Expected, Slice, number_in, own_numbers
+from canaryd.worker.memory import faults, slices, sweep
+from canaryd.worker.memory.slices import ROW, TILE, WORD, Expected, Slice, own_numbers
 from canaryd.worker.numeric.characterised import SETTLED
 from canaryd.worker.numeric.stack import cpu
 from tests.worker.numeric.cuda import DEVICES, HOPPER, fake, stand_in
@@ -51,9 +48,6 @@ def kinds(wrong):
     return {Cell(name) for c in wrong.values() for name in c.evidence.memory.cells}
 
 
-# --- Clean memory ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, ROWS])
 def test_clean_memory_is_clean(rows):
     """Every pattern, whatever the size is of the groups that it is read in: no alarm."""
@@ -89,31 +83,13 @@ def test_a_quick_run_on_an_accelerator_goes_beyond_its_cache(monkeypatch, probe,
     assert probe.BEYOND_CACHES == slices.LARGEST
 
 
-def test_a_confirmation_runs_only_the_pattern_that_failed(probe):
-    """By the name of the case, whatever size it had; what does not exist is skipped with the names that do."""
-    facts = list(probe.run(context("int64/random/sweep@2096896", settings={"mebibytes": 1})))
-    assert {f.case.partition("@")[0] for f in facts if isinstance(f, Comparison)} == {"int64/random/sweep"}
-    with pytest.raises(Skip, match="no case matches int64/nonsense; it has "):
-        list(probe.run(context("int64/nonsense")))
-
-
-@pytest.mark.parametrize("value", [0, -1, "1GiB", 1.5, True])
-def test_a_wrong_setting_is_named(probe, value):
-    """With its path and what was given."""
-    with pytest.raises(ValueError, match=r"probes\.memory_sweep\.settings\.mebibytes: .* is not a positive"):
-        list(probe.run(context(settings={"mebibytes": value})))
-
-
-# --- Faults: drills --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", faults.MODELS)
 def test_every_faulty_memory_is_found_and_told_from_the_others(name, seed):
     """At any word, with any partner and bit; no other word is accused."""
     wrong, right = swept(context(drill=name, seed=seed))
     assert wrong, f"{name} was not found"
-    assert kinds(wrong) == {faults.MODELS[name].cell}
+    assert kinds(wrong) == {faults.MODELS[name]}
     assert len(wrong) + len(right) == len(PATTERNS)
     armed = faults.FaultySlice(ROWS, 0, torch.device("cpu"), None)
     armed.arm(name, "", seed)
@@ -142,12 +118,6 @@ def test_every_drill_of_the_other_probes_is_found_too(name):
     for seed in SEEDS:
         wrong, _ = swept(context(drill=name, seed=seed))
         assert kinds(wrong) == {Cell.FLIPPED}
-
-
-def test_a_drill_that_does_not_exist_is_skipped_with_those_that_do():
-    """In the order in which they are listed."""
-    with pytest.raises(Skip, match=r"unknown fault 'rust'; there are stuck-at-1, stuck-at-0, .*consistent"):
-        swept(context(drill="rust"))
 
 
 def test_evidence_says_where(monkeypatch):
@@ -203,9 +173,6 @@ def test_an_alias_in_another_allocation_is_found(monkeypatch):
     assert wrong.evidence.memory.cells == {"alias": 1}
     assert wrong.evidence.memory.partner == (8 * TILE + 1234 - 5000) * WORD
     assert sum(f.trials for f in facts if not f.wrong) == 2
-
-
-# --- Faults: a stand-in for a device ---------------------------------------------------------------------------------
 
 
 def faulty_device(behaviour, word, other, bit):
@@ -270,7 +237,7 @@ def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
     monkeypatch.setattr(slices.time, "sleep", device.rested)
     with device:
         wrong, right = swept(context(device=HOPPER, seed=4))
-    assert kinds(wrong) == ({faults.MODELS[name].cell} if name else set())
+    assert kinds(wrong) == ({faults.MODELS[name]} if name else set())
     assert len(wrong) + len(right) == len(PATTERNS)
     for c in wrong.values():
         assert c.evidence.memory.physical is None
@@ -315,9 +282,6 @@ def test_a_sweep_runs_on_a_gpu_as_far_as_that_can_be_rehearsed(monkeypatch, devi
         memory.invert(3, 9)
 
 
-# --- Sizes and time --------------------------------------------------------------------------------------------------
-
-
 def test_what_is_taken_stays_within_what_is_free_and_within_the_budget(monkeypatch):
     """Beside a server half of `budget.memory`; never the reserve; in slices of at most 256 MiB."""
     assert sweep.LARGEST == 256 << 20
@@ -353,47 +317,3 @@ def test_a_sweep_that_was_not_all_over_counts_only_what_is_wrong(monkeypatch):
     monkeypatch.setattr(sweep, "LARGEST", 2 * ROW)
     facts = list(sweep.sweep_memory(context("int64/address", budget=1e-9), 6 * ROW, 0.0))
     assert [type(f) for f in facts if isinstance(f, (Comparison, Skipped))] == [Skipped]
-
-
-# --- Parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_word_names_itself_beyond_32_bits():
-    """Numbers of memories of more than 32 GiB; a value that is no number is none."""
-    words = 1 << 36
-    for number in (0, 1, (1 << 32) - 1, 1 << 32, (5 << 32) + 12345, words - 1):
-        row, at = divmod(number, TILE)
-        (value,) = own_numbers("cpu").values(row, torch.tensor([at])).tolist()
-        assert number_in(value, words) == number
-        assert own_numbers("cpu").into(torch.empty((1, TILE), dtype=torch.int64), row)[0, at] == value
-    assert number_in(0, 1 << 32) is None
-    assert number_in(0x5555555555555555, words) is None
-
-
-def test_a_disturber_that_works_only_once_is_none():
-    """A search that loses its trace names nobody."""
-    host = torch.device("cpu")
-    memory = faults.FaultySlice(2, 0, host, slices.scratch_for(host, 2))
-    memory.words.zero_()
-    assert cells.disturber(memory, 5, 0) is None
-    memory.model = replace(faults.Coupled(memory.flat, 5, 9000, 4))
-    assert cells.disturber(memory, 5, 0) == 9000
-
-
-def test_the_physical_address_is_told_only_where_the_system_does(tmp_path):
-    """An entry with a frame; without one, as others than root read it; a page that is not there; no such file."""
-    page = pages.mmap.PAGESIZE
-    pagemap = tmp_path / "pagemap"
-    pagemap.write_bytes(struct.pack("<QQQ", (1 << 63) | 7, 1 << 63, 7))
-    assert pages.physical_address(24, pagemap) == 7 * page + 24
-    assert pages.physical_address(page + 24, pagemap) is None
-    assert pages.physical_address(2 * page, pagemap) is None
-    assert pages.physical_address(3 * page, pagemap) is None
-    assert pages.physical_address(0, tmp_path / "missing") is None
-
-
-def test_locking_is_asked_of_the_system():
-    """Pages of this process may be locked as far as its limit goes; what is no memory may not."""
-    memory = torch.zeros(1024, dtype=torch.int64)
-    assert pages.lock(memory.data_ptr(), memory.nbytes) in (True, False)
-    assert pages.lock(0, 1 << 20) is False
