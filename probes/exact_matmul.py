@@ -22,7 +22,7 @@ from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
 from canaryd.worker.numeric.products import computing, format_pairs, int8_pairs, label_of
 from canaryd.worker.numeric.served import served_cases
-from canaryd.worker.numeric.sizes import choose, is_lent, measure_speed, variants
+from canaryd.worker.numeric.sizes import choose, measure_speed, shares_units, variants
 from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
@@ -102,8 +102,8 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
     fresh = []
     step = len(CONTENTS) | 1  # odd: contents that one format leaves out, the next one has
     for (number, pair), (place, content) in itertools.product(enumerate(pairs), enumerate(CONTENTS)):
-        lent = is_lent(ctx.device, FORMATS[pair[0]], speeds[label_of(*pair)], speeds.get("float32", 0.0))
-        for kind, layout in variants(ctx, ctx.seed + number * step + place, pair[0], lent=lent):
+        shared = shares_units(ctx.device, FORMATS[pair[0]], speeds[label_of(*pair)], speeds.get("float32", 0.0))
+        for kind, layout in variants(ctx, ctx.seed + number * step + place, pair[0], shared=shared):
             sizes = choose(ctx, speeds[label_of(*pair)], kind, f"{label_of(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)

@@ -14,10 +14,10 @@ import hashlib
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Reading, Skip
-from canaryd.worker.numeric.recording import Recorder, one_thread
+from canaryd.worker.numeric.recording import Recorder
 from canaryd.worker.numeric.serving_kernels import Kernel, every_kernel
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import as_text
+from canaryd.worker.numeric.tensors import as_text, on_cores
 from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
@@ -47,7 +47,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     kernels = [*kernels[start:], *kernels[:start]]
     session.injector.arm([k.name for k in kernels])
     kernels.sort(key=lambda k: k.name != session.injector.target)  # a drill's case goes first
-    with strict_switches() as switches, torch.inference_mode(), one_thread():
+    with strict_switches() as switches, torch.inference_mode(), on_cores((), 1):
         text = as_text(switches)
         yield Reading(name="switches", value=text)
         recorder = Recorder(session, hashlib.sha256(text.encode()).hexdigest()[:16])

@@ -214,33 +214,31 @@ def _accumulator(form: Format) -> int:
 
 def _groups(spec: Attention, seed: int, size: int) -> Any:
     """Key 0 is a group of its own (the early rows of a causal mask see nothing else); the rest in groups of `size`."""
-    n = (spec.S - 1) // size
     masked = spec.mask in ("bool", "float")
-    if n < 1 or (masked and spec.S < 3):
+    if size >= spec.S or (masked and spec.S < 3):
         raise Inexact(f"{spec}: fewer keys than one group")
-    group = torch.full((spec.S,), n + 1, dtype=torch.int64)  # left-over keys: a group that no query selects
+    member = _numbered(spec.S, size).expand(spec.B, spec.G, spec.S).clone()
+    if spec.content in ("rising", "falling"):
+        member[...] = 1
+        member[..., _winner(spec, seed)] = 0
+    elif spec.mask == "none":  # any order will do unless rows see only what came before
+        for b, g in itertools.product(range(spec.B), range(spec.G)):
+            member[b, g, 1:] = member[b, g, 1 + permutation(seed, f"keys {b} {g}", spec.S - 1)]
+    elif masked:
+        # The masked second half repeats the groups of the first with other values: only the mask removes them.
+        half = (spec.S - 1) // 2
+        member[..., half:] = 1 + (half - 1) // size
+        member[..., :half] = member[..., half : 2 * half] = _numbered(half, size)
+    return member
+
+
+def _numbered(length: int, size: int) -> Any:
+    """Number the groups of keys in order; the left-over keys are one that no query asks for."""
+    n = (length - 1) // size
+    group = torch.full((length,), n + 1, dtype=torch.int64)
     group[0] = 0
     group[1 : 1 + n * size] = 1 + torch.arange(n * size) // size
-    member = group.expand(spec.B, spec.G, spec.S).clone()
-    if spec.mask in ("none", "float", "bool"):  # any order will do unless rows see only what came before
-        half = spec.S if spec.mask == "none" else (spec.S - 1) // 2
-        for b in range(spec.B):
-            for g in range(spec.G):
-                order = 1 + permutation(seed, f"keys {b} {g}", spec.S - 1)
-                member[b, g, 1:] = member[b, g, order]
-        if masked:
-            # The masked second half repeats the groups of the first with other values: only the mask removes them.
-            n = (half - 1) // size
-            first = torch.full((half,), n + 1, dtype=torch.int64)
-            first[0] = 0
-            first[1 : 1 + n * size] = 1 + torch.arange(n * size) // size
-            member[..., :half] = first
-            member[..., half:] = n + 1
-            member[..., half : 2 * half] = first
-    if spec.content in ("rising", "falling"):
-        member = torch.ones((spec.B, spec.G, spec.S), dtype=torch.int64)
-        member[..., _winner(spec, seed)] = 0
-    return member
+    return group
 
 
 def _winner(spec: Attention, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""The cases of an exact probe: what each is, which of them a run asks for, and why a device takes one not."""
+"""The cases of an exact probe: what each is, which of them a run asks for, and why a device does not take one."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ SHOWN: Mapping[str, tuple[str, str]] = {
     "onnx-cpu": ("onnxruntime", "1.32.0"),
     "jax-cpu": ("jax", "0.10.2"),
 }
-"""Backend of another runtime → its package, and the version with which a healthy x86 processor met every class bit for
-bit in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Other versions are characterised by evidence."""
+"""Backend of another runtime → its package, and the version with which a healthy x86 processor was right in every class
+in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Other versions are characterised by evidence."""
 
 
 def is_shown(device: Device) -> bool:

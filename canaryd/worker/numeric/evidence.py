@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from canaryd.facts import Evidence, Span
@@ -34,42 +35,26 @@ def collect(golden: Any, observed: Any) -> Evidence:
     at = tuple(where.T)
     want = [v & unsigned for v in expected[at].tolist()]
     have = [v & unsigned for v in got[at].tolist()]
-    histogram: dict[str, int] = {}
-    for bit in range(width):
-        count = sum(1 for w, h in zip(want, have, strict=True) if (w ^ h) >> bit & 1)
-        if count:
-            histogram[str(bit)] = count
-    sign = 1 << (width - 1)
-    zeroed = sum(1 for h in have if h & ~sign == 0) if golden.is_floating_point() else have.count(0)
-    values = observed[at]
-    nonfinite = int((~torch.isfinite(values.to(torch.float64))).sum()) if golden.is_floating_point() else 0
-    lines = _lines(where, golden.shape)
-    digits = width // 4
-    exchanged = wrong == 2 and want == have[::-1]
-    return Evidence(
+    flipped = [w ^ h for w, h in zip(want, have, strict=True)]
+    zero = ~(1 << (width - 1)) if golden.is_floating_point() else -1
+    digits, shape = width // 4, golden.shape
+    names = _AXES[-len(shape) :] if len(shape) > 1 else ("element",)
+    found = Evidence(
         wrong=wrong,
         total=golden.numel(),
         first=tuple(
             (tuple(index), f"0x{w:0{digits}x}", f"0x{h:0{digits}x}")
             for index, w, h in zip(where[:FIRST].tolist(), want, have, strict=False)
         ),
-        bits=histogram,
-        zeroed=zeroed,
-        nonfinite=nonfinite,
-        lines=lines,
-        pattern=_sentence(golden, where, histogram, lines, len(want), zeroed, nonfinite, exchanged=exchanged),
+        bits={str(bit): n for bit in range(width) if (n := sum(each >> bit & 1 for each in flipped))},
+        zeroed=sum(h & zero == 0 for h in have),
+        nonfinite=int((~torch.isfinite(observed[at].to(torch.float64))).sum()) if golden.is_floating_point() else 0,
+        # An axis of one element says nothing about where.
+        lines={n: span(where[:, i].tolist(), shape[i]) for i, n in enumerate(names) if shape[i] > 1},
+        pattern="",
     )
-
-
-def _lines(where: Any, shape: Any) -> dict[str, Span]:
-    """Return, per axis, what the wrong indices share: one value, a residue, or only a range."""
-    names = _AXES[-len(shape) :] if len(shape) > 1 else ("element",)
-    lines = {}
-    for axis, name in enumerate(names):
-        if shape[axis] == 1:
-            continue  # an axis of one element says nothing about where
-        lines[name] = span(where[:, axis].tolist(), shape[axis])
-    return lines
+    exchanged = wrong == 2 and want == have[::-1]
+    return replace(found, pattern=_sentence(golden, where, found, len(want), exchanged=exchanged))
 
 
 def span(indices: Iterable[int], size: int) -> Span:
@@ -93,32 +78,21 @@ def bit_name(dtype: Any, bit: int) -> str:
     return f"bit {bit} ({'mantissa' if bit else 'lowest of the mantissa'})"
 
 
-def _sentence(
-    golden: Any,
-    where: Any,
-    histogram: dict[str, int],
-    lines: dict[str, Span],
-    examined: int,
-    zeroed: int,
-    nonfinite: int,
-    *,
-    exchanged: bool,
-) -> str:
-    count = int(where.shape[0])
-    if count == 1:
-        place = "element [" + ", ".join(str(v) for v in where[0].tolist()) + "]"
-    else:
-        place = ", ".join(f"{name} {text}" for name, text in lines.items()) or "everywhere"
+def _sentence(golden: Any, where: Any, found: Evidence, examined: int, *, exchanged: bool) -> str:
+    place = f"element {where[0].tolist()}"
+    if len(where) != 1:
+        place = ", ".join(f"{name} {text}" for name, text in found.lines.items()) or "everywhere"
     if exchanged:
         return f"{place}: two values exchanged"
-    if nonfinite == examined:
+    if found.nonfinite == examined:
         return f"{place}: NaN or infinity"
-    if zeroed == examined:
+    if found.zeroed == examined:
         return f"{place}: zero instead of the value"
-    if len(histogram) == 1:
-        return f"{place}: only {bit_name(golden.dtype, int(next(iter(histogram))))} is flipped"
-    extra = [f"{zeroed} zeroed"] * bool(zeroed) + [f"{nonfinite} not finite"] * bool(nonfinite)
-    return f"{place}: bits {', '.join(histogram)} flipped" + (f" ({', '.join(extra)})" if extra else "")
+    if len(found.bits) == 1:
+        return f"{place}: only {bit_name(golden.dtype, int(next(iter(found.bits))))} is flipped"
+    counts = {"zeroed": found.zeroed, "not finite": found.nonfinite}
+    extra = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"{place}: bits {', '.join(found.bits)} flipped" + (f" ({extra})" if extra else "")
 
 
 def collect_nothing(golden: Any, pattern: str = "") -> Evidence:

@@ -75,7 +75,6 @@ def _stuck(flat: Any, choice: int) -> None:
 
 
 def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element whatever the choice
-    """Flip one exponent bit of one element."""
     flat[flat.numel() // 2] ^= 1 << (flat.element_size() * 8 - 2)
 
 

@@ -87,36 +87,32 @@ def _experts(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
     return (tokens, expert), [t ^ (e * 0x9E3779B9) for t, e in zip(tokens.tolist(), expert.tolist(), strict=True)]
 
 
-def _compute_experts(tokens: Any, expert: Any) -> Any:
-    order = torch.argsort(expert, stable=True)
-    grouped = tokens.index_select(0, order)
-    counts = torch.zeros(64, dtype=torch.int64, device=tokens.device).index_add_(0, expert, torch.ones_like(expert))
-    number = torch.repeat_interleave(torch.arange(64, device=tokens.device), counts, output_size=tokens.numel())
-    return torch.empty_like(tokens).scatter_(0, order, grouped ^ (number * 0x9E3779B9))
-
-
-OPERATIONS: dict[str, tuple[Builder, Callable[..., Any]]] = {
-    "gather": (_gather, lambda table, index: table.gather(0, index)),
-    "embedding": (_embedding, lambda table, index: table.index_select(0, index)),
-    "scatter": (_scatter, lambda values, place: torch.zeros_like(values).scatter_(0, place, values)),
-    "index_add": (
-        _index_add,
-        lambda values, place: torch.ones(values.numel() // 8, dtype=torch.int64, device=values.device).index_add_(
-            0, place, values
-        ),
-    ),
-    "cumsum": (_cumsum, lambda values: values.cumsum(0)),
-    "sort": (_sort, lambda values: torch.sort(values).values),
-    "topk": (_topk, lambda values: torch.topk(values, values.numel() // 16).indices),
-    "modulo": (_modulo, lambda values, by: torch.remainder(values, by)),  # noqa: PLW0108  torch may be missing
-    "bucketize": (_bucketize, lambda values, edges: torch.bucketize(values, edges)),  # noqa: PLW0108
-    "experts": (_experts, _compute_experts),
+EXPERTS = (
+    "torch.empty_like(a).scatter_(0, (order := torch.argsort(b, stable=True)), a.index_select(0, order) ^ "
+    "(torch.repeat_interleave(torch.arange(64, device=a.device), torch.zeros(64, dtype=torch.int64, "
+    "device=a.device).index_add_(0, b, torch.ones_like(b)), output_size=a.numel()) * 0x9E3779B9))"
+)
+EXPRESSIONS: dict[str, tuple[Builder, str]] = {
+    "gather": (_gather, "a.gather(0, b)"),
+    "embedding": (_embedding, "a.index_select(0, b)"),
+    "scatter": (_scatter, "torch.zeros_like(a).scatter_(0, b, a)"),
+    "index_add": (_index_add, "torch.ones(a.numel() // 8, dtype=a.dtype, device=a.device).index_add_(0, b, a)"),
+    "cumsum": (_cumsum, "a.cumsum(0)"),
+    "sort": (_sort, "torch.sort(a).values"),
+    "topk": (_topk, "torch.topk(a, a.numel() // 16).indices"),
+    "modulo": (_modulo, "torch.remainder(a, b)"),
+    "bucketize": (_bucketize, "torch.bucketize(a, b)"),
+    "experts": (_experts, EXPERTS),
 }
-"""Name → how to build it and how the device computes it."""
+"""Name → how to build it, and how torch computes it from its operands a and b, as the dossier's script does too."""
+OPERATIONS: dict[str, tuple[Builder, Callable[..., Any]]] = {
+    name: (make, eval(f"lambda a, b=None: {text}", {"torch": torch}))  # noqa: S307 - our own text
+    for name, (make, text) in EXPRESSIONS.items()
+}
 
 
 def build(name: str, n: int, seed: int) -> Problem:
-    """Build one integer problem of n elements; `Problem.operands` are int64 or int32 tensors, the golden likewise."""
+    """Build one integer problem of n elements, of int64 or int32 tensors."""
     operands, answer = OPERATIONS[name][0](seed, n)
     golden = torch.tensor(answer, dtype=operands[0].dtype if name == "embedding" else torch.int64)
     return Problem(

@@ -28,7 +28,7 @@ Made = tuple[Problem, list[Comparison]]
 
 
 def gathers(session: Session, case: Case) -> bool:
-    """Tell whether the device gathers the operands of a case from pools."""
+    """Return whether the device gathers the operands of a case from pools."""
     return case.product is not None and session.runtime.gathers
 
 
@@ -71,7 +71,7 @@ def settled(session: Session) -> Iterator[None]:
 def finish(session: Session) -> list[Comparison]:
     """Wait for what was begun for a case that is not run any more; return what was doubtful about it.
 
-    A host that contradicted itself is told, whatever the golden was for. What making raised is of a case that the
+    A host that contradicted itself is reported, whatever the golden was for. What making raised is of a case that the
     budget left out.
     """
     begun, session.begun = session.begun, None

@@ -168,7 +168,8 @@ class _Fresh:
         self.clean = [(0, first.comparison, None)]
         for turn in turns.turns(self.until):
             mine = self._upload(turn.number, turn.by.operands, turn.by.golden)
-            blind = _unanswered(turn)
+            missing = sum(answer not in (EQUAL, DIFFERENT) for answer in turn.answers)
+            blind = f"the device compared {missing} of {len(turn.answers)} results with nothing" if missing else ""
             self._judge(turn.number, Computed(self._counted(turn, mine), blind=blind), mine)
             if blind or self._is_wrong_enough:
                 break
@@ -183,7 +184,6 @@ class _Fresh:
             self.clean.insert(0, (1, replace(summed, case=self.case.at(1).name, trials=later), None))
 
     def _counted(self, turn: Turn, upload: OnDevice) -> Comparison:
-        """Return the comparison of a turn that the device repeated."""
         wrong = [result for result, answer in zip(turn.by.results, turn.answers, strict=True) if answer == DIFFERENT]
         found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
         trials = len(wrong) + turn.answers.count(EQUAL)
@@ -197,7 +197,7 @@ class _Fresh:
         if comparison.wrong or why:
             why = why or self._gathered(turn, upload)()
             # A golden that was gathered wrongly explains why host and device disagree.
-            self.wrong.append((turn, _told(comparison, why, upload.right()), None if why else comparator))
+            self.wrong.append((turn, _with_gather(comparison, why, upload.right()), None if why else comparator))
         elif comparator is not None or not self.clean:
             self.clean.append((turn, comparison, comparator))
         else:
@@ -205,12 +205,7 @@ class _Fresh:
             self.clean[0] = (first, replace(summed, trials=summed.trials + comparison.trials), erred)
 
 
-def _unanswered(turn: Turn) -> str:
-    missing = sum(answer not in (EQUAL, DIFFERENT) for answer in turn.answers)
-    return f"the device compared {missing} of {len(turn.answers)} results with nothing" if missing else ""
-
-
-def _told(comparison: Comparison, why: str, golden: Any) -> Comparison:
+def _with_gather(comparison: Comparison, why: str, golden: Any) -> Comparison:
     """Return a wrong comparison with what the device gathered wrongly, if it did; right results do not excuse that."""
     if not why:
         return comparison
@@ -302,7 +297,6 @@ def _counted(
     wrong: int,
     found: Evidence | None,
 ) -> Comparison:
-    """Return the comparison of some results, and add them to what the run did."""
     place = session.place_of(core)
     session.places.add(place)
     session.trials += trials

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import statistics
@@ -69,8 +68,7 @@ class Made:
 
     def __init__(self, kernel: Kernel, core: int) -> None:
         self.kernel = kernel
-        self.core = core
-        """The host core that made it."""
+        self.core = core  # of the host, which made it
         self.operands = kernel.build(kernel.seed)
         self.prompt = fingerprint(*self.operands)
         self.bounded: error_bounds.Bounded | None = None
@@ -109,16 +107,14 @@ class Recorder:
             maker = self.session.makers(kernel.name, self._place(kernel, turn))[0]
             with on_core(maker):
                 made = Made(kernel, maker)
-            try:
-                result = self._compute(made, turn)
-            except Exception as error:
-                if not is_refusal(error):
-                    raise
-                self._not_run[kernel.name] = NotRun(kernel, numeric_cases.why_refused(self.session.ctx.device, error))
-                return
-            self._made[kernel.name] = made
-        else:
+        try:
             result = self._compute(made, turn)
+        except Exception as error:
+            if kernel.name in self._made or not is_refusal(error):
+                raise
+            self._not_run[kernel.name] = NotRun(kernel, numeric_cases.why_refused(self.session.ctx.device, error))
+            return
+        self._made[kernel.name] = made
         with on_core(made.core):
             found, ratio = self._judge(made, result)
             if result.dtype is torch.float32:
@@ -146,14 +142,9 @@ class Recorder:
         yield self._fingerprint()
         yield Reading(name=TRIALS, value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
         yield from self.session.times()
-        kinds = {
-            k.kind: None
-            for k in [*(m.kernel for m in self._made.values()), *(n.kernel for n in self._not_run.values())]
-        }
-        for kind in kinds:
+        kernels = [*(made.kernel for made in self._made.values()), *(case.kernel for case in self._not_run.values())]
+        for kind in dict.fromkeys(kernel.kind for kernel in kernels):
             yield from self._readings(kind)
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _place(self, kernel: Kernel, turn: int) -> int | None:
         """Return the one core that computes on a CPU: another each turn, because the core must not change the bits.
@@ -167,7 +158,6 @@ class Recorder:
         return cores[(derive(ctx.seed, f"core of {kernel.name}") + turn) % len(cores)]
 
     def _upload(self, made: Made, turn: int) -> tuple[Any, ...]:
-        """Copy the operands into new allocations, each at a seeded offset."""
         device = torch_device(self.session.ctx.device)
         step, fresh = STEP["cpu" if device.type == "cpu" else "other"], []
         for number, tensor in enumerate(made.operands):
@@ -254,14 +244,12 @@ class Recorder:
         Identical devices on equal chains are compared by it. There is none where the bits of a case vary within a run:
         leaving the case out only in some runs would make their fingerprints differ.
         """
-        late = any(case.is_late for case in self._not_run.values())
         varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
-        why = ""
-        if self.session.ctx.cases or late or not self._made:
+        if self.session.ctx.cases or not self._made or any(case.is_late for case in self._not_run.values()):
             why = "not all cases of this device were run, so the fingerprint would differ from complete runs"
-        elif varied:
+            return Absent(name=FINGERPRINT, reason=why)
+        if varied:
             why = f"bits vary: {varied[0]} gave more than one result, as did {len(varied)} cases in all"
-        if why:
             return Absent(name=FINGERPRINT, reason=why)
         digests = [(name, digest) for name, made in self._made.items() for digest in made.digests]
         return Reading(name=FINGERPRINT, value=combine(digests), unit="1")
@@ -283,39 +271,27 @@ class Recorder:
         """
         labels = {"kind": kind}
         mine = [m for m in self._made.values() if m.kernel.kind == kind]
+        late = any(case.is_late for case in self._not_run.values() if case.kernel.kind == kind)
+        if late or not mine or self.session.ctx.cases:
+            why = "not all cases of this kind were run, so its {} would not be comparable"
+            yield Absent(name=reading_key("recorded_error_ratio", labels), reason=why.format("largest error"))
+            yield Absent(name=reading_key("kernel_seconds", labels), reason=why.format("mean"))
+            return
         ratios = [ratio for m in mine for ratio in m.ratios]
         finite = [ratio for ratio in ratios if ratio is not None]
-        late = any(case.is_late for case in self._not_run.values() if case.kernel.kind == kind)
-        partly = late or not mine or self.session.ctx.cases
-        if finite and len(finite) == len(ratios) and not partly:
+        if finite and len(finite) == len(ratios):
             yield Reading(name="recorded_error_ratio", value=max(finite), unit="1", labels=labels)
         else:
-            why = "a result is not finite" if ratios else "no case of this kind with a float32 result was run"
-            why = "not all cases of this kind were run, so the largest error would not be comparable" if partly else why
+            why = "a result is not finite" if ratios else "no case of this kind has a float32 result"
             yield Absent(name=reading_key("recorded_error_ratio", labels), reason=why)
-        if partly:
-            why = "not all cases of this kind were run, so their mean would not be comparable"
-            yield Absent(name=reading_key("kernel_seconds", labels), reason=why)
-        else:
-            mean = statistics.fmean(statistics.median(m.seconds) for m in mine)
-            yield Reading(name="kernel_seconds", value=mean, unit="seconds", labels=labels)
+        mean = statistics.fmean(statistics.median(m.seconds) for m in mine)
+        yield Reading(name="kernel_seconds", value=mean, unit="seconds", labels=labels)
 
 
 def _group(name: str) -> str:
     """Return the first parts of a name: kind and format, of attention kind, kernel and format."""
     parts = name.partition("@")[0].split("/")
     return "/".join(parts[: 3 if parts[0] == "sdpa" else 2])
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch in the calling thread: with such small tensors a pool of threads costs more than it gains."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def fingerprint(*tensors: Any) -> str:
@@ -328,9 +304,7 @@ def fingerprint(*tensors: Any) -> str:
 
 
 def tiles(result: Any) -> tuple[float | None, ...]:
-    """Return the means of up to 8 x 8 tiles of a host tensor seen as a matrix of its last axis, row by row; None where
-    one is not finite. In float64.
-    """  # noqa: D205  the sentence needs two lines
+    """Return the means of `GRID` x `GRID` tiles of a host tensor, row by row; None where one is not finite."""
     matrix = result.to(torch.float64).reshape(-1, result.shape[-1])
     rows, columns = (min(GRID, size) for size in matrix.shape)
     means = [float(t.mean()) for row in matrix.tensor_split(rows, 0) for t in row.tensor_split(columns, 1)]

@@ -27,44 +27,10 @@ from canaryd.worker.units.tiles import Tiles
 Progress = Callable[[float, str], None]
 
 LARGEST = 256 << 20
-"""Most bytes of a case's operands and golden: more cannot be sent by mail (our choice)."""
-DESCRIPTIONS = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<i2",
-    "float8_e4m3fn": "|u1",
-    "float8_e5m2": "|u1",
-    "float8_e4m3fnuz": "|u1",
-    "float8_e5m2fnuz": "|u1",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int8": "|i1",
-    "bool": "|b1",
-}
+"""Most bytes of a case's operands and golden: more cannot be sent by mail."""
+DESCRIPTIONS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<i2", "int64": "<i8", "int32": "<i4"}
+DESCRIPTIONS |= {"int8": "|i1", "bool": "|b1"}
 """torch dtype → NumPy's name in the file; formats that NumPy lacks are stored as integers of their width."""
-INTEGER_CODE = {
-    "gather": "a.gather(0, b)",
-    "embedding": "a.index_select(0, b)",
-    "scatter": "torch.zeros_like(a).scatter_(0, b, a)",
-    "index_add": "torch.ones(a.numel() // 8, dtype=torch.int64, device=a.device).index_add_(0, b, a)",
-    "cumsum": "a.cumsum(0)",
-    "sort": "torch.sort(a).values",
-    "topk": "torch.topk(a, a.numel() // 16).indices",
-    "modulo": "torch.remainder(a, b)",
-    "bucketize": "torch.bucketize(a, b)",
-    "experts": "torch.empty_like(a).scatter_(0, order, grouped ^ (number * 0x9E3779B9))",
-}
-"""Integer operation → the expression that computes it from the operands a and b, as `indexing.OPERATIONS` does."""
-BEFORE = {
-    "experts": (
-        "order = torch.argsort(b, stable=True)",
-        "grouped = a.index_select(0, order)",
-        "counts = torch.zeros(64, dtype=torch.int64, device=a.device).index_add_(0, b, torch.ones_like(b))",
-        "number = torch.repeat_interleave(torch.arange(64, device=a.device), counts, output_size=a.numel())",
-    )
-}
-"""Integer operation → the statements before that expression."""
 WHY = {
     Exactness.UNIVERSAL: "every partial sum and the result are exactly representable, so any order of summation on any"
     "\nhealthy device gives these bits",
@@ -131,7 +97,7 @@ def bits(tensor):
 
 def compute($names):
     """The computation under test."""
-$before    return $compute
+    return $compute
 
 
 def main():
@@ -141,7 +107,7 @@ def main():
         torch.set_num_threads(1)
         where += f", core {options.core}"
 $switches
-    golden = bits(load("golden.npy", torch.$golden_dtype))
+    golden = bits(load("golden.npy", $golden_dtype))
     host = [$loads]
     width = golden.element_size() * 8
     done = wrong = 0
@@ -160,8 +126,8 @@ $switches
                 print(f"run {run}: {len(bad)} of {golden.numel()} elements are wrong")
     except KeyboardInterrupt:
         where += ", then interrupted"
-    told = getattr(getattr(torch, torch.device(options.device).type, None), "get_device_properties", str)
-    part = told(options.device)  # with its uuid, where torch knows it
+    describe = getattr(getattr(torch, torch.device(options.device).type, None), "get_device_properties", str)
+    part = describe(options.device)  # with its uuid, where torch knows it
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC, torch {torch.__version__}, {part}")
     print(f"{wrong} of {done} runs were wrong on {where}")
     return 1 if wrong else 0 if done == options.runs else 2
@@ -187,8 +153,6 @@ class Exhibit:
     names: tuple[str, ...]
     switches: Sequence[str] = ()
     """Statements that put torch's switches where the probe had them."""
-    before: Sequence[str] = ()
-    """Statements that lead to `compute`."""
 
 
 def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
@@ -222,7 +186,7 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
     fixed = re.fullmatch(r"fixed(\d+)", kind)
     room = int(fixed[1]) if fixed else room_of(device, source, target, batched=batch > 0)
     product = Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout, POOLS.get(kind, 0))
-    output = f"torch.{FORMATS[target].dtype}".replace("torch.torch.", "torch.")
+    output = str(FORMATS[target].dtype)
     if source.startswith("float8"):
         one = "torch.ones((), device=a.device)"
         compute = f"torch._scaled_mm(a, b, scale_a={one}, scale_b={one}, out_dtype={output})"
@@ -270,8 +234,7 @@ def _attention(case: str, seed: int, device: Device) -> Exhibit:
 def _integer(case: str, seed: int, device: Device) -> Exhibit:  # noqa: ARG001  one signature for the makers
     (_, name, _), (n,) = _sizes(case)
     problem = indexing.build(name, n, seed)
-    names = ("a", "b")[: len(problem.operands)]
-    return Exhibit(problem, INTEGER_CODE[name], names, before=BEFORE.get(name, ()))
+    return Exhibit(problem, indexing.EXPRESSIONS[name][1], ("a", "b")[: len(problem.operands)])
 
 
 def npy(tensor: Any) -> bytes:
@@ -279,7 +242,7 @@ def npy(tensor: Any) -> bytes:
     if sys.byteorder != "little":
         raise Skip("this host stores numbers with the highest byte first, and the files are written the other way")
     whole = tensor.detach().cpu()
-    kind = DESCRIPTIONS[str(whole.dtype).removeprefix("torch.")]
+    kind = DESCRIPTIONS.get(str(whole.dtype).removeprefix("torch."), "|u1")  # of the formats in FP8
     shape = f"({', '.join(map(str, whole.shape))}{',' * (whole.dim() == 1)})"
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
     text += " " * (-(len(text) + 11) % 64) + "\n"
@@ -287,40 +250,27 @@ def npy(tensor: Any) -> bytes:
     return head + bytes_of(whole)
 
 
-def script(
-    made: Exhibit,
-    what: str,
-    device: str,
-    environment: Mapping[str, str],
-    unset: Sequence[str],
-    runs: int,
-    copied: int,
-    core: int | None,
-) -> str:
-    """Return `reproduce.py` for a case; `environment` is what the libraries read when they start, `unset` must go.
-
-    The script pins itself to `core` unless it is told another one.
-    """
+def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
+    """Return `reproduce.py` for a case with the `arguments` of `answer`; it runs on the core that was wrong."""
+    core, environment, unset = arguments["core"], arguments["environment"], arguments["unset"]
     loads = []
     for name, tensor in zip(made.names, made.problem.operands, strict=False):
-        dtype = str(tensor.dtype).removeprefix("torch.")
         columns = ", columns_first=True" if not tensor.is_contiguous() else ""
-        loads.append(f'load("{name}.npy", torch.{dtype}{columns})')
+        loads.append(f'load("{name}.npy", {tensor.dtype}{columns})')
     return SCRIPT.substitute(
         what=what,
         why=WHY[made.problem.exactness],
-        device=device,
+        device=arguments["on"],
         core="any" if core is None else core,
         option="" if core is None else f" --core {core}",
         environment=repr(dict(sorted(environment.items()))),
         unset="(" + "".join(f"\n    {name!r}," for name in unset) + "\n)" if unset else "()",
         names=", ".join(made.names),
-        before="".join(f"    {line}\n" for line in made.before),
         compute=made.compute,
-        runs=runs,
-        copied=copied,
+        runs=int(arguments["runs"]),
+        copied=int(arguments["copied"]),
         switches="".join(f"    {line}\n" for line in made.switches).rstrip("\n"),
-        golden_dtype=str(made.problem.golden.dtype).removeprefix("torch."),
+        golden_dtype=made.problem.golden.dtype,
         loads=", ".join(loads),
     )
 
@@ -343,9 +293,8 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
     Arguments: device (a `Device` as JSON, the one that failed), probe, case, shape, seed, expected (pairs of index and
     bits as hex, from the evidence), out (an existing directory), on (how torch calls the device), environment and
-    unset (for the script), runs (the script's default number), copied (after how many runs it copies
-    the operands afresh), core (the host core that was wrong: the script runs on it, and no tensor is made there; None:
-    not known).
+    unset (variables that the script sets and removes), runs (its default number), copied (runs between fresh copies of
+    the operands), core (the host core that was wrong, on which no tensor is made; None: not known).
     Raises `Skip` for a case that cannot be made again as it was.
     """
     need_torch()
@@ -366,13 +315,9 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     if size > LARGEST:
         raise Skip(f"{case}: its tensors take {size:,} bytes, more than the {LARGEST:,} that are laid out")
-    names = []
     for name, tensor in tensors.items():
         (out / f"{name}.npy").write_bytes(npy(tensor))
-        names.append(f"{name}.npy")
     what = f"{arguments['probe']} {case}, {problem.shape}, seed {arguments['seed']}"
-    environment, unset = arguments["environment"], arguments["unset"]
-    runs, copied = int(arguments["runs"]), int(arguments["copied"])
-    text = script(made, what, arguments["on"], environment, unset, runs, copied, suspect)
-    (out / "reproduce.py").write_text(text, encoding="utf-8")
-    return {"files": [*names, "reproduce.py"], "bytes": size, "exactness": problem.exactness.value}
+    (out / "reproduce.py").write_text(script(made, what, arguments), encoding="utf-8")
+    files = [*(f"{name}.npy" for name in tensors), "reproduce.py"]
+    return {"files": files, "bytes": size, "exactness": problem.exactness.value}

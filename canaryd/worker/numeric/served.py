@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,15 +62,11 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
     """
     free, _ = interface.of(ctx.device).memory(ctx.device)
     names = list(CONTENTS)
-    for path in shapes_of(ctx.settings):
-        try:
-            form, found = read(path)
-        except Unreadable as error:
-            yield Skipped(case="served", reason=str(error))
+    for model in _models(ctx, "exact_matmul", weights, speeds):
+        if isinstance(model, Skipped):
+            yield model
             continue
-        if form not in speeds:
-            yield Skipped(case=f"{form}/served", reason=f"{path} has its weights in {form}, which is not tested here")
-            continue
+        form, found = model
         for number, M in enumerate(rows(ctx.level, ctx.seed, every=bool(ctx.cases))):
             contents = names if ctx.cases else [names[(ctx.seed // 2 + number) % len(names)]]
             for content, weight in itertools.product(contents, found):
@@ -87,15 +83,11 @@ def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] 
     """
     free, _ = interface.of(ctx.device).memory(ctx.device)
     limits = [limit // OF_ROOM for limit in (ctx.room, free) if limit]
-    for path in shapes_of(ctx.settings, "exact_attention"):
-        try:
-            form, (queries, keys, size) = _read(path, heads)
-        except Unreadable as error:
-            yield Skipped(case="served", reason=str(error))
+    for model in _models(ctx, "exact_attention", heads, ATTENDED):
+        if isinstance(model, Skipped):
+            yield model
             continue
-        if form not in ATTENDED:
-            yield Skipped(case=f"{form}/served", reason=f"{path} computes in {form}, which is not tested here")
-            continue
+        form, (queries, keys, size) = model
         for kind, (L, S) in LENGTHS[ctx.level].items():
             scores = queries * L * S  # where a kernel keeps them
             elements = queries * L * size + 2 * keys * S * size + scores
@@ -103,6 +95,20 @@ def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] 
                 yield Skipped(case=f"{form}/served-{kind}", reason=f"the run may take {min(limits) >> 20} MiB at once")
             else:
                 yield form, f"served-{kind}", (1, queries, keys, L, S, size)
+
+
+def _models(
+    ctx: Context, probe: str, sizes: Callable[[Mapping[str, Any]], T], tested: Collection[str]
+) -> Iterator[tuple[str, T] | Skipped]:
+    """Yield format and `sizes` of each model in the setting `shapes_of`, or why it is left out."""
+    for path in shapes_of(ctx.settings, probe):
+        try:
+            form, found = _read(path, sizes)
+        except Unreadable as error:
+            yield Skipped(case="served", reason=str(error))
+            continue
+        unknown = Skipped(case=f"{form}/served", reason=f"{path} is in {form}, which is not tested here")
+        yield (form, found) if form in tested else unknown
 
 
 def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -130,7 +136,6 @@ def read(path: Path) -> tuple[str, list[Weight]]:
 
 
 def _read(path: Path, sizes: Callable[[Mapping[str, Any]], T]) -> tuple[str, T]:
-    """Return the format of a model, and the `sizes` in its `config.json`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as stream:

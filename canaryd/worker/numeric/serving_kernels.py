@@ -100,10 +100,6 @@ def every_kernel(device: Device) -> list[Kernel]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Products.
-
-
 def _products(device: Device, size: dict[str, int]) -> list[Kernel]:
     N, K = size["N"], size["K"]
     found = []
@@ -130,10 +126,6 @@ def _pair(form: Format, first: tuple[int, ...], second: tuple[int, ...], seed: i
 
 def _wide(x: Any, w: Any) -> Any:
     return torch.mm(x, w.T, out_dtype=torch.float32)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention.
 
 
 def _attention(device: Device, size: dict[str, int]) -> list[Kernel]:
@@ -166,10 +158,6 @@ def _attention(device: Device, size: dict[str, int]) -> list[Kernel]:
 
 def _qkv(form: Format, query: tuple[int, ...], key: tuple[int, ...], seed: int) -> tuple[Any, ...]:
     return draw(seed, "query", query, form), draw(seed, "key", key, form), draw(seed, "value", key, form)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Norms, activations, rotations, softmax, elementary functions.
 
 
 def _rowwise(size: dict[str, int]) -> list[Kernel]:
@@ -230,10 +218,6 @@ def _sweeps(size: dict[str, int]) -> list[Kernel]:
 def _sweep(form: Format, shape: tuple[int, ...], span: tuple[int, int], negative: bool, seed: int) -> tuple[Any, ...]:
     x = draw(seed, "x", shape, form, *span)
     return (x if negative else x.abs(),)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Quantised products.
 
 
 def _quantised(device: Device, size: dict[str, int]) -> list[Kernel]:

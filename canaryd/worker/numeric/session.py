@@ -60,7 +60,7 @@ class Session:
     """Results of turns that the device repeated by itself."""
     single_steps: str = ""
     """Why the device could not repeat turns by itself."""
-    told_apart: bool = False
+    cores_compared: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
     looking: Future[Any] | None = None
     """What the host looks at in another thread, newest: it ends before the run does."""

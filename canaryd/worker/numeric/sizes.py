@@ -45,7 +45,7 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
     return 2.0 * n**3 / min([timed(device, call, wait)[1] for _ in range(4)][1:])
 
 
-def is_lent(device: Device, source: Format, own: float, float32: float) -> bool:
+def shares_units(device: Device, source: Format, own: float, float32: float) -> bool:
     """Return whether a processor seems to multiply a format by float32's units: it is narrower and yet slower.
 
     `own` and `float32` are measured speeds in operations per second; 0 for none. Slower by a third at least, and by
@@ -64,20 +64,20 @@ def shapes_of(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return KINDS, LAYOUTS
 
 
-def variants(ctx: Context, turn: int, source: str, *, lent: bool) -> list[tuple[str, str]]:
+def variants(ctx: Context, turn: int, source: str, *, shared: bool) -> list[tuple[str, str]]:
     """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
 
-    Of a format on `lent` units every kind at deep, only one at standard and one in six turns at quick: float32 tests
+    Of a format on `shared` units every kind at deep, only one at standard and one in six turns at quick: float32 tests
     these units too, and faster.
     """
     kinds, layouts = shapes_of(source)
-    if ctx.cases or (ctx.level == "deep" and not lent):
+    if ctx.cases or (ctx.level == "deep" and not shared):
         return [(k, la) for k in kinds for la in layouts]
     if ctx.level != "quick":
         every = [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
-        return [every[turn % len(every)]] if lent and ctx.level == "standard" else every
+        return [every[turn % len(every)]] if shared and ctx.level == "standard" else every
     # Of every turn, making the pools would take longer than multiplying.
-    turn, left_out = divmod(turn, 6 if lent else 2)
+    turn, left_out = divmod(turn, 6 if shared else 2)
     return [] if left_out else [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
 
 

@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from canaryd.facts import beginning
 from canaryd.model import NO_CUDA, NO_CUDA_CODE, SHARED, Device
@@ -21,12 +22,12 @@ from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_
 
 def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
     """Return the devices, the stack facts common to all, torch's version or None, and why torch is missing or None."""
-    devices = [cpu()]
+    host = cpu()
     if torch is None:
-        return devices, {}, None, why_no_torch
+        return [host], {}, None, why_no_torch
     cuda = _cuda()
-    devices += [*cuda, *_mps(), *_xpu()]
-    return devices, {**stack(devices[0], ""), **({} if cuda else _why_no_cuda())}, str(torch.__version__), None
+    facts = stack(host, "") | ({} if cuda else _why_no_cuda())
+    return [host, *cuda, *_mps(host), *_xpu()], facts, str(torch.__version__), None
 
 
 def cpu() -> Device:
@@ -38,18 +39,15 @@ def cpu() -> Device:
     """
     info = _read("/proc/cpuinfo")
     model = _field(info, "model name") or _field(info, "Model") or platform.processor() or platform.machine()
-    sockets = len(set(re.findall(r"^physical id\s*:\s*(\d+)", info, re.MULTILINE))) or 1
     machine = _read("/etc/machine-id").strip() or socket.gethostname()
     digest = hashlib.sha256(f"canaryd cpu {machine} {model}".encode()).hexdigest()
     ppin = _read("/sys/devices/system/cpu/cpu0/topology/ppin").strip()
-    virtual = bool(re.search(r"^flags\s*:.*\bhypervisor\b", info, re.MULTILINE))
-    cores = visible_cores()
     detail = {
         "architecture": platform.machine(),
-        "sockets": str(sockets),
-        "cores": _ranges(cores),
+        "sockets": str(len(set(re.findall(r"^physical id\s*:\s*(\d+)", info, re.MULTILINE))) or 1),
+        "cores": _ranges(visible_cores()),
         "microcode": _field(info, "microcode") or "not given",
-        "virtual": "yes" if virtual else "no",
+        "virtual": "yes" if "hypervisor" in _flags(info) else "no",
     }
     if ppin and int(ppin, 0):
         detail["serial"] = ppin
@@ -69,8 +67,11 @@ def _instruction_sets(info: str) -> tuple[str, ...]:
     """Execution paths that torch can use: its own choice, AVX2 where that is less, and the least."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("native", "baseline")
-    flags = set((_field(info, "flags") or "").split())
-    return ("native", "avx2", "baseline") if "avx512f" in flags else ("native", "baseline")
+    return ("native", "avx2", "baseline") if "avx512f" in _flags(info) else ("native", "baseline")
+
+
+def _flags(info: str) -> set[str]:
+    return set((_field(info, "flags") or "").split())
 
 
 def _cuda() -> list[Device]:
@@ -79,14 +80,14 @@ def _cuda() -> list[Device]:
     backend = "rocm" if torch.version.hip else "cuda"
     found = []
     every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    told = Counter(str(getattr(props, "uuid", "")) for props in every)
+    counts = Counter(str(getattr(props, "uuid", "")) for props in every)
     made: Counter[str] = Counter()
     for index, props in enumerate(every):
-        # Older torches do not tell the place: zeros in its stead would be the place of another device.
+        # Older torches do not give the place: zeros in its stead would be the place of another device.
         place = hasattr(props, "pci_bus_id")
         bus = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:00.0" if place else ""
         uuid = str(getattr(props, "uuid", ""))
-        shared = told[uuid] > 1  # partitions of one card may share its uuid, and its place: none may be lost
+        shared = counts[uuid] > 1  # partitions of one card may share its uuid, and its place: none may be lost
         name = f"GPU-{uuid.removeprefix('GPU-')}"
         if shared or not uuid:
             name = f"GPU-at-{socket.gethostname()}-{bus or index}"
@@ -99,17 +100,9 @@ def _cuda() -> list[Device]:
             "capability": f"{props.major}.{props.minor}",
             "multiprocessors": str(props.multi_processor_count),
         }
-        found.append(
-            Device(
-                uuid=name,
-                backend=backend,
-                index=index,
-                torch_index=index,
-                model=props.name,
-                weak_identity=shared or not uuid,
-                detail=detail,
-            )
-        )
+        weak = shared or not uuid
+        of_torch: dict[str, Any] = {"backend": backend, "index": index, "torch_index": index, "model": props.name}
+        found.append(Device(uuid=name, weak_identity=weak, detail=detail, **of_torch))
     return found
 
 
@@ -123,20 +116,11 @@ def _why_no_cuda() -> dict[str, str]:
     return {}
 
 
-def _mps() -> list[Device]:
+def _mps(host: Device) -> list[Device]:
     if not torch.backends.mps.is_available():
         return []
-    host = cpu()
-    return [
-        Device(
-            uuid=host.uuid.replace("CPU-", "MPS-"),
-            backend="mps",
-            index=0,
-            torch_index=0,
-            model=host.model,
-            weak_identity=True,
-        )
-    ]
+    uuid = host.uuid.replace("CPU-", "MPS-")
+    return [Device(uuid=uuid, backend="mps", index=0, torch_index=0, model=host.model, weak_identity=True)]
 
 
 def _xpu() -> list[Device]:
@@ -178,17 +162,18 @@ Source: pytorch 2.13, torch/_native/cutedsl_utils.py, triton_utils.py and ops: R
 """
 
 
+def _common() -> dict[str, str]:
+    return {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+
+
 def surroundings(device: Device) -> dict[str, str]:
     """Return what results of every runtime may depend on: the interpreter, the kernel and the processor's microcode."""
-    facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
-    if device.unit == "cpu":
-        facts["microcode"] = cpu().detail["microcode"]
-    return facts
+    return _common() | ({"microcode": cpu().detail["microcode"]} if device.unit == "cpu" else {})
 
 
 def stack(device: Device, instruction_set: str) -> dict[str, str]:
     """Return the software that a result on `device` may depend on. Equal stacks give equal mappings."""
-    facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    facts = _common()
     if torch is None:
         return facts
     facts["torch"] = str(torch.__version__)
@@ -279,24 +264,18 @@ def int8_pairs_saturate() -> str:
     Without VNNI or AMX the kernels add pairs of products in saturating 16-bit arithmetic: with full-range operands a
     healthy processor is "wrong" by design.
     """
-    flags = set((_field(_read("/proc/cpuinfo"), "flags") or "").split())
-    limited = os.environ.get("ONEDNN_MAX_CPU_ISA")
-    if limited:
+    if limited := os.environ.get("ONEDNN_MAX_CPU_ISA"):
         return f"ONEDNN_MAX_CPU_ISA={limited} selects kernels that saturate full-range int8 pairs by design"
-    if not flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+    if not _flags(_read("/proc/cpuinfo")) & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return "this processor has no VNNI or AMX: kernels saturate full-range int8 pairs by design"
     return ""
 
 
 def environment() -> dict[str, str]:
     """Return the host's conditions at the time of a run."""
-    facts = {"hostname": socket.gethostname()}
-    if hasattr(os, "getloadavg"):
-        facts["load_1m"] = f"{os.getloadavg()[0]:.2f}"
+    load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else ""
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
-    if boot:
-        facts["boot_id"] = boot
-    return facts
+    return {k: v for k, v in {"hostname": socket.gethostname(), "load_1m": load, "boot_id": boot}.items() if v}
 
 
 def _read(path: str) -> str:
@@ -312,7 +291,6 @@ def _field(info: str, name: str) -> str | None:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Write (0, 1, 2, 5) as "0-2,5"."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and parts[-1][-1] == n - 1:

@@ -3,7 +3,7 @@
 The trials stay what they are; only the moment at which they run is chosen. Load is one product of random numbers after
 another, in memory of its own. It runs between trials and not beside them, so that a wrong result has one author: on a
 CPU over all visible cores, whichever core the trials are pinned to; on an accelerator up to the moment of the trial,
-whose kernels queue directly behind the last product. All lengths are ours.
+whose kernels queue directly behind the last product.
 
 What it cannot do: pulses of a host's making last milliseconds and reach voltage regulators and clock control, not the
 resonances of a package at megahertz; how far clocks fall in a pause depends on the driver and on what else the host
@@ -13,14 +13,13 @@ does. Telemetry says what came of it.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from canaryd.model import TORCH, Device
 from canaryd.probe import Absent, Context, Reading, Skip
-from canaryd.worker.numeric.tensors import can_pin, need_torch, torch, torch_device, visible_cores
+from canaryd.worker.numeric.tensors import need_torch, on_cores, torch, torch_device, visible_cores
 
 WARM_UP = 30.0
 """Seconds of load before the first trial: die and package are then near the heat of serving, a heavy cooler is not."""
@@ -130,7 +129,7 @@ class Pace:
         began = self._ctx.clock()
         end = began + min(seconds, self._ctx.left)
         # An accelerator's load needs no core, and another golden may be in the making on one.
-        with _on_all(self._cores) if self._ctx.device.unit == "cpu" else contextlib.nullcontext():
+        with on_cores(self._cores, len(self._cores)) if self._ctx.device.unit == "cpu" else contextlib.nullcontext():
             if self._load is None:
                 self._load = _Load(_torch_device(self._ctx.device))
                 began = self._ctx.clock()  # finding its size is not the load that was asked for
@@ -174,20 +173,3 @@ class _Load:
     def finish(self) -> None:
         """Wait for the products."""
         self._out[0, 0].item()
-
-
-@contextlib.contextmanager
-def _on_all(cores: tuple[int, ...]) -> Iterator[None]:
-    """Let torch use all of `cores`, even where the trials are pinned to one; restore the affinity afterwards."""
-    threads = torch.get_num_threads()
-    pinned = os.sched_getaffinity(0) if can_pin() else None
-    try:
-        # Affinity first: threads of the pool inherit it from this thread when they are made.
-        if pinned is not None:
-            os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if pinned is not None:
-            os.sched_setaffinity(0, pinned)

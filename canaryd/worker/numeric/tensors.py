@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,13 @@ if _collected:
     gc.enable()
 
 
+_OLDEST = ".".join(map(str, OLDEST))
+
+
 def need_torch() -> None:
     """Raise `Skip` with the reason and the remedy where torch is missing."""
     if torch is None:
-        oldest = ".".join(map(str, OLDEST))
-        remedy = f"Name an interpreter that has torch {oldest} or newer in worker.python (or worker.runtimes)"
+        remedy = f"Name an interpreter that has torch {_OLDEST} or newer in worker.python (or worker.runtimes)"
         raise Skip(f"{why_no_torch}. {remedy}")
 
 
@@ -57,8 +59,7 @@ def need_version(backend: str) -> None:
     """Raise `Skip` where this torch is older than the backend needs."""
     found = tuple(int(number) for number in re.findall(r"\d+", str(torch.__version__))[:2])
     if found < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise Skip(f"torch {torch.__version__} is too old for {backend}: point worker.python at {oldest} or newer")
+        raise Skip(f"torch {torch.__version__} is too old for {backend}: point worker.python at {_OLDEST} or newer")
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,9 @@ def form_of(dtype: Any) -> Format:
 
 
 SMALL = 1 << 20
-"""Bytes of a result that one thread compares as fast as any number of threads (ours)."""
+"""Bytes of a result that one thread compares as fast as any number of threads (benchmarks.verified_gemm)."""
 FEW = 16
-"""Threads that compare as fast as one does by memcmp, which takes eight bytes and more at a time; fewer threads take as
-much longer (ours: two are as fast at 8 MiB, by benchmarks.verified_gemm)."""
+"""Threads that compare as fast as one does by memcmp, which takes eight bytes and more at a time (the same)."""
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -164,7 +164,7 @@ def is_alone(result: Any) -> bool:
     """Return whether one thread compares and spoils a processor's result, by the C library; torch does by all threads.
 
     The host's own look goes the other way. To wake the other threads takes longer than they save for a `SMALL` result,
-    or for a larger one where they are few (`benchmarks.verified_gemm`).
+    or for a larger one where they are few.
     """
     threads = torch.get_num_threads()
     return bool(threads == 1 or result.nbytes <= SMALL * max(1, FEW // threads))
@@ -220,10 +220,6 @@ def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
     target = torch_device(device)
     # clone() first: on the CPU `to` would return the same memory, and an upload must be fresh.
     return tuple(t.clone(memory_format=torch.preserve_format).to(target) for t in tensors)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Switches: what may change the bits of a result is set by the probe, recorded, and put back.
 
 
 OVERRIDES = (
@@ -319,10 +315,6 @@ def in_any_order() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Placement: which core of a CPU does the work.
-
-
 def visible_cores() -> tuple[int, ...]:
     """Return the host cores this process may use, in order."""
     if hasattr(os, "sched_getaffinity"):
@@ -341,27 +333,29 @@ def can_pin() -> bool:
 
 
 @contextlib.contextmanager
-def on_core(core: int | None) -> Iterator[None]:
+def on_cores(cores: Collection[int], threads: int) -> Iterator[None]:
+    """Run the block's torch work in so many threads on these cores; none: on those that it may use anyway."""
+    before, pinned = torch.get_num_threads(), visible_cores()
+    pins = bool(cores) and can_pin()
+    try:
+        # The affinity first: new threads of the pool inherit it from this thread.
+        if pins:
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+        yield
+    finally:
+        if pins:
+            os.sched_setaffinity(0, pinned)
+        torch.set_num_threads(before)
+
+
+def on_core(core: int | None) -> contextlib.AbstractContextManager[None]:
     """Run the block's torch work only in this thread, pinned to `core`; None leaves all threads free.
 
     With one intra-op thread torch runs kernels in the calling thread, so that a wrong result names its core. Where the
     core cannot be chosen (`can_pin`) the work still runs on one thread, on a core that the system chose.
     """
-    if core is None:
-        yield
-        return
-    threads = torch.get_num_threads()
-    cores = visible_cores()
-    torch.set_num_threads(1)
-    try:
-        if can_pin():
-            os.sched_setaffinity(0, {core})
-        yield
-    finally:
-        # Restore the affinity first: new threads of the pool inherit it from this thread.
-        if can_pin():
-            os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
+    return contextlib.nullcontext() if core is None else on_cores({core}, 1)
 
 
 def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any, Any]:
@@ -414,7 +408,7 @@ over. So the device does not wait for the host, and its caches hold nothing of t
 
 
 def has_events(device: Device) -> bool:
-    """Tell whether a device measures times by its own clock: CUDA and ROCm through torch."""
+    """Return whether a device measures times by its own clock: CUDA and ROCm through torch."""
     return device.runtime == TORCH and device.backend in ("cuda", "rocm")
 
 

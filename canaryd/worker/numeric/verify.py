@@ -100,8 +100,8 @@ def verify_all(
     yield from session.times()
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
     yield Reading(name="places", value=", ".join(sorted(map(str, session.places))))
-    met = [case for case in fixed if case.name not in session.refused]
-    if met and not ctx.cases and len(session.digests) == len(met):
+    ran = [case for case in fixed if case.name not in session.refused]
+    if ran and not ctx.cases and len(session.digests) == len(ran):
         yield Reading(name=FINGERPRINT, value=combine(session.digests), unit="1")
 
 
@@ -170,9 +170,9 @@ def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: 
     Of more cores than fit into `ELSEWHERE` another run begins with others.
     """
     others = [c for c in session.cores if c != core]
-    if session.told_apart or not (session.pins and can_pin() and others):
+    if session.cores_compared or not (session.pins and can_pin() and others):
         return
-    session.told_apart = True
+    session.cores_compared = True
     start, until = session.ctx.seed % len(others), session.ctx.clock() + ELSEWHERE
     for other in (*others[start:], *others[:start]):
         yield from (found for _, found, _ in measure_whole(session, case, problem, seed, other, 0.0))

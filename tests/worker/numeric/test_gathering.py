@@ -7,18 +7,16 @@ from functools import partial
 
 import pytest
 
-from canaryd.engine.check import NOT_CHECKED
 from canaryd.facts import Comparison, Subject
 from canaryd.judge.characterised import class_of
 from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker.numeric import making, reproducer, verify
+from canaryd.worker.numeric import reproducer, verify
 from canaryd.worker.numeric.cases import Case, restrict
-from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
-from canaryd.worker.numeric.operands import CONTENTS, Product, build, draw, make_pools
+from canaryd.worker.numeric.gathering import Gatherer
+from canaryd.worker.numeric.operands import CONTENTS, Product, build, make_pools
 from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.sizes import KINDS, LARGEST, SECONDS
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
 from canaryd.worker.runtime import faulty
@@ -65,56 +63,6 @@ def test_the_device_gathers_what_the_host_does(source, batch, layout):
     assert len(seen) == 3
 
 
-def test_rows_of_pools_lie_together():
-    """So that a device copies whole rows: torch on a CPU takes ten times as long over rows that lie as columns."""
-    pools = make_pools(product(), 5)
-    assert all(t.is_contiguous() for t in (*pools.operands, pools.golden))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("source", "together"), [("float8_e4m3fn", 8), ("bfloat16", 4), ("float64", 1)])
-def test_columns_are_gathered_by_words(source, together, layout):
-    """By as many bytes as the device copies at once: runs of one word of operands, and of one or two of the golden.
-
-    Torch indexes no FP8; its bytes can be.
-    """
-    target = FORMATS["bfloat16" if together == 8 else source]
-    spec = Product("permute", FORMATS[source], target, 8, 144, 160, 64, 0, layout)
-    gatherer = Gatherer(Torch(), cpu(), spec, make_pools(spec, 5), 5)
-    for turn in (0, 4, 20):
-        (a, b), golden = gatherer.gather(turn)
-        right = build(spec, 5, turn)
-        assert all(itertools.starmap(host_same_bits, zip((a, b, golden), (*right.operands, right.golden), strict=True)))
-    assert spec.together == together
-
-
-@pytest.mark.parametrize("batch", [0, 3])
-def test_every_turn_uses_the_whole_pools_in_another_order(batch):
-    """Columns in runs, because they are copied by words; turns 16 and 17 are drawn apart."""
-    spec = Product("dense", FORMATS["bfloat16"], FORMATS["bfloat16"], 8, 144, 160, 64, batch, "nn")
-    turns = [draw(spec, 5, turn) for turn in range(20)]
-    for rows, columns in turns:
-        assert rows.shape == (max(1, batch), 144)
-        assert rows.unique().tolist() == columns.unique().tolist() == list(range(128))
-    assert all((c.view(-1, 4).diff() == 1).all() and (c.view(-1, 4)[:, 0] % 4 == 0).all() for _, c in turns[1:])
-    assert len({str(rows.tolist()) for rows, _ in turns}) == len({str(columns.tolist()) for _, columns in turns}) == 20
-
-
-def test_a_size_that_fills_no_words_is_gathered_one_by_one():
-    """150 columns are no whole runs of four."""
-    assert product("bfloat16").together == 1
-    assert replace(product("bfloat16"), N=152).together == 4
-
-
-def test_a_clean_run_is_one_comparison_over_many_turns():
-    """Every eighth product has new operands, and all of them stand under the first turn's name."""
-    session, (found,) = verified(Torch(), 1.5)
-    assert (found.case, found.wrong, found.subject) == (NAME, False, Subject.DEVICE)
-    assert session.gathers > 2
-    assert found.trials == session.trials > PRODUCTS
-    assert (session.gathers - 1) * PRODUCTS < found.trials <= session.gathers * PRODUCTS
-
-
 class Broken(Torch):
     """The real runtime, with one gather that goes wrong."""
 
@@ -146,13 +94,6 @@ def test_a_wrong_gather_is_seen_and_named(which, said):
     assert f"the device gathered {said} wrongly" in wrong.evidence.pattern
     assert (wrong.evidence.repeats, wrong.evidence.repeats_wrong) == (3, 0)
     assert wrong.evidence.first if which < 11 else True
-
-
-@pytest.mark.parametrize("which", [1, 2, 3, 4])
-def test_a_wrong_gather_in_the_first_turn_accuses_no_comparator(which):
-    """The host's golden disagrees with the device's there, and the gather explains it."""
-    _, found = verified(Broken(which), 0.2)
-    assert {c.subject for c in found if c.wrong} == {Subject.DEVICE}
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -201,24 +142,6 @@ def test_a_broken_comparator_hides_only_what_it_does_not_look_at_after_the_first
         assert accused == ({Subject.COMPARATOR} if kind == "says equal" else set())
 
 
-def test_cases_of_a_stem_draw_from_the_same_pools():
-    """Square, prefill, batched and decode products of a format and content; long ones and another content do not."""
-    context = Context(device=cpu(), level="standard", seed=7, budget=5.0)
-    fresh, _ = exact_matmul.every_case(context, {"float32": 1e11})
-    session = Session(context)
-    made = []
-    for one in fresh[:6]:
-        problem, doubts = making._make_pools(session, one, verify.case_seed(context, one), None)
-        assert not doubts
-        assert problem.shape == one.product.shape
-        made.append(problem.golden)
-    assert [c.name.split("/")[2] for c in fresh[:6]] == [*KINDS, "square"]
-    assert len({c.product.K for c in fresh[:4]}) == 1
-    assert [min(i for i, kept in enumerate(made) if kept is golden) for golden in made] == [0, 0, 0, 0, 4, 5]
-    assert [len(golden) for golden in made[3:]] == [128, 64, 128]
-    assert all(verify.case_seed(context, c.at(turn)) == verify.case_seed(context, c) for c in fresh for turn in (0, 3))
-
-
 @pytest.mark.parametrize("seed", [7, 8])
 def test_a_quick_run_has_fresh_operands_of_every_content(seed):
     """Each format leaves half of them out, not the same half as the next one, and the next run has the others."""
@@ -248,13 +171,6 @@ def test_a_format_without_units_of_its_own_has_fewer_cases(level, own, lent):
         assert counts == {"float64": own, "float32": own, "bfloat16": own, "float16": lent}
         met |= {name.split("/")[1]: seed for name in names if name.startswith("float16/")}
     assert set(met) == set(CONTENTS)
-
-
-def test_a_check_names_the_largest_products_of_its_level():
-    """What is larger, or would take longer, is listed as not tested."""
-    for level, gaps in NOT_CHECKED.items():
-        (told,) = (gap.detail for gap in gaps if "large products" in gap.what)
-        assert told.startswith(f"larger than {LARGEST[level]}, or of more than {1000 * SECONDS[level]:g} ms")
 
 
 def test_a_turn_can_be_asked_for():

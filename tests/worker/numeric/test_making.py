@@ -13,8 +13,8 @@ from canaryd.probe import Context
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
-from canaryd.worker.numeric import making, operands  # noqa: E402
-from canaryd.worker.numeric.cases import Case, Refused  # noqa: E402
+from canaryd.worker.numeric import operands  # noqa: E402
+from canaryd.worker.numeric.cases import Case  # noqa: E402
 from canaryd.worker.numeric.operands import Product  # noqa: E402
 from canaryd.worker.numeric.stack import cpu  # noqa: E402
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits  # noqa: E402
@@ -59,70 +59,6 @@ def test_the_next_case_is_made_while_the_device_computes():
         return torch.matmul(a, b)
 
     assert compared(run(compute, build)) == compared(run())
-
-
-def test_a_processor_is_left_alone_while_it_computes():
-    """There the host is the device: what makes the golden beside it would slow it down."""
-    computing = threading.Event()
-
-    def build(spec, seed):
-        assert not computing.is_set()
-        return operands.build(spec, seed)
-
-    def compute(a, b):
-        computing.set()
-        c = torch.matmul(a, b)
-        computing.clear()
-        return c
-
-    assert [wrong for *_, wrong in compared(run(compute, build))] == [False] * len(NAMES)
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_what_making_raises_is_told_of_its_own_case():
-    """The case before it has its results."""
-    order = [case for case, *_ in compared(run())]
-    wanted = []
-
-    def build(spec, seed):
-        wanted.append(seed)
-        if len(set(wanted)) == 2:
-            raise Refused("no golden for this one")
-        return operands.build(spec, seed)
-
-    facts = run(build=build)
-    assert [case for case, *_ in compared(facts)] == [order[0], order[2]]
-    assert [(f.case, f.reason) for f in facts if isinstance(f, Skipped)] == [(order[1], "no golden for this one")]
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_an_alarm_makes_its_golden_alone(monkeypatch):
-    """Beside what is made for the next case, its maker would compute on more than the core that is named."""
-    at_once, most, lock = [0], [0], threading.Lock()
-    honest = making.make_twice
-
-    def counting(*arguments):
-        with lock:
-            at_once[0] += 1
-            most[0] = max(most[0], at_once[0])
-        try:
-            return honest(*arguments)
-        finally:
-            with lock:
-                at_once[0] -= 1
-
-    monkeypatch.setattr(making, "make_twice", counting)
-    monkeypatch.setattr("canaryd.worker.numeric.verify.make_twice", counting)
-
-    def compute(a, b):
-        c = torch.matmul(a, b)
-        flat_bits(c)[7] ^= 4
-        return c
-
-    found = compared(run(compute))
-    assert {case for case, *_ in found} == set(NAMES)
-    assert all(wrong for *_, wrong in found)
-    assert most == [1]
 
 
 @pytest.mark.usefixtures("accelerator")

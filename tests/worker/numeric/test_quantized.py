@@ -7,10 +7,8 @@ import pytest
 
 from canaryd.facts import Exactness
 from canaryd.worker.numeric import quantized
-from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import FORMATS, host_same_bits
 from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.interface import Packing
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -75,10 +73,3 @@ def test_one_flipped_bit_of_a_code_changes_an_answer(packing):
             changed[5, k * packing.bits // 32] ^= (1 << at) - (1 << 32 if at == 31 else 0)
             weights = meant(replace(problem, operands=(x, changed, *problem.operands[2:])), packing)
             assert float(x[0].to(torch.float64) @ weights[5]) != float(problem.golden[0, 5]), bit
-
-
-def test_sums_that_might_round_are_refused():
-    """A format that does not hold the widest weight."""
-    narrow = replace(FORMATS["float16"], bits=5)
-    with pytest.raises(Inexact, match="partial sums reach"):
-        quantized.build(Packing("mxfp8", 8, 32), narrow, "nt", SIZES, 1)

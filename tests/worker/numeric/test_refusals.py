@@ -10,15 +10,11 @@ from canaryd.probe import Context, Skip
 from canaryd.worker.numeric import attention, operands, verify
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import tensors as numeric_tensors
-from canaryd.worker.numeric.attention import Attention, blank, build
 from canaryd.worker.numeric.integers import significant_bits
-from canaryd.worker.numeric.recording import Recorder
 from canaryd.worker.numeric.reproducer import exhibit
 from canaryd.worker.numeric.serving_kernels import every_kernel
-from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, float8
 from canaryd.worker.numeric.tensors import FORMATS, bits
-from tests.command import ROOT
 from tests.worker.numeric.cuda import AMPERE, HOPPER, MI300X, attention_rules
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -65,17 +61,6 @@ def test_a_flash_kernel_is_tested_with_a_causal_mask_where_it_takes_one(probes, 
     assert not any(f.wrong for f in facts if isinstance(f, Comparison))
 
 
-@pytest.mark.parametrize("asked_for", [(), ("*",), ("float16/onehot",)])
-def test_a_kernel_is_asked_once_per_format_before_anything_is_verified(probes, cuda_rules, monkeypatch, asked_for):
-    """A GPU's library makes a plan for each new mask and size: those are refused when it is their turn."""
-    module, asked = probes["exact_attention"], []
-    refuses = module.refuses
-    monkeypatch.setattr(module, "refuses", lambda device, *asks: asked.append(asks) or refuses(device, *asks))
-    assert any(isinstance(f, Comparison) for f in module.run(context(*asked_for)))
-    assert len({(kernel, form) for kernel, form, *_ in asked}) == len(asked) > 0
-    assert {question[2:] for question in asked} == {("none", module.FIXED)}
-
-
 def test_a_run_whose_every_case_is_refused_at_its_turn_is_skipped(probes, cuda_rules):
     """With the reason, for each case and for the run: it has shown nothing."""
     facts = []
@@ -114,45 +99,6 @@ def test_a_kernel_that_larger_products_lack_ends_no_run(probes, monkeypatch):
     assert "no kernel image is available" in refused["float64"]
 
 
-def test_no_refusing_kernel_ends_the_recorded_kernels(cuda_rules):
-    """What attention refuses is listed with its reason."""
-    recorder = Recorder(Session(context()), "")
-    kernels = [k for k in every_kernel(cpu()) if k.kind == "sdpa"]
-    with numeric_tensors.strict_switches():
-        for kernel in kernels:
-            list(recorder.record(kernel, 0))
-    refused = [f for f in recorder.summary() if isinstance(f, Skipped)]
-    assert {f.case for f in refused} >= {"sdpa/flash/float32", "sdpa/cudnn/bfloat16", "sdpa/cudnn/float32"}
-    assert len(recorder._made) > 0
-
-
-def test_a_kernel_is_asked_under_the_switches_in_force():
-    """A kernel that refuses deterministic algorithms refuses, although they are off outside of the run."""
-
-    def compute(operands, out):
-        if torch.are_deterministic_algorithms_enabled():
-            raise RuntimeError("this_kernel does not have a deterministic implementation, but you set …")
-        return operands[0]
-
-    problem = blank(Attention("onehot", FORMATS["float32"], "none", 1, 1, 1, 2, 2, 8))
-    assert "deterministic implementation" in numeric_cases.refusal(cpu(), problem, compute)
-
-
-@pytest.mark.parametrize("mask", attention.MASKS)
-@pytest.mark.parametrize("form", ["float64", "float32", "bfloat16", "float16"])
-def test_a_blank_problem_is_of_the_kind_of_the_real_one(form, mask):
-    """Same devices, formats, shapes and strides, so that the question is the case's own."""
-    spec = Attention("uniform", FORMATS[form], mask, 2, 4, 2, 18, 40, 64)
-    asked, real = blank(spec), build(spec, 3)
-    for a, b in zip((*asked.operands, asked.golden), (*real.operands, real.golden), strict=True):
-        assert (a.shape, a.dtype if a.numel() else None, a.stride()) == (
-            b.shape,
-            b.dtype if b.numel() else None,
-            b.stride(),
-        )
-    assert asked.shape == real.shape
-
-
 def problem_of_a_product():
     product = operands.Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 8, 8, 16)
     return partial(operands.build, product)
@@ -176,25 +122,6 @@ def test_a_case_that_is_refused_is_left_out_of_the_fingerprint():
     assert [f for f in facts if getattr(f, "name", "") == "golden_fingerprint"]
 
 
-def test_a_run_without_any_kernel_is_skipped():
-    """A device that refuses everything has shown nothing."""
-    with pytest.raises(Skip, match="supports no case"):
-        list(verify.verify_all(context(), [case("a@1", refuse)], [], None))
-    with pytest.raises(Skip, match="supports no case"):
-        list(verify.verify_all(context("a"), [], [], None))
-
-
-@pytest.mark.parametrize("drill", ["", "flip", "stuck"])
-def test_the_case_after_a_refused_one_takes_its_place(drill):
-    """A run without a moment left still gets fresh operands, and a drill strikes what the device computes."""
-    for seed in range(6):
-        ctx = Context(device=cpu(), level="quick", seed=seed, budget=1e-6, drill=drill)
-        fresh = [case("a@1", refuse), case("b@1", refuse), case("c@1"), case("d@1", refuse)]
-        facts = list(verify.verify_all(ctx, fresh, [case("e@1", fixed=True)], None))
-        wrong = {f.case: f.wrong for f in facts if isinstance(f, Comparison)}
-        assert wrong["c@1"] is bool(drill)
-
-
 def test_a_refusal_after_a_result_is_a_failure():
     """Once the device has computed a case, no words of it make a skipped case: the mismatch must not be lost."""
     uploads = []
@@ -208,10 +135,6 @@ def test_a_refusal_after_a_result_is_a_failure():
 
     with pytest.raises(numeric_cases.Refused, match="must be contiguous"):
         list(verify.verify_all(context(), [case("a@1", late)], [], None))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Memory-efficient float32, FP8 of AMD, products of batches.
 
 
 def test_memory_efficient_float32_meets_no_more_bits_than_it_carries(probes):
@@ -235,31 +158,6 @@ def test_memory_efficient_float32_meets_no_more_bits_than_it_carries(probes):
             assert numeric_tensors.host_same_bits(again.golden, made.build(verify.FIXED_SEED).golden)
 
 
-def three_products(a, b):
-    """CUTLASS's float32 product: each operand in two halves of 11 bits, the product of the small halves left out."""
-
-    def tf32(x):
-        raw = x.contiguous().view(torch.int32)
-        return ((raw + 0x1000) & ~0x1FFF).view(torch.float32)
-
-    (a1, a2), (b1, b2) = ((tf32(x), tf32(x - tf32(x))) for x in (a, b))
-    return a1 @ b2 + a2 @ b1 + a1 @ b1
-
-
-@pytest.mark.parametrize("content", attention.CONTENTS)
-def test_three_tf32_products_give_the_golden_of_20_bits_and_not_of_24(content):
-    """The stand-in of the kernel is exact on the case that canaryd gives it, and wrong on full float32 values."""
-    for width, right in ((attention.THREE_PRODUCTS, True), (24, False)):
-        spec = Attention(content, FORMATS["float32"], "none", 1, 2, 2, 32, 64, 64, width)
-        problem = build(spec, 5)
-        query, key, value, _ = problem.operands
-        scores = three_products(query, key.transpose(-1, -2)) * 64**-0.5
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        result = three_products(weights, value) / weights.sum(-1, keepdim=True)
-        if right or content != "uniform":  # a mean of eight has 20 bits anyway
-            assert numeric_tensors.host_same_bits(result.contiguous(), problem.golden) is right
-
-
 def test_fp8_is_of_the_kind_that_the_device_multiplies(probes):
     """AMD's MI300 family has the fnuz kind, everything else the OCP's."""
     assert float8(MI300X, "float8_e4m3fn") == "float8_e4m3fnuz"
@@ -276,58 +174,6 @@ def test_fp8_is_of_the_kind_that_the_device_multiplies(probes):
         x, w, *_ = kernel.build(kernel.seed)
         assert bool(torch.isfinite(x.to(torch.float32)).all())
         assert w.dtype == torch.float8_e4m3fnuz
-
-
-@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz"])
-def test_fnuz_formats_are_what_torch_says(name):
-    """Significand and exponents of the table agree with torch's own facts."""
-    form, info = FORMATS[name], torch.finfo(getattr(torch, name))
-    assert info.smallest_normal == 2.0**form.emin
-    assert info.max == (2.0 - 2.0 ** (1 - form.bits)) * 2.0**form.emax
-
-
-@pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_a_batch_with_a_float32_result_goes_through_bmm(source, monkeypatch):
-    """`torch.mm(out_dtype=)` is for matrices alone; the reproducer writes the same call."""
-    called = []
-
-    def note(name):
-        def called_so(a, b, out_dtype, out):
-            called.append((name, a.dim()))
-            return torch.matmul(a.to(out_dtype), b.to(out_dtype), out=out)
-
-        return called_so
-
-    for name in ("mm", "bmm"):
-        monkeypatch.setattr(torch, name, note(name))
-    for kind, sizes, function in (("square", (20, 24, 32, 0), "mm"), ("batched", (20, 24, 32, 3), "bmm")):
-        made = numeric_cases.product_case(HOPPER, source, "float32", "cancel", kind, "tn", sizes)
-        problem = made.build(1)
-        assert numeric_tensors.same_bits(made.compute(problem.operands, None).contiguous(), problem.golden)
-        assert exhibit("exact_matmul", made.name, 1, HOPPER).compute.startswith(f"torch.{function}(")
-    assert called == [("mm", 2), ("bmm", 3)]
-
-
-def test_int8_products_keep_the_rules_of_their_kernel(probes):
-    """CuBLAS takes more than 16 rows, and sums and columns in multiples of 8, with the second operand transposed."""
-    module = probes["exact_matmul"]
-    cases = [
-        c for level in module.INT8_SIZES for c in module.every_case(context(level=level), {"int8>int32/narrow": 0.0})[0]
-    ]
-    for made in [*cases, *module.fixed_cases(HOPPER)[-2:]]:
-        a, b = made.build(1).operands
-        assert a.shape[0] > 16
-        assert a.shape[1] % 8 == b.shape[1] % 8 == 0
-        assert a.is_contiguous()
-        assert b.stride(0) == 1
-    quantised = next(k for k in every_kernel(HOPPER) if "w8a8" in k.name)
-    a, b, *_ = quantised.build(quantised.seed)
-    assert a.shape[0] > 16
-    assert a.shape[1] % 8 == b.shape[0] % 8 == 0
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Which torch.
 
 
 @pytest.mark.parametrize(
@@ -353,15 +199,3 @@ def test_a_torch_that_is_too_old_is_named_in_one_sentence(monkeypatch, version, 
         )
     finally:
         numeric_tensors.need_version.cache_clear()
-
-
-def test_every_page_and_script_names_the_oldest_torch():
-    """README, package and scripts say what the worker enforces."""
-    number = ".".join(map(str, numeric_tensors.OLDEST))
-    for name, text in (
-        ("README.md", f"torch {number} or newer"),
-        ("pyproject.toml", f'torch = ["torch>={number}"]'),
-        ("scripts/environment", f"< {numeric_tensors.OLDEST})"),
-        ("docs/install.md", f"need torch {number} or newer on every device"),
-    ):
-        assert text in (ROOT / name).read_text(), name

@@ -27,10 +27,10 @@ from canaryd.worker.numeric.operands import build, make_pools
 from canaryd.worker.numeric.recording import Made, Recorder
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, form_of, strict_switches, upload
+from canaryd.worker.numeric.tensors import form_of, strict_switches, upload
 from canaryd.worker.runtime import interface
 from tests.command import ROOT
-from tests.worker.numeric.cuda import AMPERE, DEVICES, HOPPER, MI300X, fake, stand_in
+from tests.worker.numeric.cuda import DEVICES, HOPPER, MI300X, fake, stand_in
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
@@ -261,14 +261,6 @@ def test_what_rounds_nothing_is_shipped_as_characterised(probes, device):
     assert not any(case.characterised for _, case in probes["exact_attention"].every_case(context(device, "quick")))
 
 
-@pytest.mark.parametrize("backend", ["mps", "xpu", "npu"])
-def test_where_healthy_devices_were_wrong_nothing_is_shipped(probes, backend):
-    """Top-k, cumulative sums and argsort of healthy Apple GPUs were wrong, and CANN multiplied float32 in float16."""
-    device = replace(HOPPER, backend=backend)
-    for name in ("exact_integer", "exact_matmul"):
-        assert not any(case.characterised for case in probes[name].fixed_cases(device))
-
-
 @pytest.mark.parametrize(("value", "shipped"), [("1", False), ("0", True)])
 def test_a_switch_that_the_environment_overrides_ships_nothing(probes, monkeypatch, value, shipped):
     """`worker.env` may turn TF32 on for every product: a healthy device is then wrong in float32 permutations."""
@@ -301,11 +293,6 @@ def test_sums_fit_the_result_where_torch_lets_cublas_share_them_out_in_its_forma
     """The switches against it hold for products of two 16-bit matrices, not for batches and scaled products."""
     case = numeric_cases.product_case(HOPPER, source, target, "dense", "batched", "nt", (64, 64, 128, batch))
     assert case.product.accumulator == kept
-
-
-def test_what_overrides_switches_is_removed_from_workers():
-    """Only `worker.env`, which is set last, can bring it back."""
-    assert set(OVERRIDES) <= set(SCRUBBED)
 
 
 def test_ascend_rounds_no_operands_under_the_strict_switches(monkeypatch):
@@ -395,36 +382,3 @@ def test_no_numeric_probe_is_left_out():
         "exact_canary",
     }
     assert numeric == rehearsed | {"model_canary", "memory_sweep", "exact_units", "host_transfer", "collectives"}
-
-
-def test_the_rehearsal_would_notice():
-    """A batch through `torch.mm`, a transposed second operand in FP8, a result of another format: each is refused."""
-    batch = numeric_cases.product_case(HOPPER, "bfloat16", "float32", "dense", "batched", "nt", (16, 16, 16, 2))
-    wrong = replace(batch, compute=lambda ab, out: torch.mm(*ab, out_dtype=torch.float32))
-    with pytest.raises(numeric_cases.Refused, match="must be 2D"):
-        rehearse_raw(wrong)
-    fp8 = numeric_cases.product_case(HOPPER, "float8_e4m3fn", "bfloat16", "dense", "square", "nn", (16, 32, 32, 0))
-    with pytest.raises(numeric_cases.Refused, match="col_major"):
-        rehearse_raw(fp8)
-    narrow = replace(batch, compute=lambda ab, out: torch.bmm(*ab))
-    with pytest.raises(AssertionError):
-        rehearse(HOPPER, narrow, narrow.build(1))
-
-
-def rehearse_raw(case):
-    """Compute a case on fake tensors, without asking for the end that `rehearse` expects."""
-    problem = case.build(1)
-    with fake(torch):
-        numeric_cases.first_result(HOPPER, case.compute, upload(problem.operands, HOPPER))
-
-
-def test_both_kinds_of_fp8_are_rehearsed(probes):
-    """OCP's on NVIDIA, the fnuz kind on AMD's MI300."""
-    module = probes["exact_matmul"]
-    for device, kind in ((AMPERE, "fn"), (MI300X, "fnuz")):
-        names = {
-            case.name.partition(">")[0] for case in module.fixed_cases(device) if case.name.startswith("float8_e4m3")
-        }
-        assert names == {f"float8_e4m3{kind}"}
-        assert f"float8_e4m3{kind}" in FORMATS
-    assert partial(module.fixed_cases, HOPPER)()

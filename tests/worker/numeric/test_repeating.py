@@ -3,7 +3,6 @@
 A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the same calls, on the same memory.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -11,14 +10,14 @@ import pytest
 
 from canaryd.facts import Comparison, Subject
 from canaryd.probe import Context
-from canaryd.worker.numeric import repeating, verify
+from canaryd.worker.numeric import verify
 from canaryd.worker.numeric.cases import Case, product_case
 from canaryd.worker.numeric.gathering import PRODUCTS
 from canaryd.worker.numeric.operands import SHEET, Product, build
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, discover
-from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
+from canaryd.worker.numeric.tensors import FORMATS, flat_bits
 from canaryd.worker.runtime.torch import Torch
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -106,39 +105,6 @@ def broken(runtime, turn, at=0):
     return compute
 
 
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize("batch", [0, 2])
-def test_a_clean_run_is_one_comparison_over_many_bursts(layout, batch):
-    """More turns than one sheet of indices has, each gathered on the device, under the first turn's name."""
-    runtime = Repeating()
-    session, (found,) = verified(runtime, layout=layout, batch=batch, seconds=2.0)
-    assert (found.case, found.wrong, found.subject) == (NAME, False, Subject.DEVICE)
-    assert session.gathers > SHEET + 2
-    assert found.trials == session.trials == session.repeated + 1 + 2 * BURST  # the first turn by the host
-    assert session.repeated == BURST * (session.gathers - 1)
-    assert runtime.launched == session.gathers - 1 + 2  # and two that must differ
-
-
-def test_turns_are_those_that_the_host_draws(monkeypatch):
-    """So that a turn can be repeated by its number."""
-    seen = []
-    kept = repeating.RepeatedTurns.turns
-
-    def watched(self, until):
-        for turn in kept(self, until):
-            seen.append((turn.number, *(t.clone() for t in (*turn.by.operands, turn.by.golden))))
-            yield turn
-
-    monkeypatch.setattr(repeating.RepeatedTurns, "turns", watched)
-    session, _ = verified(Repeating())
-    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 64, 72, 96, 0, "nn")
-    seed = verify.case_seed(session.ctx, Case(NAME, None, None, product=spec))
-    assert [number for number, *_ in seen] == list(range(1, len(seen) + 1))
-    for number, *arrays in seen[: SHEET + 2]:
-        right = build(spec, seed, number)
-        assert all(map(host_same_bits, arrays, (*right.operands, right.golden)))
-
-
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("turn", [1, 2, 5])
 def test_a_wrong_result_of_a_burst_is_found_with_its_bits(turn, at):
@@ -188,15 +154,6 @@ def test_a_repetition_that_compares_nothing_is_found_out(lie, said):
     assert sum(c.trials for c in found if c.subject is Subject.DEVICE) == session.trials
 
 
-@pytest.mark.parametrize("sizes", [(48, 40, 96), (3, 72, 96), (200, 152, 64)])
-@pytest.mark.parametrize("batch", [0, 2])
-def test_a_bit_is_flipped_where_every_repeater_must_see_it(sizes, batch):
-    """Whatever the sizes of the pools are, the answer that is struck is one that the turn draws."""
-    for layout in ("nn", "tt"):
-        _, found = verified(Repeating(), sizes=sizes, batch=batch, layout=layout, seconds=0.1)
-        assert not any(c.wrong for c in found)
-
-
 @pytest.mark.parametrize("turn", [1, 2, 3])
 def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
     """What lies there is of another turn, from the first on."""
@@ -209,54 +166,6 @@ def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
 
     _, found = verified(runtime, compute=compute)
     assert any(c.wrong for c in found if c.case == f"{NAME}#{turn}")
-
-
-def test_one_result_of_each_burst_is_overwritten_before(monkeypatch):
-    """Elements of two turns may be equal: what is not written shows there, whatever lay there."""
-    runtime = Repeating()
-    monkeypatch.setattr(repeating, "TRIED", 1)
-    monkeypatch.setattr(repeating.RepeatedTurns, "_indices", lambda self, _: tuple(i[0] for i in self._sheet))
-
-    def compute(operands, out):
-        if runtime.launched >= 5 and out is not None:
-            return out
-        return multiply("float32", "float32", operands, out)
-
-    _, found = verified(runtime, compute=compute)
-    assert [c.wrong_trials for c in found if c.wrong and "#" in c.case]
-
-
-def test_a_turn_that_was_launched_is_looked_at(monkeypatch):
-    """Also the one that the end of the time finds at work."""
-    runtime = Repeating()
-    launched = Again.launch
-
-    def at_leisure(self):
-        time.sleep(0.15)
-        launched(self)
-
-    monkeypatch.setattr(Again, "launch", at_leisure)
-    session, found = verified(runtime, compute=broken(runtime, 2), seconds=0.7)
-    assert session.repeated == BURST * (session.gathers - 1)
-    assert any(c.wrong for c in found if c.case == f"{NAME}#2")
-
-
-def test_results_lie_where_the_repeater_wants_them(monkeypatch):
-    """Of a kernel that chooses the memory of its results: the next turn could take it before anybody has looked."""
-    seen = []
-    kept = repeating.RepeatedTurns.turns
-
-    def watched(self, until):
-        for turn in kept(self, until):
-            seen.append([result.data_ptr() for result in turn.by.results])
-            yield turn
-
-    monkeypatch.setattr(repeating.RepeatedTurns, "turns", watched)
-    _, (found,) = verified(Repeating(), compute=lambda operands, _: torch.matmul(*operands))
-    size = 64 * 72 * 4
-    assert not found.wrong
-    assert all(at == first + n * size for first, *others in seen for n, at in enumerate(others, 1))
-    assert len({first for first, *_ in seen}) == 2
 
 
 @pytest.mark.parametrize(
@@ -276,34 +185,6 @@ def test_without_repetition_the_host_hands_every_turn_on(cannot, drill, room):
     assert (session.single_steps == "", runtime.cannot_repeat == "") == (2 * (cannot is None,))
     again, _ = verified(runtime, drill=drill, room=room)
     assert again.single_steps == session.single_steps  # the next run says why, too
-
-
-@pytest.mark.parametrize("room", [0, 1 << 30])
-def test_beside_a_server_no_turn_is_left_to_the_pause(room):
-    """A turn that is still at work would fill it."""
-    runtime = Repeating()
-    begun, paces = [], []
-
-    class Counted(Again):
-        def launch(self):
-            begun.append(1)
-            super().launch()
-
-        def answers(self):
-            begun.pop()
-            return super().answers()
-
-    runtime.repeated = lambda _, burst: Counted(runtime, burst)
-    verified(runtime, room=room, pace=lambda: paces.append(len(begun)))
-    assert len(paces) > SHEET
-    assert max(paces) == (0 if room else repeating.AHEAD - 1)
-
-
-def test_without_memory_for_two_turns_a_case_takes_single_steps():
-    """They take less, and the next case may fit."""
-    runtime = Repeating(cannot=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    session, (found,) = verified(runtime)
-    assert (found.wrong, runtime.launched, session.single_steps, runtime.cannot_repeat) == (False, 0, "", "")
 
 
 def test_an_error_of_the_device_is_no_excuse():
@@ -338,9 +219,6 @@ def test_the_hosts_own_look_comes_before_the_verdict(monkeypatch):
     assert all(c.case == NAME for c in wrong)
     assert runtime.launched > 2
     assert f"{NAME}#1" in [c.case for c in found if not c.wrong]  # the clean turns have another name then
-
-
-# --- On a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from canaryd.facts import Comparison, Skipped
 from canaryd.judge.characterised import class_of
 from canaryd.probe import Context
 from canaryd.worker.numeric import reproducer, verify
-from canaryd.worker.numeric.served import Unreadable, Weight, heads, read, served_attention, served_cases, weights
+from canaryd.worker.numeric.served import Unreadable, Weight, read, served_attention, served_cases, weights
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import flat_bits
@@ -79,13 +79,6 @@ def test_what_gives_no_sizes_is_told(tmp_path, text, said):
     assert str(tmp_path) in skipped.reason
 
 
-@pytest.mark.parametrize("given", ["/srv/model", ["model"], [1]])
-def test_the_setting_is_a_list_of_paths(given):
-    """Anything else ends the run with the setting's name."""
-    with pytest.raises(ValueError, match=r"probes\.exact_matmul\.settings\.shapes_of: .* is no list of absolute paths"):
-        list(served_cases(context("/", settings={"shapes_of": given}), {"float32": 1e11}))
-
-
 def test_what_is_too_large_or_too_slow_is_left_out_aloud(tmp_path):
     """By the level, by the memory beside a server, and by the time that one product would take."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
@@ -142,19 +135,6 @@ def test_a_kernel_that_is_wrong_from_some_size_up_is_found_by_the_models_sizes(m
     assert {case.split("/")[2].partition("-")[0] for case in wrong} - {"long"} == ({"down"} if served else set())
 
 
-# --- Attention -------------------------------------------------------------------------------------------------------
-
-
-def test_heads_are_those_of_the_model():
-    """Grouped or not, and of a size of their own; what cannot be is refused."""
-    assert heads(LLAMA_8B) == heads({"text_config": LLAMA_8B}) == (32, 8, 128)
-    assert heads({**LLAMA_8B, "head_dim": 64}) == (32, 8, 64)
-    assert heads(SMALL) == (4, 4, 48)
-    for wrong in ({"num_attention_heads": -1}, {"num_key_value_heads": 5}, {"hidden_size": 0}):
-        with pytest.raises(ValueError, match="heads"):
-            heads({**LLAMA_8B, **wrong})
-
-
 def test_attention_of_the_model_is_asked_of_every_kernel(model):
     """Decoding without a mask and a causal prefill, in the model's format; longer at a deeper level."""
     assert list(served_attention(context(model))) == [
@@ -170,24 +150,6 @@ def test_attention_of_the_model_is_asked_of_every_kernel(model):
     assert all(("causal" in name) == ("prefill" in name) for name in names)
     asked = context(model, cases=("float32/uniform/served-decode",))
     assert len(exact_attention.served_cases(asked, served)) == 4 * len(names)
-
-
-def test_attention_that_cannot_be_tested_is_left_out_aloud(tmp_path):
-    """By the memory beside a server, the format, a file without sizes, and a setting of another kind."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    beside = context(tmp_path, level="deep")
-    beside.room = 16 << 20
-    decode, prefill = served_attention(beside)
-    assert (decode.case, prefill.case) == ("bfloat16/served-decode", "bfloat16/served-prefill")
-    assert decode.reason == "the run may take 4 MiB at once"
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "dtype": "float8_e4m3fn"}))
-    (skipped,) = served_attention(context(tmp_path))
-    assert "computes in float8_e4m3fn, which is not tested here" in skipped.reason
-    (tmp_path / "config.json").write_text("{}")
-    (skipped,) = served_attention(context(tmp_path))
-    assert "has no sizes of a language model" in skipped.reason
-    with pytest.raises(ValueError, match=r"probes\.exact_attention\.settings\.shapes_of: "):
-        list(served_attention(context("/", settings={"shapes_of": "/srv"})))
 
 
 class WrongHeads(Torch):
@@ -209,13 +171,3 @@ def test_a_kernel_that_is_wrong_for_some_heads_is_found_by_the_models_sizes_alon
     wrong = {f.case for f in exact_attention.run(ctx) if isinstance(f, Comparison) and f.wrong}
     assert bool(wrong) is served
     assert all("/served-" in case for case in wrong)
-
-
-def test_attention_of_the_model_is_right_here(model):
-    """Through every kernel that this machine has, and its name gives the same problem again."""
-    ctx = context(model, cases=("float32/rising",), budget=0.5)
-    found = [f for f in exact_attention.run(ctx) if isinstance(f, Comparison) and "/served-" in f.case]
-    assert found
-    assert not [c.case for c in found if c.wrong]
-    for c in found:
-        assert reproducer.exhibit("exact_attention", c.case, c.seed, cpu()).problem.shape == c.shape

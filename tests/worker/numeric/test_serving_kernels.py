@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 
 from canaryd.facts import Comparison, Exactness, Reading, Recording, Skipped, Subject
-from canaryd.model import Device
-from canaryd.probe import Absent, Context, Skip
+from canaryd.probe import Context
 from canaryd.worker.numeric import error_bounds, faults, serving_kernels
-from canaryd.worker.numeric.recording import fingerprint, tiles
-from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import FORMATS, bits, can_pin, form_of, strict_switches, visible_cores
+from canaryd.worker.numeric.tensors import can_pin, form_of, strict_switches, visible_cores
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -63,10 +60,6 @@ def bit_sets(facts):
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The probe.
-
-
 def test_a_clean_run_records_and_bounds_every_case(probe, ran):
     """One recording and one clean comparison a case; what is refused says so; a reading a kind."""
     facts = list(probe.run(context()))
@@ -107,47 +100,6 @@ def test_bits_do_not_depend_on_run_process_core_or_threads(probe):
     assert {case: {digest} for case, digest in json.loads(done.stdout).items()} == wanted
 
 
-def test_learning_repeats_and_shows_every_mode(probe):
-    """30 recordings of each case where time allows, three where it does not."""
-    case = "exp/float32"
-    for budget, count in ((600.0, 30), (1e-6, 3)):
-        facts = list(probe.run(context(case, "gemm/float32/decode1", budget=budget, baselining=True)))
-        assert [len(of(Recording, facts)), len(bit_sets(facts))] == [2 * count, 2]
-        assert {c.trials for c in of(Comparison, facts)} == {count}
-    facts = list(probe.run(context(case, level="deep")))
-    assert len(of(Recording, facts)) == 1  # equal bits are said once
-    assert [c.trials for c in of(Comparison, facts)] == [30]
-
-
-def test_a_retest_looks_harder_and_keeps_its_pace(probe):
-    """30 trials of a case at any level, between any two of which the device may be loaded or idle."""
-    paused = []
-    ctx = context("exp/float32", intensity="pulsed", pace=lambda: paused.append(1))
-    assert [c.trials for c in of(Comparison, probe.run(ctx))] == [30] == [len(paused)]
-
-
-def test_a_spent_budget_is_said_and_every_case_gets_its_turn(probe, ran):
-    """One case is always run; which one depends on the seed."""
-    first = set()
-    for seed in (0, 50, 100):
-        facts = list(probe.run(context(seed=seed, budget=1e-6)))
-        first |= {r.case for r in of(Recording, facts)}
-        assert len(of(Comparison, facts)) <= 1
-        assert any(s.reason.startswith("the budget of 1e-06 s was spent") for s in of(Skipped, facts))
-        assert not [r for r in of(Reading, facts) if r.name == "kernel_seconds" and r.labels["kind"] == "sdpa"]
-    assert len(first) > 1
-    assert first <= set(ran)
-
-
-def test_named_cases_run_alone_and_unknown_ones_do_not(probe):
-    """A confirmation repeats what it was called for, whatever the budget; a case that is none is said to be none."""
-    facts = list(probe.run(context("softmax/bfloat16", budget=1e-6)))
-    assert [r.case for r in of(Recording, facts)] == ["softmax/bfloat16@64x512"]
-    assert [a.name for a in of(Absent, facts) if "seconds" in a.name] == ["kernel_seconds{kind=softmax}"]
-    with pytest.raises(Skip, match="no case matches gemm/float64"):
-        list(probe.run(context("gemm/float64")))
-
-
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_every_fault_of_a_drill_changes_the_bits(probe, fault):
     """By the digest always; by the bound where it is large enough."""
@@ -173,14 +125,6 @@ def test_a_drill_finds_a_case_that_this_device_takes(probe):
         facts = list(probe.run(context(*cases, seed=seed, drill="nan", level="standard")))
         assert [c.case for c in of(Comparison, facts) if c.wrong] == ["exp/float32@64x512"]
         assert [r.values.count(None) for r in of(Recording, facts)] in ([1, 0], [0, 1])
-
-
-def test_a_drill_that_meets_nothing_says_so(probe):
-    """A fault that was not injected proves nothing, and must not look like a clean drill."""
-    with pytest.raises(Skip, match="was not injected"):
-        list(probe.run(context("sdpa/cudnn", drill="nan")))
-    with pytest.raises(Skip, match="unknown fault 'flop'"):
-        list(probe.run(context(drill="flop")))
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -209,10 +153,6 @@ def test_a_wrong_host_accuses_itself(probe, monkeypatch, cores):
     assert str(doubt.place) in ({f"core {before[0]} twice"} if cores == 1 else both)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Bounds.
-
-
 @pytest.mark.parametrize("seeds", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_bound_holds_for_other_operands(ran, seeds):
     """Seeds in turn over every kind and format, one thread."""
@@ -228,25 +168,6 @@ def test_the_bound_holds_for_other_operands(ran, seeds):
                 worst[kernel.kind] = max(worst[kernel.kind], ratio)
     assert set(worst) == KINDS | set(serving_kernels.SWEEPS)
     assert max(worst.values()) <= 1.0, dict(worst)
-
-
-def test_operands_have_full_mantissas_and_the_same_bytes_everywhere():
-    """Digests made once; random significands use every bit of their format."""
-    for name, form in FORMATS.items():
-        if name == "tfloat32":
-            continue
-        x = serving_kernels.draw(1, "x", (64, 64), form).to(torch.float64).abs()
-        significands = (torch.frexp(x).mantissa * 2.0**form.bits).to(torch.int64)
-        assert bool((significands.to(torch.float64) == torch.frexp(x).mantissa * 2.0**form.bits).all())
-        assert len(set(significands.flatten().tolist())) > 0.9 * min(4096, 1 << form.bits - 1)
-        assert 2.0**-6 <= float(x.min()) <= float(x.max()) < 4.0
-    (first,) = [k for k in every_kernel(cpu()) if k.name.startswith("gemm/bfloat16/prefill@")]
-    assert fingerprint(*first.build(first.seed)) == GEMM
-    others = every_kernel(Device(uuid="GPU-1", backend="cuda", index=0, model="any"))
-    assert len({k.name for k in others}) == len(others) == len(every_kernel(cpu()))
-
-
-GEMM = "fed43aa2ea4489b5"
 
 
 def _wrong(ran, name, result):
@@ -289,62 +210,3 @@ def test_wrong_kernels_break_the_bound(ran):
     assert _wrong(ran, "sdpa/flash/float32/causal", attend(q, k, v, attn_mask=shifted)) > q.numel() * 0.9
     q, k, v = _operands(ran, "sdpa/flash/float32/decode")
     assert _wrong(ran, "sdpa/flash/float32/decode", attend(q, k[:, :, 1:], v[:, :, 1:])) > 0  # forgets a key
-
-
-def flips(ran, count):
-    """Flip random single bits of every kind's results; return per kind and format how many broke the bound, and tried.
-
-    Every flip must change the digest.
-    """
-    caught = defaultdict(lambda: [0, 0])
-    for kernel, _, result, reference, tolerance in ran.values():
-        right = fingerprint(result)
-        width = result.element_size() * 8
-        for number in range(count):
-            draw = mix64(kernel.seed + number)
-            at, bit = draw % result.numel(), (draw >> 40) % width
-            struck = result.clone()
-            bits(struck).view(-1)[at] ^= (1 << bit) if bit < width - 1 else -(1 << bit)
-            assert fingerprint(struck) != right
-            broken = not bool((struck.double() - reference).abs().view(-1)[at] <= tolerance.view(-1)[at])
-            tally = caught[kernel.kind, str(result.dtype).removeprefix("torch.")]
-            tally[0] += broken
-            tally[1] += 1
-    return caught
-
-
-def test_every_flipped_bit_changes_the_digest_and_most_break_the_bound(ran):
-    """The digest sees all; what the bound alone sees is counted per kind and format."""
-    caught = flips(ran, 64)
-    assert {kind for kind, _ in caught} == KINDS | set(serving_kernels.SWEEPS)
-    shares = {key: broken / tried for key, (broken, tried) in caught.items()}
-    assert min(shares.values()) > 0.2, shares
-    assert all(shares[kind, "float16"] > 0.9 for kind in ("exp", "exp2", "log", "silu"))
-
-
-def test_steps_and_roundings_against_their_definitions():
-    """gamma_n bounds `reach`; the last rounding is half a unit in the last place, also where it is subnormal."""
-    n, u = 1000, error_bounds.SINGLE
-    assert (1 + u) ** n - 1 < error_bounds.reach((n, u)) <= n * u / (1 - n * u)
-    zero = torch.zeros(3, dtype=torch.float64)
-    values = torch.tensor([1.0, 1.99, 2.0**-20], dtype=torch.float64)
-    _, half = error_bounds.allowed((values, zero), FORMATS["float16"])
-    assert half.tolist() == pytest.approx([2.0**-11, 2.0**-11, 2.0**-25], rel=1e-9)
-    tensor_core = Device(uuid="GPU-1", backend="cuda", index=0, model="any", detail={"capability": "9.0"})
-    assert error_bounds.unit(tensor_core, "float32") == error_bounds.unit(cpu(), "bfloat16") == 2.0**-24
-    assert error_bounds.unit(tensor_core, "bfloat16") == 2.0**-22
-    assert error_bounds.unit(tensor_core, "float8_e4m3fn") == 2.0**-12
-
-
-def test_tiles_show_where_and_how_much():
-    """Row by row over an 8 x 8 grid; one element moves one tile; what is not finite is None, not a number."""
-    x = torch.arange(16 * 32, dtype=torch.float32).view(2, 8, 32)
-    before = tiles(x)
-    assert len(before) == 64
-    assert before[0] == x.view(16, 32)[:2, :4].mean().item()
-    x[1, 1, 31] += 8.0  # row 9 of 16, column 31 of 32
-    after = tiles(x)
-    assert {i: b - a for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b} == {39: 1.0}
-    x[0, 0, 0] = torch.nan
-    assert tiles(x)[:2] == (None, after[1])
-    assert len(tiles(torch.ones(1, 5))) == 5

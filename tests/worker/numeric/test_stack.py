@@ -3,7 +3,6 @@
 import ctypes
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from canaryd.engine.inventory import merge
 from canaryd.model import Device
 from canaryd.supervisor.protocol import Description, Listing
 from canaryd.worker.numeric import tensors
-from canaryd.worker.numeric.stack import CHOOSERS, cpu, discover, library_version, stack
+from canaryd.worker.numeric.stack import CHOOSERS, discover, library_version, stack
 from canaryd.worker.numeric.tensors import torch_device
 
 CUDA = Device(uuid="GPU-1", backend="cuda", index=0, model="Newcomer 1")
@@ -34,25 +33,6 @@ def test_a_variable_that_chooses_kernels_makes_another_stack(monkeypatch, name):
 
 
 @pytest.mark.torch
-def test_torch_is_imported_once_and_never_searched_for_garbage():
-    """Its hundred thousands of objects stay, and the garbage of a run is collected as ever."""
-    pytest.importorskip("torch")
-    code = "import gc; import canaryd.worker.numeric.tensors; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True True\n"
-
-
-@pytest.mark.torch
-def test_the_cores_that_a_container_has_just_now_are_no_part_of_a_gpus_stack(monkeypatch):
-    """A kubelet with static CPU management changes them whenever another pod comes or goes; a GPU's kernels do not."""
-    torch = pytest.importorskip("torch")
-    gpu, host = stack(CUDA, ""), stack(cpu(), "")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1234)
-    assert stack(CUDA, "") == gpu
-    assert stack(cpu(), "") == {**host, "threads": "1234"}
-
-
-@pytest.mark.torch
 def test_a_cudnn_that_does_not_fit_torch_leaves_no_run_without_its_stack(monkeypatch):
     """Torch raises at a process's first question alone: the first run of each worker had no stack, the others had."""
     torch = pytest.importorskip("torch")
@@ -68,40 +48,6 @@ def test_a_cudnn_that_does_not_fit_torch_leaves_no_run_without_its_stack(monkeyp
     first = stack(CUDA, "")
     assert first["cudnn"] == "90701"
     assert stack(CUDA, "") == first
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("native", [False, True])
-def test_a_package_with_which_torch_writes_kernels_makes_another_stack(monkeypatch, tmp_path, native):
-    """Torch 2.13 writes RMS norm and topk anew once CuTe DSL is there; a vLLM brings it. Older torches never do."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.delattr(torch, "_native", raising=False)
-    if native:
-        monkeypatch.setattr(torch, "_native", SimpleNamespace(), raising=False)
-    gpu, host = stack(CUDA, ""), stack(cpu(), "")
-    told = tmp_path / "nvidia_cutlass_dsl-4.4.77.dist-info" / "METADATA"
-    told.parent.mkdir()
-    told.write_text("Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: 4.4.77\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert ("nvidia-cutlass-dsl=4.4.77" in stack(CUDA, "").get("kernel_packages", "")) is native
-    assert (stack(CUDA, "") != gpu) is native
-    assert stack(cpu(), "") == host
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("told", "wanted"), [({}, None), ({"pci_domain_id": 1, "pci_bus_id": 101}, "0001:65:00.0")])
-def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, wanted):
-    """Every GPU was at 0000:00:00.0, which stood in the dossier where NVML did not answer."""
-    torch = pytest.importorskip("torch")
-    props = SimpleNamespace(
-        uuid="5d1a0b3e-0000-4000-8000-00000000beef", name="H100", total_memory=1, major=9, minor=0,
-        multi_processor_count=132, **told,
-    )  # fmt: skip
-    answers = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda _: props}
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-    (gpu,) = [d for d in discover()[0] if d.backend == "cuda"]
-    assert gpu.detail.get("bus_id") == wanted
 
 
 ONE, OTHER = "5d1a0b3e-0000-4000-8000-00000000beef", "5d1a0b3e-0000-4000-8000-00000000cafe"
@@ -164,14 +110,6 @@ def test_partitions_of_a_card_that_the_vendor_lists_are_found(monkeypatch):
         (0, 0),
         (1, 2),
     ]
-
-
-@pytest.mark.torch
-def test_a_device_with_a_uuid_of_its_own_is_found_by_it(monkeypatch):
-    """Also where the vendor's driver gives no serial: its number may have moved, and another card has it now."""
-    first, _ = lists(monkeypatch, (ONE, 100), (OTHER, 101))
-    lists(monkeypatch, (OTHER, 101), (ONE, 100))
-    assert torch_device(replace(first, backend="rocm", weak_identity=True)).index == 1
 
 
 @pytest.mark.torch

@@ -15,7 +15,7 @@ from canaryd.facts import Reading
 from canaryd.judge import case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import INTENSITIES, Device, Outcome, State
-from canaryd.probe import Absent, Context, ProbeSpec
+from canaryd.probe import Context, ProbeSpec
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.numeric import stress, tensors
@@ -71,28 +71,6 @@ def test_steady_load_does_not_pause_and_pulsed_load_does():
     assert seconds["pulsed"]["load_seconds"] >= stress.PULSE
 
 
-def test_trials_come_behind_a_burst_and_at_the_end_of_a_pause_in_turn():
-    """Both edges of a pulse are met."""
-    ctx, _ = paced("pulsed", budget=4.0)
-    mine, ends = ctx.pace, []
-    for _ in range(3):
-        mine()
-        ends.append(mine._ends_idle)
-        time.sleep(stress.GROUP["pulsed"])
-    assert ends == [False, True, False]
-
-
-def test_after_idling_there_was_no_load():
-    """A pause, a second of trials, a pause: no product is computed, and none is claimed."""
-    ctx, facts = paced("idle", budget=2.0)
-    assert 0.5 * 0.9 <= lasts(ctx.pace) <= 0.5 + SLACK
-    assert lasts(ctx.pace) < 0.05
-    seconds = told(facts)
-    assert (seconds["load_seconds"], seconds["load_duty"]) == (0.0, 0.0)
-    assert seconds["pause_seconds"] >= 0.45
-    assert "load_speed" not in seconds
-
-
 @pytest.mark.parametrize("intensity", stress.GROUP)
 def test_nothing_runs_past_the_deadline(intensity):
     """What is left of the budget bounds every load and every pause; a spent one leaves none."""
@@ -105,13 +83,6 @@ def test_nothing_runs_past_the_deadline(intensity):
     assert lasts(ctx.pace) < 0.05
     assert told(facts)["load_seconds"] == before["load_seconds"]
     assert told(facts)["pause_seconds"] == before["pause_seconds"]
-
-
-def test_the_longest_load_and_pause_are_bounded_by_a_part_of_the_budget():
-    """Half a minute of warming up, ten seconds of idling, and never more than a quarter of the time there is."""
-    assert stress.WARM_UP <= stress.BEFORE * 120.0  # what a deep run of attention has
-    ctx, _ = paced("idle", budget=1.0)
-    assert lasts(ctx.pace) < stress.PAUSE / 10
 
 
 @pytest.mark.skipif(len(tensors.visible_cores()) < 2 or not tensors.can_pin(), reason="needs two cores to choose from")
@@ -136,40 +107,6 @@ def test_load_runs_on_all_cores_while_the_trials_stay_pinned():
     assert cores in seen
     assert os.sched_getaffinity(0) == cores
     assert torch.get_num_threads() == threads
-
-
-def test_the_load_draws_from_nobody_elses_random_numbers():
-    """The state of torch's generator is the same before and after."""
-    ctx, _ = paced("steady", budget=0.4)
-    before = torch.get_rng_state()
-    ctx.pace()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("intensity", ["", "repeated", "content"])
-def test_other_runs_are_not_paced(intensity):
-    """Nothing happens between their trials, and nothing is said about it."""
-    ctx, facts = paced(intensity)
-    assert lasts(ctx.pace) < 0.05
-    assert facts() == []
-
-
-def test_a_probe_that_never_asked_for_load_is_not_said_to_have_had_it():
-    """The reason stands in the place of the seconds."""
-    _, facts = paced("steady")
-    assert [type(fact) for fact in facts()] == [Absent, Absent]
-    assert "they ran as usual" in facts()[0].reason
-
-
-def test_a_budget_that_was_spent_before_the_first_trial_is_not_blamed_on_the_probe():
-    """It asked, and there was no time: no load is then a number, not an absence."""
-    ctx, facts = paced("steady")
-    ctx.deadline = ctx.clock()
-    ctx.pace()
-    assert (told(facts)["load_seconds"], told(facts)["load_duty"]) == (0.0, 0.0)
-
-
-# --- The plan against a fault that shows under load alone ------------------------------------------------------------
 
 
 def test_retests_find_what_confirmations_do_not():

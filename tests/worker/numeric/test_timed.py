@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from canaryd.model import Device
-from canaryd.worker.numeric import sizes, tensors
-from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import FORMATS, timed
+from canaryd.worker.numeric import tensors
+from canaryd.worker.numeric.tensors import timed
 
 GPU = Device(uuid="GPU-1", backend="cuda", index=0, torch_index=0, model="H100")
 WRITES = 5e12
@@ -43,29 +42,3 @@ def test_how_fast_the_host_launches_does_not_count(monkeypatch, launch):
     found, seconds = timed(GPU, lambda: queue.take(launch, 7e-6), pytest.fail)
     assert found is None
     assert seconds == pytest.approx(7e-6)
-
-
-def test_without_events_the_host_waits_before_and_after():
-    """What was handed over before must not count, and what was handed over must be done."""
-    seen = []
-    found, seconds = timed(cpu(), lambda: seen.append("call"), lambda: seen.append("wait"))
-    assert (found, seen) == (None, ["wait", "call", "wait"])
-    assert 0 < seconds < 1
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("clocked", "side"), [(False, 192), (True, 1024)])
-def test_a_speed_is_the_best_of_three_calls(monkeypatch, clocked, side):
-    """The first of four loads the kernels; a device with a clock multiplies more, which that clock can resolve."""
-    pytest.importorskip("torch")
-    told, shapes = iter([9.0, 3e-3, 2e-3, 4e-3]), []
-
-    def stand_in(_, call, __):
-        shapes.append(tuple(call.args[0][0].shape))
-        return None, next(told)
-
-    monkeypatch.setattr(sizes, "timed", stand_in)
-    monkeypatch.setattr(sizes, "has_events", lambda _: clocked)
-    speed = sizes.measure_speed(cpu(), pytest.fail, FORMATS["float32"], FORMATS["float32"])
-    assert speed == 2 * side**3 / 2e-3
-    assert shapes == [(side, side)] * 4

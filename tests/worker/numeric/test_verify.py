@@ -1,32 +1,23 @@
 """Exact probes end to end on the CPU: clean is clean, every fault is seen and named, every doubt names its subject."""
 
-import itertools
 import json
-import threading
-import time
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from canaryd.facts import Comparison, Place, Reading, Skipped, Subject
+from canaryd.facts import Comparison, Reading, Skipped, Subject
 from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric import cases as numeric_cases
-from canaryd.worker.numeric import characterised, evidence, faults, indexing, making, measure, stress, tensors, verify
+from canaryd.worker.numeric import faults, indexing, making, measure, stress, tensors, verify
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import products as products_of_torch
-from canaryd.worker.numeric.attention import Attention
-from canaryd.worker.numeric.attention import build as build_attention
 from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.integers import digest
-from canaryd.worker.numeric.operands import Inexact, Product
-from canaryd.worker.numeric.products import multiply
+from canaryd.worker.numeric.operands import Product
 from canaryd.worker.numeric.seeds import mix64
-from canaryd.worker.numeric.served import ATTENDED
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import FORMATS, bits, flat_bits, host_same_bits, same_bits, upload, words
+from canaryd.worker.numeric.tensors import FORMATS, bits, same_bits, words
 from canaryd.worker.numeric.verify import verify_all
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime import torch as runtime_torch
@@ -60,10 +51,6 @@ def small(name="float32/dense/square/nn@24x20x64", *, fixed=False, seed_shift=0)
         lambda operands, out: torch.matmul(*operands),
         fixed=fixed,
     )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Whole probes.
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -148,149 +135,13 @@ def flat_index(index, case, shape):
     return (index[0] * M + index[1]) * N + index[2]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Seven faults in every combination.
-
-
-def products(probes):
-    """Yield (name, builder, compute, operand that a stuck bit strikes) over everything this CPU multiplies."""
-    shapes = {
-        "square": (24, 24, 64, 0),
-        "prefill": (18, 40, 48, 0),
-        "decode": (3, 33, 80, 0),
-        "batched": (9, 16, 48, 3),
-    }
-    module = probes["exact_matmul"]
-    for source, target in products_of_torch.FORMAT_PAIRS:
-        if module.unsupported(cpu(), source, target):
-            continue
-        layouts, sizes = products_of_torch.LAYOUTS, shapes
-        if source.startswith("float8"):  # scaled products want sixteenths, and B column-major
-            layouts, sizes = ("nt",), {"square": (16, 32, 64, 0), "prefill": (48, 16, 32, 0)}
-        room = characterised.accumulator(cpu(), source).bits
-        for name, layout, (kind, (M, N, K, batch)) in itertools.product(
-            numeric_operands.CONTENTS, layouts, sizes.items()
-        ):
-            spec = Product(name, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
-            title = f"{source}>{target}/{name}/{kind}/{layout}"
-            yield title, partial(numeric_operands.build, spec), partial(multiply, source, target), 0
-    for case in module.fixed_cases(cpu()):
-        if case.name.startswith("int8>int32/narrow"):
-            yield case.name, case.build, case.compute, 0
-
-
-def attentions(probes):
-    """Yield the same for attention: kernels, formats, masks, shapes and contents."""
-    sizes = {"prefill": (1, 2, 2, 24, 24, 64), "grouped": (1, 4, 2, 8, 33, 64), "decode": (2, 2, 2, 1, 70, 64)}
-    module = probes["exact_attention"]
-    choices = itertools.product(("MATH", "FLASH_ATTENTION"), ATTENDED, module.MASKS, sizes)
-    for kernel, form, mask, kind in choices:
-        if module.refuses(cpu(), kernel, form, mask, sizes[kind]):
-            continue
-        for name in module.CONTENTS:
-            build = partial(build_attention, Attention(name, FORMATS[form], mask, *sizes[kind]))
-            yield f"{form}/{name}/{kind}/{kernel}/{mask}", build, module.attend(cpu(), kernel, form, mask), 2
-
-
-def integers(probes):
-    """Yield the same for integer and index operations."""
-    module = probes["exact_integer"]
-    for name, n in itertools.product(indexing.OPERATIONS, (256, 1008)):
-        case = module._case(cpu(), name, n)
-        yield case.name, case.build, case.compute, 0
-
-
 RESULT_FAULTS = {name: faults.FAULTS[name].change for name in ("flip", "zero", "swap", "nan")}
 RESULT_FAULTS["any bit"] = faults.flip
-OPERAND_FAULTS = ("stuck bit", "zeroed row")
-
-
-@pytest.mark.parametrize("combinations", [products, pytest.param(attentions, marks=pytest.mark.slow), integers])
-def test_every_fault_that_changes_an_observed_bit_is_detected_and_named(probes, combinations):
-    """Seven kinds of fault in every format, content, layout and shape: all observed ones found, the rest explained."""
-    detected, unobserved = Counter(), Counter()
-    with tensors.strict_switches():
-        for number, (title, build, compute, struck) in enumerate(combinations(probes)):
-            draw = partial(next, (mix64(i) >> 1 for i in itertools.count(number << 20)))
-            problem = build(draw())
-            clean = compute(upload(problem.operands, cpu()), None)
-            assert same_bits(clean, problem.golden), title
-            for kind, strike in RESULT_FAULTS.items():
-                result = clean.clone()
-                strike(flat_bits(result), draw())
-                pairs = zip(integers_of(clean), integers_of(result), strict=True)
-                changed = {at: before ^ after for at, (before, after) in enumerate(pairs) if before != after}
-                if not changed:
-                    unobserved[kind, {"swap": "equal values", "zero": "the value was zero"}[kind]] += 1
-                    continue
-                assert not same_bits(result, problem.golden), (title, kind)
-                found = evidence.collect(problem.golden, result)
-                assert {flatten(index, result.shape) for index, _, _ in found.first} == set(changed), (title, kind)
-                if kind in ("flip", "any bit"):
-                    ((bit, count),) = found.bits.items()
-                    mask = faults.signed(1 << int(bit), flat_bits(result))
-                    assert (count, {mask}) == (1, set(changed.values())), (title, kind)
-                    assert kind == "any bit" or bit == "0"
-                detected[kind] += 1
-            for kind in OPERAND_FAULTS:
-                operands = upload(problem.operands, cpu())
-                strike_operand(kind, operands[struck], draw)
-                result = compute(operands, None)
-                if integers_of(result) == integers_of(clean):
-                    assert same_bits(result, problem.golden)
-                    unobserved[kind, why_unseen(problem, operands, struck, compute)] += 1
-                    continue
-                assert not same_bits(result, problem.golden), (title, kind)
-                assert evidence.collect(problem.golden, result).wrong > 0
-                detected[kind] += 1
-    print(f"\n{combinations.__name__}: detected {dict(detected)}; changed no observed bit {dict(unobserved)}")
-    assert set(detected) == {*RESULT_FAULTS, *OPERAND_FAULTS}
-    assert sum(detected.values()) > 2 * sum(unobserved.values())
 
 
 def integers_of(tensor):
     """Raw bits as Python integers: what `observed` means here, without torch's comparison."""
     return bits(tensor).reshape(-1).tolist()
-
-
-def flatten(index, shape):
-    """Row-major position of an index."""
-    position = 0
-    for i, size in zip(index, shape, strict=True):
-        position = position * size + i
-    return position
-
-
-def strike_operand(kind, operand, draw):
-    """One wire of one lane stuck high or low, or eight neighbours in memory that read zero."""
-    flat, width = flat_bits(operand), operand.element_size() * 8
-    if kind == "zeroed row":
-        start = draw() % flat.numel()
-        flat[start : start + 8] = 0
-        return
-    faults.force(faults.lane(flat, draw()), draw() % width, high=bool(draw() % 2))
-
-
-def why_unseen(problem, operands, struck, compute):
-    """Say why a struck operand changed no bit of the result, by striking the same elements much harder."""
-    before, after = problem.operands[struck], operands[struck]
-    if integers_of(before) == integers_of(after):
-        return "the operand already held these bits"
-    if bool((before.to(torch.float64) == after.to(torch.float64)).all()):
-        return "a zero changed its sign"
-    changed, harder = bits(before) != bits(after), [*operands]
-    if before.dtype.is_floating_point:
-        largest = (-before.to(torch.float64).abs().max()).to(before.dtype)
-        harder[struck] = torch.where(changed, bits(largest), bits(before)).view(before.dtype)
-    else:
-        harder[struck] = torch.where(changed, ~before, before)
-    if same_bits(compute(upload(tuple(harder), cpu()), None), problem.golden):
-        return "nothing reads these elements, or they meet only zeros"
-    return "below the rounding of a sum" if before.dtype.is_floating_point else "the order of the keys is the same"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Doubts: a golden, a comparator, a budget.
 
 
 def test_a_golden_that_differs_from_the_shipped_digest_accuses_the_host(tmp_path):
@@ -335,48 +186,6 @@ def test_two_cores_that_disagree_accuse_the_host(monkeypatch, what):
     assert str(doubt.place) == f"cores {first} and {last}"
 
 
-@TWO_CORES
-def test_two_cores_work_at_the_same_time():
-    """Each with one thread, so that a golden made twice takes the time of one. Afterwards all is as before."""
-    cores, threads = tensors.visible_cores(), torch.get_num_threads()
-    both = threading.Barrier(2)
-
-    def work():
-        both.wait(60)
-        return tensors.visible_cores(), torch.get_num_threads()
-
-    assert tensors.on_two_cores(cores[1], cores[0], work) == (((cores[1],), 1), ((cores[0],), 1))
-    assert (tensors.visible_cores(), torch.get_num_threads()) == (cores, threads)
-
-
-@TWO_CORES
-def test_the_second_core_works_alone_whatever_else_is_set():
-    """Its thread is kept: what another thread sets at the wrong moment must not give it more than its core for good."""
-    cores, threads = tensors.visible_cores(), torch.get_num_threads()
-    tensors._other_thread.cache_clear()
-    try:
-        tensors.on_two_cores(cores[0], cores[1], lambda: None)
-        torch.set_num_threads(2)
-        assert tensors._other_thread().submit(torch.get_num_threads).result() == 1
-    finally:
-        torch.set_num_threads(threads)
-
-
-@TWO_CORES
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_either_core_raises_is_raised(which):
-    """A problem that cannot be built is one on whichever core it is found."""
-    cores = tensors.visible_cores()
-
-    def work():
-        if tensors.visible_cores() == (cores[which],):
-            raise Inexact("an answer is zero")
-
-    with pytest.raises(Inexact, match="an answer is zero"):
-        tensors.on_two_cores(cores[0], cores[1], work)
-    assert tensors.visible_cores() == cores
-
-
 @pytest.mark.skipif(not tensors.can_pin(), reason="this process cannot be held to one core")
 @pytest.mark.parametrize("what", ["golden", "operand"])
 def test_one_core_that_disagrees_with_itself_accuses_the_host(what):
@@ -401,33 +210,7 @@ def test_one_core_that_disagrees_with_itself_accuses_the_host(what):
     assert twice == 0
 
 
-def test_a_run_tells_what_the_device_did_and_for_how_long():
-    """Every result counts; what the host makes is the host's time, not the device's."""
-
-    def build(seed):
-        time.sleep(0.2)
-        return small().build(seed)
-
-    facts = list(verify_all(context(), [replace(small(), build=build)], [], None))
-    told = {f.name: f.value for f in facts if isinstance(f, Reading)}
-    assert told["operations"] == told["trials"] * 2 * 24 * 20 * 64
-    assert told["host_seconds"] >= 0.2  # two builds, at the same time where there are two cores
-    assert 0.0 < told["device_seconds"] < 0.2
-
-
 batched = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 6, 5, 32, 3)
-
-
-@pytest.mark.parametrize(
-    ("problem", "operations"),
-    [
-        (lambda: numeric_operands.build(batched, 1), 2 * 3 * 6 * 5 * 32),
-        (lambda: numeric_operands.build_int8("narrow", 8, 9, 32, "nt", 1), 2 * 8 * 9 * 32),
-    ],
-)
-def test_operations_are_counted(problem, operations):
-    """A multiplication and an addition for each element of A and column of B."""
-    assert problem().operations == operations
 
 
 def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
@@ -438,21 +221,6 @@ def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
     assert [d.evidence.pattern for d in comparisons(facts, Subject.HOST)] == [
         "integer and float64 arithmetic of this host disagree on the golden"
     ]
-    assert not comparisons(facts)
-
-
-@TWO_CORES
-@pytest.mark.parametrize("which", [0, 1])
-def test_arithmetic_that_disagrees_on_either_core_names_it(monkeypatch, which):
-    """Also on the second one, whose golden is only compared: its integers may be right and its float64 wrong."""
-    makers, honest = tensors.visible_cores()[:2], small()
-    monkeypatch.setattr(Session, "makers", lambda *_: makers)
-
-    def build(seed):
-        return replace(honest.build(seed), witnessed=tensors.visible_cores() != (makers[which],))
-
-    facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
-    assert [str(d.place) for d in comparisons(facts, Subject.HOST)] == [f"core {makers[which]}"]
     assert not comparisons(facts)
 
 
@@ -477,27 +245,6 @@ def test_a_comparator_that_sees_no_difference_is_found_out_beside_right_results(
     (doubt,) = comparisons(facts, Subject.COMPARATOR)
     assert doubt.evidence.pattern == "one bit of a right result was flipped on purpose, and the device finds it equal"
     assert not any(c.wrong for c in comparisons(facts))
-
-
-@pytest.mark.parametrize("which", ["same_bits", "host_same_bits"])
-def test_a_host_that_sees_a_difference_where_no_element_differs_accuses_no_device(monkeypatch, which):
-    """The host's own comparison may err: the run ends all the same, and only the comparison is in doubt."""
-    monkeypatch.setattr(measure, "_host_agrees", lambda *_: False)
-    if which == "host_same_bits":
-        monkeypatch.setattr(measure, "host_same_bits", lambda a, b: False)
-    facts = list(verify_all(context(), [small()], [], None))
-    (doubt,) = comparisons(facts, Subject.COMPARATOR)
-    assert doubt.evidence.pattern == "the host finds that the result differs, the device that it equals"
-    assert not any(c.wrong for c in comparisons(facts))
-
-
-def test_a_golden_that_the_host_calls_different_where_no_element_differs_accuses_the_host(monkeypatch):
-    """A comparison that errs while a golden is made ends no run with an error of canaryd."""
-    monkeypatch.setattr(making, "host_same_bits", lambda a, b: False)
-    facts = list(verify_all(context(), [small()], [], None))
-    doubts = comparisons(facts, Subject.HOST)
-    assert doubts[0].evidence.pattern.endswith("one comparison on the host found a difference, the next one none")
-    assert not comparisons(facts)
 
 
 def test_a_case_that_a_kernel_refuses_is_skipped_aloud_and_hurts_no_other():
@@ -569,10 +316,6 @@ def test_a_spent_budget_is_said_aloud(probes):
     assert all("budget of 1e-06 s was spent before its turn" in f.reason for f in skipped)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Retests.
-
-
 @pytest.mark.parametrize("intensity", stress.GROUP)
 def test_a_retest_is_clean_on_a_healthy_device_and_says_its_conditions(probes, intensity):
     """Load and pauses leave goldens and results as they are, on one core and on all of them."""
@@ -585,49 +328,6 @@ def test_a_retest_is_clean_on_a_healthy_device_and_says_its_conditions(probes, i
     assert (tensors.visible_cores(), torch.get_num_threads()) == (cores, threads)
     seconds = {fact.name: fact.value for fact in tell()}
     assert seconds["pause_seconds" if intensity == "idle" else "load_seconds"] > 0
-
-
-def test_load_may_come_before_every_result_of_every_upload():
-    """The probe's loop asks for it each time; a drill's fresh uploads are no exception."""
-    calls = []
-    ctx = context(drill="consistent", intensity="steady", pace=lambda: calls.append(len(calls)))
-    found = comparisons(verify_all(ctx, [small()], [], None))
-    elsewhere = {c.place for c in found} - {found[-1].place}
-    assert len(found) == 1 + verify.FRESH_UPLOADS + len(elsewhere)
-    assert len(calls) == sum(c.trials for c in found)
-
-
-def test_a_retest_of_a_fixed_case_has_the_whole_time():
-    """In a run as usual it is computed twice, and in a retest of other content too."""
-    fixed = small("float32/dense/fixed24/nn@24x20x64", fixed=True)
-
-    def trials(*cases, **more):
-        (found,) = comparisons(verify_all(context(*cases, budget=0.3, **more), [], [fixed], None))
-        return found.trials
-
-    assert trials() == trials(fixed.name) == trials(intensity="content") == 2
-    assert trials(fixed.name, intensity="repeated") > 20
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Which cases, which seeds.
-
-
-@pytest.mark.parametrize(
-    ("wanted", "kept"),
-    [
-        ((), ["a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3"]),
-        (("a",), ["a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3"]),
-        (("a/b",), ["a/b/c@1x2", "a/b/d@1x2"]),
-        (("a/b/c",), ["a/b/c@1x2"]),
-        (("a/b/c@1x2",), ["a/b/c@1x2"]),
-        (("a/bc", "a/b/d"), ["a/b/d@1x2", "a/bc/d@3"]),
-    ],
-)
-def test_cases_are_chosen_by_full_name_or_prefix(wanted, kept):
-    """A prefix ends at a slash or at the sizes: "a/b" does not mean "a/bc"."""
-    cases = [replace(small(), name=name) for name in ("a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3")]
-    assert [case.name for case in numeric_cases.restrict(context(*wanted), cases)] == kept
 
 
 def test_an_unknown_case_or_fault_is_a_reason_to_skip():
@@ -689,23 +389,6 @@ def test_a_confirmation_meets_the_same_operands(probes, name, monkeypatch):
         versions = made[chosen.case, chosen.seed]
         assert len(versions) >= 2
         assert all(version == versions[0] for version in versions)
-
-
-def test_fresh_operands_differ_between_runs_and_fixed_ones_do_not():
-    """The run's seed changes every fresh case and no fixed one."""
-    seeds = [
-        {
-            c.case: c.seed
-            for c in comparisons(verify_all(context(seed=s), [small("a@1")], [small("b@1", fixed=True)], None))
-        }
-        for s in (1, 2)
-    ]
-    assert seeds[0]["a@1"] != seeds[1]["a@1"]
-    assert seeds[0]["b@1"] == seeds[1]["b@1"] == verify.FIXED_SEED
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Surroundings.
 
 
 def threads_now():
@@ -778,18 +461,6 @@ def test_a_core_is_taken_and_given_back_also_after_an_exception():
         torch.set_num_threads(threads)
 
 
-def test_every_core_and_all_threads_together_take_their_turn():
-    """Places of a run name each core and the whole."""
-    session = Session(context())
-    places = Counter(session.place(f"float32/case {i}/square/nn@8x8x8") for i in range(400))
-    assert set(places) == {*session.cores, None}
-    assert 150 < places[None] < 250  # half of the cases
-    again = Session(context("float32/case 7/square/nn@8x8x8"))  # a confirmation goes where the mismatch was
-    assert again.place("float32/case 7/square/nn@8x8x8") == session.place("float32/case 7/square/nn@9x9x9")
-    assert session.place_of(None) == Place(unit="threads", numbers=(torch.get_num_threads(),))
-    assert str(session.place_of(session.cores[0])) == f"core {session.cores[0]}"
-
-
 @TWO_CORES
 def test_goldens_are_made_on_two_cores_away_from_the_one_under_test():
     """Where there are more than two cores, none of the makers is the accused."""
@@ -807,28 +478,6 @@ def test_goldens_are_made_on_two_cores_away_from_the_one_under_test():
 def replace_cores(session, cores):
     session.cores = cores
     return session
-
-
-def test_an_upload_is_fresh_memory_with_the_same_layout():
-    """Striking an upload leaves the host's copy alone; a transposed operand stays transposed."""
-    problem = numeric_operands.build(replace(LAYOUT, layout="tt"), 3)
-    copies = upload(problem.operands, cpu())
-    for copy, original in zip(copies, problem.operands, strict=True):
-        assert copy.data_ptr() != original.data_ptr()
-        assert copy.stride() == original.stride()
-        assert host_same_bits(copy, original)
-
-
-LAYOUT = Product("full", FORMATS["float32"], FORMATS["float32"], 24, 8, 12, 16)
-
-
-def test_a_starved_run_still_meets_fresh_operands(probes):
-    """A loaded machine gets at least one fresh case: the same fixed operands for ever would prove little."""
-    facts = list(probes["exact_integer"].run(context(budget=1e-6)))
-    seeds = {c.seed for c in comparisons(facts)}
-    assert verify.FIXED_SEED in seeds
-    assert len(seeds) == 2
-    assert [f for f in facts if isinstance(f, Skipped)]
 
 
 def test_missing_digests_are_said_aloud(tmp_path):
@@ -875,15 +524,6 @@ def test_host_and_processor_compare_in_different_ways(monkeypatch, core, threads
     assert [who for who, _ in used] == ["processor", "host"]
     alone = core is not None or threads < 16 or size == 8
     assert [way for _, way in used] == (["host_same_bits", "same_bits"] if alone else ["same_bits", "host_same_bits"])
-
-
-@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("size", [1, 3, 16, tensors.SMALL + 1])
-def test_a_spoilt_result_has_no_right_element(name, size):
-    """Whatever its format and whether its bytes fill whole words: every byte is 255."""
-    result = torch.zeros(size, dtype=getattr(torch, name))
-    interface.named("torch").spoil([result])
-    assert bool((result.view(torch.uint8) == 255).all())
 
 
 @pytest.mark.parametrize("size", [1, 7, 24])
