@@ -1,7 +1,4 @@
-"""The comparison of two captures for people: a table for a terminal, and a page with a plot.
-
-Both take the result of `canaryd_lab.worker.canary.compare` as the worker sent it (docs/compare.md).
-"""
+"""Show the result of `canaryd_lab.worker.canary.compare` (docs/compare.md) on a terminal and on a page with a plot."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ Row = Mapping[str, Any]
 
 
 def table(result: Mapping[str, Any], width: int | None = None) -> str:
-    """Return the comparison for a terminal of `width` columns: verdict, what was compared, the pass that differs.
-
-    Without a width that of the terminal is used, at most `WIDTH`.
-    """
+    """Return the comparison as text of at most `width` columns (default: the terminal's) and `WIDTH`."""
     verdict = result["verdict"]
     room = min(WIDTH, columns() if width is None else width)
     lines = wrapped(f"{WORDS[verdict['kind']]}: ", verdict["why"], room)
@@ -167,86 +161,27 @@ def _folded(passes: Mapping[tuple[str, str], list[Row]]) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The page.
-
 STYLE = """
 :root { --c0: #2563c9; --c1: #a0a8b2; }
 @media (prefers-color-scheme: dark) { :root { --c0: #6ea8ff; --c1: #5d6670; } }
 h1 { font-size: 1.3rem; margin: 0 0 .3rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 .fault { color: var(--bad); } .equal { color: var(--good); } .rounding { color: var(--good); }
 .different, .incomparable { color: var(--calm); }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: .8rem; margin-top: 1rem; }
-.two > div { background: var(--card); border-radius: 8px; padding: .7rem .9rem; }
-.two b { display: block; }
 svg { display: block; min-width: 40rem; width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; } th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
-tr.here td { color: var(--bad); font-weight: 600; } td.fold { color: var(--soft); text-align: left; }
-ul { padding-left: 1.2rem; }
 """
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Return the comparison as one HTML page: verdict, plot, table, what was compared."""
-    verdict = result["verdict"]
-    passes = _passes(result)
-    detailed = _detailed_pass(result, passes)
+    """Return the comparison as one HTML page: verdict, plot, and what a terminal shows."""
+    verdict, passes = result["verdict"], _passes(result)
     kind = verdict["kind"]
-    parts = [
-        f'<h1 class="{escape(kind.split()[0])}">{WORDS[kind]}</h1><p>{escape(verdict["why"])}</p>',
-        f'<div class="two">{"".join(_card(which, result) for which in "AB")}</div>',
-    ]
-    if result["notes"] or result["tokens"]:
-        notes = [*result["notes"], *(f"token differs: {_token(found)}" for found in result["tokens"])]
-        items = "".join(f"<li>{escape(text)}</li>" for text in notes)
-        parts.append(f"<h2>Other differences, and what was not compared</h2><ul>{items}</ul>")
-    if detailed:
+    parts = [f'<h1 class="{escape(kind.split()[0])}">{WORDS[kind]}</h1><p>{escape(verdict["why"])}</p>']
+    if detailed := _detailed_pass(result, passes):
         parts += ["<h2>Relative error by depth</h2>", f'<div class="wide">{_plot(passes, detailed, verdict)}</div>']
         parts.append(f'<p class="soft">{CAPTION}{OTHERS if len(passes) > 1 else ""}</p>')
-        parts.append(f"<h2>{escape(f'prompt {detailed[0]}, step {detailed[1]}')}</h2>")
-        parts.append(f'<div class="wide">{_html_table(passes[detailed], verdict)}</div>')
-    others = {key: rows for key, rows in passes.items() if key != detailed}
-    if others:
-        items = "".join(f"<li>{escape(line)}</li>" for line in _folded(others))
-        parts.append(f"<h2>Other passes</h2><ul>{items}</ul>")
+    parts.append(f'<h2>In numbers</h2><div class="wide"><pre>{escape(table(result, WIDTH))}</pre></div>')
     return html.document(f"canaryd compare: {kind}", html.STYLE + STYLE, parts)
-
-
-def _card(which: str, result: Mapping[str, Any]) -> str:
-    header = result[which.lower()]
-    lines = [
-        f"{_file(which, result)}{header['dtype']}, {header['path']}, {header['date']}",
-        f"{header['device_model']} ({header['backend']})",
-        header["device"],
-        f"model {header['model']} ({header['digest']})",
-        f"torch {header['environment'].get('torch', 'not recorded')}, canaryd {header['canaryd']}",
-    ]
-    if header["drill"]:
-        lines.append(f"DRILL: one element changed at {header['drill']}")
-    return f"<div><b>{which}</b>{'<br>'.join(map(escape, lines))}</div>"
-
-
-def _html_table(rows: Sequence[Row], verdict: Mapping[str, Any]) -> str:
-    headings = ("layer", "operator", "relative L2", "1 - cosine", "ULP", "max |a-b|", "excess", "wrong")
-    lines = ["<table><thead><tr>", *(f"<th>{heading}</th>" for heading in headings), "</tr></thead><tbody>"]
-    for equal, stretch in groupby(rows, key=lambda row: bool(row["equal"])):
-        part = list(stretch)
-        if equal:
-            text = escape(f"{_span(part)}: {len(part)} equal")
-            lines.append(f'<tr><td class="fold" colspan="{len(headings)}">{text}</td></tr>')
-            continue
-        for row in part:
-            cells = [row["layer"], row["operator"], _number(row.get("relative_l2")), _number(_one_minus_cosine(row))]
-            cells += [_whole(row.get("ulp")), _number(row.get("max_abs")), _number(row["excess"]), row["departs"]]
-            here = _is_place(row, verdict)
-            inside = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
-            lines.append(f'<tr class="here">{inside}</tr>' if here else f"<tr>{inside}</tr>")
-            if here and _detail(row):
-                text = "<br>".join(f"<code>{escape(line)}</code>" for line in _detail(row))
-                lines.append(f'<tr><td class="fold" colspan="{len(headings)}">{text}</td></tr>')
-    return "".join([*lines, "</tbody></table>"])
 
 
 CAPTION = "Points: tensors in computing order; equal ones at the bottom. Rounding grows slowly, a fault jumps."

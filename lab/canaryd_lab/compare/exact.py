@@ -1,7 +1,4 @@
-"""What `canaryd capture --exact` found, for a terminal: the verdict, the place, what to do. At most six lines.
-
-It takes the answer of `canaryd_lab.worker.exact_canary.capture` as the worker sent it (docs/compare.md).
-"""
+"""Show what `canaryd capture --exact` found (docs/compare.md) in at most six lines: verdict, place, what to do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Judge the result file of a golden pack: whether it was edited, belongs to the pack, and what it shows.
+"""Judge the result file of a golden pack, which names every case: right, wrong, or skipped with a reason.
 
-A result file names every case of the pack: right, wrong, or skipped with a reason. Its digest detects edits and errors
-of transmission; it is no signature, so it does not detect a forger.
+Its digest detects edits and errors of transmission. It is no signature, so it does not detect a forger.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The statistical tests behind a comparison of scores."""
+"""The statistical tests behind a comparison of scores: SciPy's, loaded where the first is made, and what it lacks."""
 
 from __future__ import annotations
 
-import math
-import operator
-import random
 from collections.abc import Sequence
-from statistics import NormalDist
+from typing import Any
+
+from canaryd_lab.compare.score_files import ScoreError
 
 EXACT_UP_TO = 16
 """Largest number of unequal pairs for which all 2^n sign flips are counted instead of drawn."""
@@ -16,11 +15,20 @@ SEED = 20_240_229
 """Seed of the drawn sign flips: the same files always give the same p."""
 
 
+def _stats() -> Any:
+    """Return `scipy.stats`; raise `ScoreError` where it is not installed."""
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ScoreError(
+            f"scores are compared by SciPy, which is not here ({error}); install it: pip install scipy"
+        ) from None
+    return stats
+
+
 def mcnemar(b: int, c: int) -> float:
     """Return the exact two-sided p of b against c discordant pairs: a fair coin tossed b + c times (McNemar 1947)."""
-    n = b + c
-    tail = sum(math.comb(n, k) for k in range(min(b, c) + 1))
-    return min(1.0, 2 * tail / (1 << n)) if n else 1.0
+    return float(_stats().binomtest(b, b + c).pvalue) if b + c else 1.0
 
 
 def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
@@ -29,26 +37,17 @@ def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
     Up to 16 differences that are not zero: exact over all 2^n assignments. More: (hits + 1)/(flips + 1) of drawn
     ones, which never understates p (Phipson and Smyth 2010).
     """
-    live = [d for d in differences if d]
-    if not live:
+    largest = max(map(abs, differences), default=0.0)
+    live = [d / largest for d in differences if d]
+    if len(live) < 2:
         return 1.0
-    observed = abs(math.fsum(live)) - 1e-9 * math.fsum(
-        map(abs, live)
-    )  # rounding: sums in another order must count as equal
-    if len(live) <= EXACT_UP_TO:
-        sums = _signed_sums(live)
-        return sum(abs(s) >= observed for s in sums) / len(sums)
-    tables = [_signed_sums([*live[i : i + 8], *[0.0] * (i + 8 - len(live))]) for i in range(0, len(live), 8)]
-    draw = random.Random(SEED)
-    hits = sum(abs(sum(map(operator.getitem, tables, draw.randbytes(len(tables))))) >= observed for _ in range(flips))
-    return (hits + 1) / (flips + 1)
 
+    def total(signed: Any, axis: int) -> Any:
+        return signed.sum(axis).round(9)  # sums in another order must count as equal
 
-def _signed_sums(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in values:
-        sums = [s + value for s in sums] + [s - value for s in sums]
-    return sums
+    count = 2 ** len(live) if len(live) <= EXACT_UP_TO else flips
+    options = {"permutation_type": "samples", "n_resamples": count, "batch": 1_000, "rng": SEED}
+    return float(_stats().permutation_test((live,), total, **options).pvalue)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -62,12 +61,5 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def t95(freedom: int) -> float:
-    """Return Student's 97.5 % quantile by Cornish and Fisher's expansion (Abramowitz and Stegun 26.7.5): 3+ degrees."""
-    z = NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
+    """Return Student's 97.5 % quantile."""
+    return float(_stats().t.ppf(0.975, freedom))

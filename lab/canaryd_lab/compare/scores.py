@@ -1,14 +1,11 @@
-"""Test whether the benchmark scores in two result files differ by more than chance.
+"""Test whether the benchmark scores in two result files differ by more than chance (docs/compare.md has the methods).
 
-`compare` tests task by task, on the same questions where both files have their answers, and gives the smallest
-difference that so many questions can show. `score_files.load` reads the files. docs/compare.md describes the methods
-and their limits.
+`compare` tests each task, in pairs where both files have the answers, and gives the smallest visible difference.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +13,7 @@ from enum import Enum
 from statistics import NormalDist, fmean, stdev
 
 from canaryd.facts import printable
-from canaryd.formatting import wrapped
+from canaryd.formatting import columns, wrapped
 from canaryd_lab.compare.score_files import Score, ScoreError, Scores
 from canaryd_lab.compare.score_tests import EXACT_UP_TO, FLIPS, holm, mcnemar, sign_flip, t95
 
@@ -24,8 +21,6 @@ ALPHA = 0.05
 """Largest chance of any false "significant" in a whole comparison."""
 POWER = 0.8
 """Probability with which the smallest visible difference is found."""
-WIDEST = 160
-"""Columns of the table where there is no terminal."""
 
 
 class Method(str, Enum):
@@ -104,7 +99,7 @@ def _around(centre: float, half: float) -> tuple[float, float]:
 
 
 def _stderr(score: Score) -> tuple[float | None, str]:
-    """Return the standard error of a score and where it comes from."""
+    """Return the standard error of a score, and where it comes from."""
     if score.stderr:
         return score.stderr, "given standard errors"
     if len(score.samples) > 1 and (spread := stdev(s.value for s in score.samples.values())):
@@ -172,8 +167,8 @@ def _untested(row: Row, reason: str) -> Row:
 def _smallest(row: Row, tests: int) -> float | None:
     """Return the smallest visible difference: (z of Holm's strictest step + z of the power) times the spread.
 
-    For McNemar's test the difference itself adds discordant pairs: Connor's formula (1987) counts them, and one pair
-    is added for the exact test's steps. With fewer discordant pairs than its minimum the test is never significant.
+    McNemar's test: the difference itself adds discordant pairs. Connor's formula (1987) counts them; one is added for
+    the exact test's steps. Below a number of them the test is never significant.
     """
     if not row.spread:
         return None
@@ -312,16 +307,12 @@ def _p(p: float | None) -> str:
 
 
 def text(result: ScoreResult, width: int | None = None) -> str:
-    """Return the comparison for a terminal of `width` columns: the sentence, then a table.
-
-    Rows that are too wide for a table are written as three lines each. Without a width that of the terminal is used.
-    """
-    room = shutil.get_terminal_size((WIDEST, 0)).columns if width is None else width
+    """Return the comparison for a terminal of `width` columns (default: its own): a sentence, then each score."""
+    room = columns() if width is None else width
     tests = sum(row.p is not None for row in result.rows)
     methods = sorted({row.test + (f"; interval: {row.interval_method}" if row.interval else "") for row in result.rows})
     differences = [f"{d.setting}: {d.a} in A, {d.b} in B ({', '.join(d.tasks[:5])})" for d in result.differences]
     note = f"Adjusted: Holm over {tests} tests; intervals are not. Could be seen: with {100 * POWER:.0f} % probability."
-    table = _table(result.rows)
     lines = [
         *wrapped("", result.sentence, room),
         "",
@@ -330,7 +321,7 @@ def text(result: ScoreResult, width: int | None = None) -> str:
         *(["Settings that differ:"] if differences else []),
         *(line for difference in differences for line in wrapped("  ", difference, room)),
         "",
-        *(table if max(map(len, table)) <= room else [line for row in result.rows for line in _block(row, room)]),
+        *(line for row in result.rows for line in _block(row, room)),
         "",
         *(line for method in methods for line in wrapped("Test: ", f"{method}.", room)),
         *wrapped("", note, room),
@@ -338,35 +329,13 @@ def text(result: ScoreResult, width: int | None = None) -> str:
     return "\n".join(printable(line) for line in lines)
 
 
-def _numbers(row: Row) -> tuple[str, str, str, str]:
-    """Return A, B, their difference and its interval; shares in percent."""
+def _block(row: Row, room: int) -> list[str]:
+    """Return a row as three lines, longer ones wrapped; shares are in percent."""
     scale = 100 if row.share else 1
     a, b = (f"{scale * v:.2f}" if row.share else f"{v:.4g}" for v in (row.a, row.b))
-    ends = "" if row.interval is None else "{:+.2f} to {:+.2f}".format(*(scale * end for end in row.interval))
-    return a, b, f"{scale * row.difference:+.2f}", ends
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    head = ("task", "metric", "A", "B", "B - A", "95 % interval", "p", "adjusted", "n", "paired", "could be seen")
-    lines: list[tuple[str, ...]] = [head]
-    for row in rows:
-        asked, paired = f"{row.n:,}" if row.n else "?", "yes" if row.paired else "no"
-        values = (*_numbers(row), _p(row.p), _p(row.adjusted), asked, paired, _visible(row))
-        lines.append((row.task, row.metric, *values))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    left = {0, 1, 9}
-    return [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-
-
-def _block(row: Row, room: int) -> list[str]:
-    """Return a row as a few lines, for a narrow terminal."""
-    a, b, difference, ends = _numbers(row)
-    scores = f"A {a}, B {b}, B - A {difference}" + (f" (95 % interval {ends})" if ends else "")
+    scores = f"A {a}, B {b}, B - A {scale * row.difference:+.2f}"
+    if row.interval is not None:
+        scores += " (95 % interval {:+.2f} to {:+.2f})".format(*(scale * end for end in row.interval))
     tested = f"p {_p(row.p)}, adjusted {_p(row.adjusted)}" if row.p is not None else "not tested"
     test = f"{tested}; {_questions(row)}, {'paired' if row.paired else 'not paired'}"
     visible = f"; could be seen: {_visible(row)}" if row.smallest is not None else ""
