@@ -48,18 +48,12 @@ class Conversation:
             self.engine.workers.end(self._series)
             self._series = None
 
-    def start(
-        self, instruction_set: str = "", *, numeric: bool = True, nice: int = 0, together: bool = False
-    ) -> Series:
-        """Return a series of its own, which the caller ends by `engine.workers.end`.
-
-        The shared worker lets go of the device first, which may admit one process alone; with `together` it does not.
-        """
+    def start(self, *, numeric: bool = True, together: bool = False) -> Series:
+        """Return a new series, which the caller ends. Unless `together`, the shared worker ends first."""
         if not together:
             self.close()
-        return self.engine.workers.start(
-            instruction_set, self._progress, numeric=numeric, device=self.device if numeric else None, nice=nice
-        )
+        device = self.device if numeric else None
+        return self.engine.workers.start("", self._progress, numeric=numeric, device=device)
 
     def _progress(self, fraction: float, text: str) -> None:
         self.last = text
@@ -117,7 +111,6 @@ class Conversation:
         seconds: float,
         *,
         cases: tuple[str, ...] = (),
-        level: str = "quick",
         series: Series | None = None,
         **more: Any,
     ) -> Run:
@@ -127,7 +120,7 @@ class Conversation:
             probe_path=entry.file.path,
             spec=entry.spec,
             device=self.device,
-            level=level,
+            level="quick",
             seed=SEED,
             settings=self.engine.settings(entry.spec.name).settings,
             cases=cases,
@@ -135,7 +128,7 @@ class Conversation:
             **more,
         )
         try:
-            return own.run(request, self.within(seconds + self.engine.timeout(entry.spec, level) + GRACE))
+            return own.run(request, self.within(seconds + self.engine.timeout(entry.spec, "quick") + GRACE))
         finally:
             if series is None:
                 self.engine.workers.end(own)

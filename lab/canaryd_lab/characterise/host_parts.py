@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from canaryd.codec import to_json
-from canaryd.engine import budget, schedule
-from canaryd.model import TORCH, Outcome, Run
+from canaryd.engine import schedule
+from canaryd.model import TORCH, Outcome
 from canaryd_lab.characterise.conversation import MODULE, Conversation, observed, result
 from canaryd_lab.characterise.results import Part, Result
 from canaryd_lab.observation import Claim, Observation, Seen
@@ -46,7 +46,6 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
         )
     found += [
         (Part(name="kill", title="Killed and hung workers", rank=86, seconds=12, workers=2), kill),
-        (Part(name="beside", title="canaryd beside a decode loop", rank=90, seconds=24, workers=2), beside),
     ]
     return {part.name: (part, carry_out) for part, carry_out in found}
 
@@ -56,13 +55,12 @@ def every_case(part: Part, conversation: Conversation) -> Result:
     return _probe(part, conversation, part.name.partition("/")[2], EVERY)
 
 
-def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, ...], level: str = "quick") -> Result:
+def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, ...]) -> Result:
     drill = conversation.drill if conversation.drill != "blind" else ""
-    run = conversation.run_probe(
-        conversation.engine.entries[name], conversation.seconds(part), cases=cases, drill=drill, level=level
-    )
-    version = conversation.engine.entries[name].spec.version
-    facts = {"stack": dict(run.stack), "probe_version": version, "readings": {r.key: r.value for r in run.readings}}
+    entry = conversation.engine.entries[name]
+    run = conversation.run_probe(entry, conversation.seconds(part), cases=cases, drill=drill)
+    readings = {r.key: r.value for r in run.readings}
+    facts = {"stack": dict(run.stack), "probe_version": entry.spec.version, "readings": readings}
     return result(part, run.outcome, run.detail, observed(run), facts)
 
 
@@ -139,35 +137,3 @@ def _gone(name: str, seconds: float, wrong: str) -> Observation:
     """Return how long it took until a worker was gone, and what was `wrong` with its end."""
     seen, values = Seen.WRONG if wrong else Seen.RIGHT, {"gone_after_seconds": round(seconds, 3)}
     return Observation(name=name, claim=Claim.STRICT, seen=seen, detail=wrong, values=values)
-
-
-def beside(part: Part, conversation: Conversation) -> Result:
-    """Decode in one worker, alone and then while another runs exact products within the budget beside a server."""
-    share = conversation.seconds(part) / 3
-    alone = conversation.carry_out(replace(part, name="decode loop", seconds=share / conversation.scale))
-    runs: list[Run] = []
-    thread = threading.Thread(target=lambda: runs.append(_round(conversation, share)), name="canaryd-beside")
-    thread.start()
-    together = conversation.carry_out(replace(part, name="decode loop", seconds=share / conversation.scale))
-    thread.join()
-    seen = []
-    for name, loop in (("decode loop alone", alone), ("decode loop beside canaryd", together)):
-        seen += [replace(o, name=name) for o in loop.observations]
-    run = runs[0]
-    seen += [replace(o, name=f"beside: {o.name}") for o in observed(run) if o.seen in (Seen.RIGHT, Seen.WRONG)]
-    speeds = [float(o.values["tokens_per_second"]) for o in seen[:2] if "tokens_per_second" in o.values]
-    facts = {"throughput_kept": round(speeds[1] / speeds[0], 4)} if len(speeds) == 2 and speeds[0] else {}
-    bad = next((r for r in (alone, together) if r.outcome is not Outcome.COMPLETED), None)
-    outcome, detail = (bad.outcome, bad.detail) if bad else (run.outcome, run.detail)
-    return result(part, outcome, detail, tuple(seen), facts)
-
-
-def _round(conversation: Conversation, seconds: float) -> Run:
-    """Run exact products for so many seconds, the pauses for the server included."""
-    series = conversation.start(nice=budget.NICE, together=True)
-    try:
-        entry = conversation.engine.entries["exact_matmul"]
-        allowance = budget.allowance(conversation.engine.config.budget)
-        return conversation.run_probe(entry, seconds / (1 + budget.REST), series=series, beside=allowance)
-    finally:
-        conversation.engine.workers.end(series)

@@ -135,9 +135,6 @@ def _part(part: Mapping[str, Any]) -> str:
     else:
         shown = part["observations"]
     lines.append(_observations(shown, is_open=not part["name"].startswith(("exactness/", "attention/", "cases/"))))
-    kept = part["facts"].get("throughput_kept")
-    if kept is not None:
-        lines.append(f"<p>The decode loop kept {100 * kept:.1f} % of its speed beside canaryd.</p>")
     return "".join([*lines, "</section>"])
 
 

@@ -1,11 +1,9 @@
-"""How a device behaves under strain: memory that runs out, work that does not end, a decode loop."""
+"""How a device behaves under strain: memory that runs out, work that does not end."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import resource
-import time
 from functools import partial
 from typing import Any
 
@@ -22,16 +20,10 @@ ROOM = 1 << 30
 """Bytes that this process may take beyond what it has, so that memory runs out here and not for a server (ours)."""
 BLOCK = 256 << 20
 """Bytes of one allocation."""
-WIDTH, LAYERS, BATCH = {"cpu": 192}, 16, 8
-"""Width of the decode loop's layers by backend (others: `WIDE`), their number, and its rows."""
-WIDE = 4096
 
 
 def memory(bench: Bench) -> None:
-    """Take memory until there is no more: that must be called so, and right answers must follow.
-
-    A limit makes it run out for this process alone, where torch can set one; elsewhere it is the device's last.
-    """
+    """Take memory until there is no more: the error must say so, and right answers must follow."""
     device, (_, total) = torch_device(bench.device), bench.runtime.memory(bench.device)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     held: list[Any] = []
@@ -80,27 +72,3 @@ def spin(bench: Bench) -> None:
         if turns % 16 == 0:
             synchronize(bench.device)
     bench.add("products", Claim.OPEN, Seen.MEASURED, values={"products": turns})
-
-
-def decode_loop(bench: Bench) -> None:
-    """Decode as a server does, one step after another through a stack of layers, and note its speed and latency."""
-    device = torch_device(bench.device)
-    width = WIDTH.get(bench.device.backend, WIDE)
-    kind = torch.float32 if device.type == "cpu" else torch.float16
-    layers = [torch.full((width, width), 1.0 / width, device=device, dtype=kind) for _ in range(LAYERS)]
-    x = torch.ones((BATCH, width), device=device, dtype=kind)
-    steps: list[float] = []
-    while bench.left > 0:
-        started = time.perf_counter()
-        for layer in layers:
-            x = x @ layer
-        float(x[0, 0])  # the next token is needed on the host
-        steps.append(time.perf_counter() - started)
-    ordered = sorted(steps)
-    last = ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)))]
-    values = {
-        "tokens_per_second": round(BATCH * len(steps) / sum(steps), 1),
-        "median_step_seconds": ordered[len(ordered) // 2],
-        "slowest_hundredth_step_seconds": last,
-    }
-    bench.add("decode loop", Claim.OPEN, Seen.MEASURED, values=values)

@@ -1,6 +1,6 @@
-"""Which operations of a device give the one right answer: format x content x layout x shape x kernel, and each switch.
+"""Which operations of a device give the one right answer: format x content x layout x shape x kernel.
 
-Strict: every switch in its exact position. With a switch on other bits are allowed, and results are only measured.
+A switch that is on may change bits: then results are only measured.
 """
 
 from __future__ import annotations

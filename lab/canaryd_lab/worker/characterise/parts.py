@@ -68,9 +68,7 @@ PARTS = {
             Part(f"attention/{name}", f"Exactness of attention by {name}", 50, SLOW.get(runtime, 12), act, (runtime,))
             for runtime, name, act in exactness.ATTENTION_PARTS
         ),
-        Part("recall", "Recall of faults injected on the device", 65, 20, speed.recall),
         Part("throughput", "Raw and verified throughput", 70, 60, speed.throughput, (TORCH,)),
-        Part("sweep", "Memory sweep and plain copy", 72, 10, speed.sweep, (TORCH,)),
         Part("memory", "Memory that runs out", 85, 10, behaviour.memory, (TORCH,)),
     )
 }
@@ -79,7 +77,6 @@ HELPERS = {
     part.name: part
     for part in (
         Part("spin", "Work that is killed", 0, 60, behaviour.spin),
-        Part("decode loop", "A decode loop", 0, 60, behaviour.decode_loop),
         Part("vendor tool", "The vendor's own tool", 0, 10, vendor_tool.vendor_tool),
     )
 }
@@ -90,10 +87,7 @@ WITHOUT_TORCH = frozenset({"vendor tool"})
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return the list of "parts", or carry one out and return its "observations" and "facts".
-
-    Arguments: part ("" for the list), device (a `Device` as JSON), seconds, drill ("" for none).
-    """
+    """Return the list of "parts" where `part` is "", else that part's "observations" and "facts"."""
     device = from_json(Device, arguments["device"])
     if not arguments["part"]:
         mine = (p for p in PARTS.values() if device.runtime in p.runtimes)

@@ -1,28 +1,20 @@
-"""Recall of faults injected on the device, and what verification costs: raw and verified throughput, sweep and copy."""
+"""What verification costs: products per second, raw and verified."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker.memory.slices import LARGEST, ROW, TILE, Expected, Slice, own_numbers, scratch_for
-from canaryd.worker.memory.sweep import Sweep
-from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.gathering import Gatherer
-from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.operands import Problem, Product, build, make_pools
 from canaryd.worker.numeric.products import FORMAT_PAIRS, computing, label_of, multiply
 from canaryd.worker.numeric.repeating import EQUAL, RepeatedTurns
-from canaryd.worker.numeric.seeds import derive, mix64
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
@@ -32,37 +24,21 @@ from canaryd_lab.observation import Claim, Seen
 from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 
-TRIALS = 40
-"""Injections of each fault into each pair of formats: none missed rules out missing more than 1 in 14 (95 %)."""
 SIZES = (512, 1024, 2048, 4096, 8192)
 GROWTH = 5.0
 """How much longer a size takes than half of it: between 4, for making its golden, and 8, for its product (ours)."""
 SAMPLE = 0.15
 """Seconds of one measurement of speed, at least."""
-PAIRS = 20
-"""Pairs of a copy and a sweep of the same memory, at most (ours)."""
-OPERAND = "one random bit of an operand"
-RESULT = "one random bit of a result"
 
 
-def recall(bench: Bench) -> None:
-    """Inject each fault many times, on the device, and count how often the comparison sees what changed."""
-    with bench.runtime.strict(bench.device):
-        for source, target in _offered(bench, Claim.STRICT):
-            name = label_of(source, target)
-            problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
-            for fault in (*(f.name for f in faults.FAULTS.values()), RESULT, OPERAND):
-                if not bench.out_of_time(f"{name}/{fault}", Claim.STRICT):
-                    _recall(bench, f"{name}/{fault}", fault, Operation("matmul", source, target), problem)
-
-
-def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
+def _offered(bench: Bench) -> list[tuple[str, str]]:
     """Return the pairs of formats that the device multiplies; note the others."""
     found = []
     for given, target in FORMAT_PAIRS:
         source = float8(bench.device, given)
+        name = label_of(source, target)
         if source == "tfloat32" and bench.device.unit != "cuda":
-            bench.add(label_of(source, target), claim, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
+            bench.add(name, Claim.OPEN, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
             continue
         try:
             problem = build(product_of(bench.device, source, target, "permute", "nt", (32, 32, 32, 0)), SEED)
@@ -70,42 +46,16 @@ def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
                 Operation("matmul", source, target), bench.runtime.upload(problem.operands, bench.device), None
             )
         except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
-            bench.note_error(label_of(source, target), claim, caught)
+            bench.note_error(name, Claim.OPEN, caught)
         else:
             found.append((source, target))
     return found
 
 
-def _recall(bench: Bench, name: str, fault: str, operation: Operation, problem: Problem) -> None:
-    """Note how many of the injections that changed a result were seen; one that is not seen is wrong."""
-    changed = seen = unfelt = 0
-    runtime, change = bench.runtime, faults.flip if fault in (RESULT, OPERAND) else faults.FAULTS[fault].change
-    (golden,) = runtime.upload((problem.golden,), bench.device)
-    in_operand = fault == OPERAND or (fault in faults.FAULTS and faults.FAULTS[fault].operand)
-    for trial in range(TRIALS):
-        draw = mix64(derive(SEED, f"{name} {trial}")) >> 1
-        first, *rest = given = runtime.upload(problem.operands, bench.device)
-        if in_operand and (struck := runtime.changed(first, change, draw)) is not first:
-            given = (struck, *rest)
-        result = runtime.run(operation, given, None)
-        if not in_operand:
-            result = runtime.changed(result, change, draw)
-        # What changed is known from the integers, apart from the comparison under test.
-        if bool((bits(runtime.download(result)) != bits(problem.golden)).any()):
-            changed += 1
-            seen += not bench.same(result, golden)
-        else:
-            unfelt += 1
-    values = {"injected": TRIALS, "changed_the_result": changed, "found": seen, "changed_nothing": unfelt}
-    good = seen == changed
-    text = "" if good else f"{changed - seen} of {changed} wrong results were not seen"
-    bench.add(name, Claim.STRICT, Seen.RIGHT if good else Seen.WRONG, text, values=values)
-
-
 def throughput(bench: Bench) -> None:
     """Measure products per second, raw and verified, from 512 up, in every pair of formats; sizes in turn."""
     with strict_switches():
-        offered = _offered(bench, Claim.OPEN)
+        offered = _offered(bench)
         took: dict[str, float] = {}
         for size in SIZES:
             for source, target in offered:
@@ -127,10 +77,7 @@ class Repetition:
     """Products that a GPU repeats by itself: unverified, and as exact_matmul verifies them, on fresh operands."""
 
     def __init__(self, session: Session, case: Case, pools: Problem, seed: int) -> None:
-        """Capture both.
-
-        Raises what the runtime raises where it cannot repeat them, and `ValueError` for a comparison that sees nothing.
-        """
+        """Capture both; raise what the runtime raises, or `ValueError` for a comparison that sees nothing."""
         assert case.product is not None
         runtime, device = session.runtime, session.ctx.device
         gatherer = Gatherer(runtime, device, case.product, pools, seed)
@@ -248,59 +195,3 @@ def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]
     if bench.device.unit != "cpu":
         return took / calls, None
     return took / calls, min(1.0, (time.process_time() - processor) / took / torch.get_num_threads())
-
-
-def sweep(bench: Bench) -> None:
-    """Measure what a sweep writes and reads back per second, beside a plain copy of the same memory."""
-    for name, expected in patterns(bench.device).items():
-        if bench.out_of_time(name, Claim.STRICT):
-            continue
-        try:
-            pairs, wrong = swept_and_copied(bench.device, expected, LARGEST, PAIRS, bench.left / 2)
-        except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
-            bench.note_error(name, Claim.STRICT, caught)
-            continue
-        size = LARGEST // ROW * ROW
-        swept, copied = (statistics.median(times) for times in zip(*pairs, strict=True))
-        values: dict[str, float | int | str] = {
-            "copied_bytes_per_second": size / copied,
-            "swept_bytes_per_second": size / swept,
-            "swept_over_copied": round(statistics.median(s / c for s, c in pairs), 2),
-        }
-        text = "words of the memory were wrong" if wrong else ""
-        bench.add(name, Claim.STRICT, Seen.WRONG if wrong else Seen.RIGHT, text, values=values)
-
-
-def patterns(device: Device) -> dict[str, Expected]:
-    """Return both kinds of what memory is swept with."""
-    place = torch_device(device)
-    return {"own numbers": own_numbers(place), "a tile": Expected(stream(SEED, "tile", (TILE,)).to(place))}
-
-
-def swept_and_copied(
-    device: Device, expected: Expected, size: int, most: int, seconds: float
-) -> tuple[list[tuple[float, float]], bool]:
-    """Sweep and copy in turn; return the seconds of each pair, one at least, and whether a word was wrong.
-
-    The size is in bytes and cut to whole rows. A sweep writes each word once and reads it once.
-    """
-    rows, place, began = size // ROW, torch_device(device), time.monotonic()
-    memory = Slice(rows, 0, place, scratch_for(place, rows))
-    other = torch.zeros_like(memory.words)
-    sweeping = Sweep(Context(device=device, level="standard", seed=SEED, budget=math.inf), [memory], 0.0)
-
-    def swept() -> None:
-        for _ in itertools.chain(sweeping.fill(expected), sweeping.read(expected)):
-            pass
-
-    def timed(work: Callable[[], Any]) -> float:
-        started = time.perf_counter()
-        work()
-        synchronize(device)
-        return time.perf_counter() - started
-
-    swept()
-    pairs: list[tuple[float, float]] = []
-    while not pairs or (len(pairs) < most and time.monotonic() - began < seconds):
-        pairs.append((timed(swept), timed(lambda: other.copy_(memory.words))))
-    return pairs, bool(sweeping.wrong)

@@ -1,10 +1,9 @@
 """How many bits of a sum a kernel's accumulator keeps, measured.
 
-One output is big + small - big, all exact in the operand format, at three places of K that change from row to row;
-every other term is zero. Whatever the order of summation, some rows add the small term to the big one first. With
-big = 2**n small, the answer is small as long as the accumulator keeps n + 1 bits. The width is the largest number of
-bits at which every row is right. At the first loss but one, a small term of 3 tells rounding to nearest (the answer
-is 4) from truncation (0).
+One output is big + small - big, exact in the operand format, at three places of K that change from row to row; every
+other term is 0. In some rows the small term is added to the big one first. With big = 2**n small, the answer is small
+as long as the accumulator keeps n + 1 bits. The width is the most bits at which every row is right. One bit further, a
+small term of 3 tells rounding to nearest (the answer is 4) from truncation (0).
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ Multiply = Callable[[tuple[Any, ...]], Any]
 
 
 def operands(source: Format, target: Format, n: int, small: int, K: int) -> tuple[Any, Any, float] | None:
-    """Return A (ROWS, K), B (K, COLUMNS) by columns, and the unit 2**e of the small term; None if no exponents fit.
-
-    Terms: 2**n, `small` and -2**n units.
-    """
+    """Return A, B by columns, and the unit of the terms 2**n, `small` and -2**n; None if no exponents fit."""
     low = max(2 * source.emin, target.emin, -100)
     high = min(2 * source.emax, target.emax, 100) - 2
     unit = min(0, high - n)

@@ -78,41 +78,6 @@ def test_every_fault_is_seen_in_a_strict_case(fault):
     assert [o.seen for o in at.seen] == [Seen.WRONG]
 
 
-def test_recall_of_a_blind_comparison_is_wrong():
-    """Faults that are not seen are counted against the comparison."""
-    from canaryd_lab.worker.characterise import speed
-
-    from canaryd.worker.runtime.interface import Operation
-
-    at = bench(drill="blind")
-    speed._recall(at, "case", speed.RESULT, Operation("matmul", "float32", "float32"), problem())
-    assert [o.seen for o in at.seen] == [Seen.WRONG]
-    assert at.seen[0].values["found"] == 0
-
-
-@pytest.mark.parametrize("stuck", [False, True])
-def test_a_sweep_is_measured_beside_a_copy(monkeypatch, stuck):
-    """Both patterns are measured in bytes per second. A wrong word makes the observation wrong."""
-    from canaryd_lab.worker.characterise import speed
-
-    from canaryd.worker.memory.faults import FaultySlice
-
-    class Stuck(FaultySlice):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.arm("transfer", "case", 7)
-
-    monkeypatch.setattr(speed, "LARGEST", 8 << 20)
-    monkeypatch.setattr(speed, "PAIRS", 2)
-    if stuck:
-        monkeypatch.setattr(speed, "Slice", Stuck)
-    at = bench()
-    speed.sweep(at)
-    assert [o.name for o in at.seen] == ["own numbers", "a tile"]
-    assert {o.seen for o in at.seen} == {Seen.WRONG if stuck else Seen.RIGHT}
-    assert all(value > 0 for o in at.seen for value in o.values.values())
-
-
 def test_nvidia_smi_is_read_under_the_names_of_readings():
     """Units become base units; what the tool does not have is left out."""
     from canaryd_lab.worker.characterise.vendor_tool import parse
@@ -135,10 +100,10 @@ def test_the_worker_lists_the_parts_of_a_devices_runtime():
         arguments = {"part": "", "device": device}
         return {p["name"] for p in answer(arguments, lambda _fraction, _text: None)["parts"]}
 
-    common = {"environment", "controls", "width", "recall", "exactness/float16"}
-    assert common | {"throughput", "sweep", "memory", "attention/flash_attention"} <= names("cpu")
+    common = {"environment", "controls", "width", "exactness/float16"}
+    assert common | {"throughput", "memory", "attention/flash_attention"} <= names("cpu")
     assert common | {"attention/fast"} <= names("mlx-cpu")
-    assert not {"throughput", "sweep", "memory", "attention/math"} & names("mlx-cpu")
+    assert not {"throughput", "memory", "attention/math"} & names("mlx-cpu")
     one = Observation(name="a", claim=Claim.OPEN, seen=Seen.MEASURED, values={"bits": 3, "share": 0.5, "how": "so"})
     assert from_json(Observation, to_json(one)) == one
 
