@@ -15,10 +15,7 @@ CASES = "cases/"
 
 
 def records(device: Device, results: Sequence[Result]) -> list[Met]:
-    """Return the classes that every case of a probe met here, as accepted; those with one wrong result are left out.
-
-    Nothing is accepted from a part that came to anything bad, and nothing without the stack it holds for.
-    """
+    """Return the classes that were right in every case, as accepted; a bad part, or one without a stack, gives none."""
     found = []
     for result in results:
         stack = result.facts.get("stack", {})

@@ -24,7 +24,7 @@ FIRST = 60.0
 
 
 class NoSuchPart(ValueError):
-    """A name was given that no part of this device has."""
+    """No part of this device has the given name."""
 
 
 def _is_named(part: str, name: str) -> bool:
@@ -64,9 +64,8 @@ class Characterisation:
     def run(self) -> document.Document:
         """Carry out what is not done yet, and return the document.
 
-        Raises `NoSuchPart` for a name that no part has, `NotOurs` for a directory of another device or stack,
-        `FileExistsError` for a default directory that exists, `OSError` where it cannot be written, `RuntimeError`
-        where no worker answers.
+        Raises `NoSuchPart`, `NotOurs`, `FileExistsError` for a default directory that exists, `OSError` where it cannot
+        be written, `RuntimeError` where no worker answers.
         """
         begun = time.monotonic()
         deadline = begun + 60.0 * self.options.minutes - RESERVE

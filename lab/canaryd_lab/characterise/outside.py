@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from canaryd.codec import to_json
-from canaryd.model import TORCH, Outcome, Run
+from canaryd.model import TORCH, Outcome
 from canaryd_lab.characterise.conversation import MODULE, Conversation, result
 from canaryd_lab.characterise.host_parts import CarryOut
 from canaryd_lab.characterise.results import Part, Result
@@ -14,8 +14,6 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 CAPTURES = ("float32", "bfloat16")
 """Formats in which the exact canary is captured."""
-TOOLS: Mapping[str, str] = {"cuda": "nvidia-smi"}
-"""Backend → the vendor's tool that telemetry is compared with."""
 TELEMETRY: Mapping[str, str] = {
     "cuda": "nvidia_telemetry", "rocm": "amd_telemetry", "mps": "apple_telemetry", "npu": "ascend_telemetry",
     "xpu": "intel_telemetry", "cpu": "host_telemetry",
@@ -64,15 +62,17 @@ def telemetry(part: Part, conversation: Conversation) -> Result:
     series = conversation.start(numeric=False)
     try:
         run = conversation.run_probe(engine.entries[name], 1.0, series=series)
-        tool = TOOLS.get(device.backend, "")
-        arguments = {"part": "vendor tool", "device": to_json(device), "seconds": 10.0, "drill": "", "tool": tool}
+        tool = "nvidia-smi" if device.backend == "cuda" else ""
+        arguments = {"part": "vendor tool", "device": to_json(device), "seconds": 10.0, "drill": ""}
         outcome, value, detail = (
             series.answer(MODULE, arguments, conversation.within(20.0)) if tool else (Outcome.SKIPPED, {}, "")
         )
     finally:
         engine.workers.end(series)
     readings = {r.key: r.value for r in run.readings}
-    seen = [*_compared(readings, value.get("facts", {}).get("fields", {})), _availability(run)]
+    counts: dict[str, float | int | str] = {"readings": len(run.readings), "absent": len(run.absent)}
+    seen = [*_compared(readings, value.get("facts", {}).get("fields", {}))]
+    seen.append(Observation(name="readings of canaryd", claim=Claim.OPEN, seen=Seen.MEASURED, values=counts))
     if not tool:
         text = f"not offered here: canaryd knows no tool of the vendor for {device.backend}"
         seen.append(Observation(name="vendor's tool", claim=Claim.STRICT, seen=Seen.NOT_OFFERED, detail=text))
@@ -81,11 +81,6 @@ def telemetry(part: Part, conversation: Conversation) -> Result:
         seen.append(Observation(name=tool, claim=Claim.STRICT, seen=Seen.NOT_OFFERED, detail=text))
     facts = {"readings": readings, "absent": dict(run.absent)}
     return result(part, run.outcome, run.detail, tuple(seen), facts)
-
-
-def _availability(run: Run) -> Observation:
-    values: dict[str, float | int | str] = {"readings": len(run.readings), "absent": len(run.absent)}
-    return Observation(name="readings of canaryd", claim=Claim.OPEN, seen=Seen.MEASURED, values=values)
 
 
 def _compared(readings: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Observation]:

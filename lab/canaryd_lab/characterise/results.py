@@ -113,10 +113,7 @@ class Directory:
         self._parts = path / "parts"
 
     def open(self, identity: Mapping[str, str]) -> None:
-        """Create the directory, or go on in it; raise `NotOurs` where it belongs to another device or stack.
-
-        `identity`: what all results in it share. Raises `OSError` where it cannot be written.
-        """
+        """Create the directory, or go on in it; raise `NotOurs` where it has another `identity`, or `OSError`."""
         self._parts.mkdir(parents=True, exist_ok=True)
         if not self.compare(identity):
             write(self.path / "identity.json", json.dumps(dict(identity), indent=2) + "\n")

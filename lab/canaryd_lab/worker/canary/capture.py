@@ -1,7 +1,4 @@
-"""Write what a device computed, operator by operator, into one safetensors file: `canaryd capture`.
-
-A capture is data for `canaryd.worker.compare`; it judges nothing. docs/compare.md describes the file.
-"""
+"""Write what a device computed, operator by operator, into one safetensors file (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -115,10 +112,6 @@ def _spoilt(tensor: Any) -> Any:
     return copy
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The user's own model.
-
-
 def files() -> Path:
     """Return the file of the prompts that a capture asks: the checkout's or the wheel's."""
     package = Path(canaryd.__file__).resolve().parent
@@ -196,10 +189,6 @@ def _hook(model: Any, recorder: Recorder) -> None:
             module.register_forward_hook(passing("", known.get(module, name.rpartition(".")[2])))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The file.
-
-
 @dataclass(frozen=True)
 class _Request:
     """What a capture was asked for, checked."""
@@ -244,12 +233,11 @@ def file_to_write(name: str) -> Path:
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Capture as requested and write the file; return its "file", "bytes", number of "tensors", and "seconds".
+    """Capture as requested; return the "file", its "bytes", the number of its "tensors", and "seconds".
 
-    Arguments: device (a `Device` as JSON), out (path), model (a Hugging Face directory),
-    dtype, prompts (names; none for all), operators (true: all operators; false: hidden states, logits and tokens only),
-    forced (true: one pass over the prompt; false: decoding), drill ("" or a place such as "2.query", where
-    one element is changed). Raises `ValueError` for a wrong argument, `Skip` for what cannot run here.
+    Arguments: device (a `Device` as JSON), out (path), model (a Hugging Face directory), dtype, prompts (names; none
+    for all), operators (false: hidden states and logits alone), forced (one pass over the prompt, no decoding), drill
+    ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` for what cannot run here.
     """
     need_torch()
     started = time.monotonic()
@@ -307,10 +295,7 @@ def environment(
 
 
 def write(path: Path, recorder: Recorder, texts: Mapping[str, str]) -> int:
-    """Write what was recorded as a capture; return its bytes. `texts` are those of `ABOUT` that only the caller knows.
-
-    Raises `ValueError` where the file cannot be written.
-    """
+    """Write a capture with those `texts` of `ABOUT` that the caller knows; return its bytes. Raises `ValueError`."""
     about = {
         "schema": SCHEMA,
         "canaryd": __version__,
@@ -329,7 +314,6 @@ def write_file(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; raise `ValueError` where that fails, and leave nothing behind."""
     parent = path.absolute().parent
     try:
-        _check_room(parent, len(data))
         write_whole(path, data)
     except OSError as error:
         full = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
@@ -339,13 +323,6 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _check_room(directory: Path, size: int) -> None:
-    found = os.statvfs(directory)
-    free = found.f_bavail * found.f_frsize
-    if free < size:
-        raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
 
 
 def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:

@@ -2,10 +2,9 @@
 
 The stronger of two rules that applies is used (docs/compare.md derives them and gives measurements):
 
-same stack   Stack, device model and format are equal, so every bit must be equal. The fault is in the first operator
-             that differs.
-difference   Different stacks: rounding makes differences of one size all over a tensor, growing slowly
-             from operator to operator. An element far outside, or a size that jumps, is a fault.
+same stack   Every bit must be equal. The fault is in the first operator that differs.
+difference   Rounding makes differences of one size all over a tensor, which grow slowly from operator to operator. An
+             element far outside, or a size that jumps, is a fault.
 """
 
 from __future__ import annotations
@@ -77,10 +76,6 @@ def compare(a: Capture, b: Capture) -> dict[str, Any]:
         _judge_difference(a, b, rows)
     _judge_tokens(a, b, rows)
     return {**result, "verdict": _conclude(result)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is compared with what.
 
 
 def _header(capture: Capture) -> dict[str, Any]:
@@ -168,10 +163,6 @@ def _first_token(prompt: str, a: Capture, b: Capture) -> dict[str, Any] | None:
         if left != right:
             return {"prompt": prompt, "position": position, "a": left, "b": right}
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers of one tensor.
 
 
 def _row(name: str, a: Any, b: Any) -> dict[str, Any]:
@@ -263,10 +254,6 @@ def _hex(element: Any) -> str:
     return f"0x{int(bits(element.reshape(1))[0]) & ((1 << width) - 1):0{width // 4}x}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rule 1: same stack.
-
-
 def _judge_same(rows: list[dict[str, Any]]) -> None:
     """Mark the first row that differs; later differences may be consequences."""
     first = next((row for row in rows if not row["equal"]), None)
@@ -276,14 +263,6 @@ def _judge_same(rows: list[dict[str, Any]]) -> None:
 
 def _name(row: Mapping[str, Any]) -> str:
     return name_of(row["prompt"], row["step"], row["layer"], row["operator"])
-
-
-def _which_exceeds(one: float, two: float) -> str:
-    return {(False, False): "", (True, False): "A", (False, True): "B", (True, True): "both"}[one > 1, two > 1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rule 2: difference.
 
 
 def _roundoff(kind: Any, longest: int) -> float:
@@ -330,10 +309,6 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
     return float((off / noise).max()), size
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens and the verdict.
-
-
 def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
     """Add a row where a chosen token does not have the best logit: then the choice is wrong."""
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
@@ -341,7 +316,7 @@ def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
         step = next((s for s in slips if s is not None), None)
         at = [i for i, row in enumerate(rows) if row["prompt"] == prompt and row["step"] == step]
         if at:  # after the first different token nothing is compared
-            who = _which_exceeds(*(math.inf if s is not None else 0.0 for s in slips))
+            who = "both" if None not in slips else "B" if slips[0] is None else "A"
             row = {"prompt": prompt, "step": step, "layer": "head", "operator": "tokens", "equal": False}
             rows.insert(at[-1] + 1, {**row, "departs": who, "excess": None})
 

@@ -34,10 +34,9 @@ _OF_A_LAYER = {
 
 
 def parts_of_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) -> Iterator[bytes]:
-    """Yield a file's header, then the bytes of one tensor after the other: a large file never stands in memory.
+    """Yield a file's header, then the bytes of one tensor after the other, so that no whole file stands in memory.
 
-    Host tensors have their names of Hugging Face's Llama. Matrices are kept in `form`, one of `FORMATS`; vectors stay
-    float32, as llama.cpp's own converter keeps them.
+    Names are those of Hugging Face's Llama. Vectors are float32, as llama.cpp's own converter has them.
     """
     forms = {name: "float32" if tensor.dim() == 1 else form for name, tensor in weights.items()}
     head, at = [], 0

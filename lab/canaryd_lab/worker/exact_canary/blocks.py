@@ -177,10 +177,7 @@ class Mlp(Block):
         return {f"mlp.{name}_proj.weight": weight for name, weight in self.matrices(layer, seed, 0, {}).items()}
 
     def matrices(self, layer: int, seed: int, flips: int, apart: Mapping[int, int]) -> dict[str, Any]:
-        """Return the matrices gate, up and down.
-
-        The products of value bit b are negated where bit b of `flips` is 1; `apart` is added to dimensions.
-        """
+        """Return gate, up and down. Bit b of `flips` negates products of value bit b; dimensions get `apart` more."""
         s, jobs, known = self.shape, self._jobs(), twins(self.digits.gate, self.digits.levels)
         pick = below(seed, "neuron twins", (s.inner // 2,), len(known)).tolist()
         gate, up = self.matrix(self.port, s.inner), self.matrix(self.port, s.inner)

@@ -1,7 +1,4 @@
-"""Run the exact canary on one device and compare every operator's result with the truth: `canaryd capture --exact`.
-
-No second device is needed: every activation is known from the proof. docs/compare.md describes the result.
-"""
+"""Run the exact canary on one device and compare every operator's result with the proof (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -205,11 +202,11 @@ def _upload(known: Truth, form: str, device: Device) -> dict[str, Any]:
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Run and compare as requested; return the facts as JSON data (docs/compare.md).
+    """Return what was found as JSON data (docs/compare.md).
 
-    Arguments: device (a `Device` as JSON), dtype ("" for all), seed (of model and prompt), out (path of the capture of
-    the first wrong inference; "" for none), drill ("" or a place such as "2.query", where one element is changed).
-    Raises `ValueError` for a wrong argument, `Skip` where nothing runs here or the host contradicts itself.
+    Arguments: device (a `Device` as JSON), dtype ("" for all), seed (of model and prompt), out ("" or the path for the
+    first wrong inference), drill ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` where
+    nothing runs here or the host contradicts itself.
     """
     need_torch()
     started = time.monotonic()

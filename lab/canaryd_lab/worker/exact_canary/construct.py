@@ -1,7 +1,4 @@
-"""Construct the weights of an exact canary from a seed (docs/exact-canary.md has the mathematics).
-
-Names and shapes are those of a Hugging Face checkpoint of the Llama or Qwen2 family; matrices are (out, in).
-"""
+"""Construct the weights of an exact canary from a seed (docs/exact-canary.md), named as in Hugging Face's Llama."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ TOP = 20
 
 
 def construct(shape: Shape, seed: int, *, anchored: bool | None = None, bits: int = 0) -> Model:
-    """Return the model of these sizes and this seed; raises `Unfit` where the sizes have no room for it.
-
-    With `bits`, matrices can be stored in so many: a row's weights are signed whole numbers times one power of two.
-    """
+    """Return the model, whose weights `bits` can store (0: bfloat16); raise `Unfit` where sizes are too small."""
     return Maker(shape, plan(shape, anchored=anchored), seed, Digits.quantised(bits)).model()
 
 
@@ -55,9 +49,6 @@ class Maker:
                 weights |= _narrow({f"{name}.{norm}.weight": torch.ones(d)})
         weights |= _narrow({"model.norm.weight": torch.ones(d), "lm_head.weight": self._head()})
         return Model(self.shape, self.program, self.seed, weights)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Words.
 
     def _codes(self) -> Any:
         """Return each place's code (places, place bits), signs."""
@@ -98,9 +89,6 @@ class Maker:
         for dim, a, _ in self.layout.ballast:
             out[:, dim] = a
         return out
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The head.
 
     def _head(self) -> Any:
         """Return (vocabulary, hidden): 20 for the right word, 8 less per wrong bit; the others read what is there."""

@@ -92,10 +92,7 @@ class Examined:
 
 
 def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
-    """Compare the tensors of one inference, in the order of work, by the names of `canary.capture.name_of`.
-
-    `form` is the inference's format, or that of its exponentials where they are narrower.
-    """
+    """Compare one inference's tensors in the order of work; `form` is its format, or a narrower one of exponentials."""
     bad: dict[str, Any] = {}
     places: list[Place] = []
     values = loose = wrong = count = 0

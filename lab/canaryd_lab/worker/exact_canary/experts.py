@@ -1,8 +1,8 @@
 """The experts of a mixture, in place of a layer's MLP: pairs of which every word takes one (docs/exact-canary.md).
 
-Both experts of a pair write what an MLP would write; beside it one adds to every dimension what the other takes away.
-So half of both is right, and an expert beside a strange one is wrong everywhere. Pairs negate different value bits, so
-a strange pair gives another word.
+Both experts of a pair write what an MLP would; one also adds to every dimension what the other takes away. So their
+mean is right, and an expert beside a strange one is wrong everywhere. Each pair negates other value bits, so a strange
+pair gives another word.
 """
 
 from __future__ import annotations

@@ -34,10 +34,9 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Write the checkpoint that `canaryd canary export` asks for; return what it is, as JSON data.
+    """Write the checkpoint; return its sizes, or {"mistake": reason} where there is none of these sizes.
 
-    Returns {"mistake": reason} where no exact canary has the sizes. Raises `Skip` without torch, `ValueError` where the
-    directory cannot be written.
+    Raises `Skip` without torch, `ValueError` where the directory cannot be written.
     """
     need_torch()
     directory = Path(arguments["directory"])
@@ -122,10 +121,7 @@ def tokenizer(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """Return prompts with their proved continuations: text, tokens, log probabilities (natural), leads.
-
-    `few` are the matrices that are stored in few bits.
-    """
+    """Return prompts with their proved continuations; `few` are the matrices that are stored in few bits."""
     walk, found = Walk(model.shape, model.weights, stored=few), []
     for number in range(PROMPTS):
         progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
@@ -155,9 +151,8 @@ def export(
 ) -> None:
     """Prove the model's answers, and write the checkpoint as a whole or not at all.
 
-    Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory,
-    with quantised matrices where `form` is one of `FORMS`. The directory is new or empty. Raises `Inexact` before
-    anything is written, `Unfit` where the form is not for the model, `OSError` where it cannot be written.
+    `form`: float32, float16 or bfloat16 for a GGUF file, one of `FORMS` for quantised matrices. The directory is new or
+    empty. Raises `Inexact` or `Unfit` before anything is written, `OSError` where it cannot be written.
     """
     few = quantised.stored(model.weights, form) if form in FORMS else {}
     proved = answers(model, few, progress)

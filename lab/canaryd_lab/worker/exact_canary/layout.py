@@ -1,7 +1,6 @@
 """What each dimension of the residual stream carries, before attention ("A") and before the MLP ("B").
 
-docs/exact-canary.md has the mathematics. Every dimension is written by every block and is never zero; its mean square
-is 4 at A and 16 at B, so a norm divides by 2 or by 4, exactly.
+Every block writes every dimension, and none is 0. Mean squares are 4 at A and 16 at B, so a norm divides by 2 or 4.
 """
 
 from __future__ import annotations

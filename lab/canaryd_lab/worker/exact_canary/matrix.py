@@ -156,13 +156,9 @@ def _is_power(values: Any) -> Any:
     return torch.frexp(values.abs()).mantissa == 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Twins: two equal inputs with different full-significand gains, whose weighted difference is a small whole number.
-
-
 @dataclass(frozen=True)
 class Twins:
-    """Gains `a` and `c` (odd whole numbers), and for each n in 1 … LARGEST (b, d, k) with a b - c d = n 2^k."""
+    """Two equal inputs with odd gains `a` and `c`, and for each n in 1 … LARGEST (b, d, k) with a b - c d = n 2^k."""
 
     a: int
     c: int
@@ -177,10 +173,7 @@ class Twins:
 
 @functools.lru_cache(maxsize=8)
 def twins(bits: int, levels: int) -> tuple[Twins, ...]:
-    """Return 16 twins with gains of `bits` significant bits; the same in every run.
-
-    With `levels`, b and d are whole numbers up to that, of either sign, and k is the same for all.
-    """
+    """Return 16 twins with gains of `bits` bits. With `levels`, b and d reach it at most, and every k is the same."""
     found: list[Twins] = []
     low, high = 1 << (bits - 1), (1 << bits) - 1
     for attempt in range(4096):

@@ -1,8 +1,7 @@
 """Walk a model and a text in integers; return the one right answer, or refuse what is not exact in every format.
 
-Nothing here rounds: values are int64 with a common power of two, and every bound that keeps them from wrapping is
-checked. Linear operators are also computed in float64, which holds the same sums: a second way on another unit. Of
-large ones a sample of the outputs is computed in integers, and all of them in float64.
+Values are int64 with a common power of two, and every bound that keeps them from wrapping is checked. Float64, which
+holds the same sums, computes linear operators a second time; of large ones integers compute a sample of the outputs.
 """
 
 from __future__ import annotations
@@ -153,10 +152,7 @@ class Walk:
     _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int], compared: int = 0) -> Proof:
-        """Walk one text; raises `Inexact` with the place and the reason where a format would round.
-
-        Only the last `compared` positions are compared, 0 for all: each expert must be used there.
-        """
+        """Walk one text, whose last `compared` positions count (0: all); raise `Inexact` where a format would round."""
         self._values, self._compared = {}, compared
         self._check_norm_divisor()
         name = "model.embed_tokens.weight"
@@ -257,8 +253,6 @@ class Walk:
         if every > 1:  # int64 products take a hundred times as long; of the last position, all of them
             self.witnessed &= bool((x[-1:] @ weight.T == whole[-1:]).all())
         return whole << finer, magnitude, block.unit * 2.0**finer
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _check_norm_divisor(self) -> None:
         """Raise unless a mean of 4 and of 16 is exact also where a kernel multiplies by float32's 1 / hidden."""
@@ -383,10 +377,9 @@ class Walk:
 def routes(logits: Exact, compared: int = 0) -> Any:
     """Return which experts each word takes (words, experts), from exact logits; raise unless every share is ½.
 
-    The two chosen have 0 and all others lose by `GAP` at least. So softmax gives exactly 1 to each of the two before
-    it divides, in every format, whether over all experts (e^-110 is 0 in float32 and below, and vanishes beside 1 in
-    float64) or over the chosen ones; and 2 divides exactly. `_see` has shown that every format holds the logits: it
-    does not matter in which one the router runs. Every expert must be used in the last `compared` words (0: all).
+    The two chosen have 0, and all others lose by `GAP` at least: e^-110 is 0 in float32 and vanishes beside 1 in
+    float64. So softmax gives exactly ½ to both, in every format, over all experts or over the chosen ones. Every expert
+    must be used in the last `compared` words (0: all).
     """
     takes = logits.whole == 0
     least = math.ceil(-GAP * 2.0**logits.shift)

@@ -110,8 +110,7 @@ class Stored:
     def apart(self, x: Any) -> Any:
         """Return how large partial sums become in the group (…, rows) where a kernel sums codes and zeros apart.
 
-        It takes scale and zero out of the sum of a group, at most; `x` are magnitudes of inputs (…, inputs). Integer
-        products and FP8 have no zero to take out.
+        `x` are magnitudes of inputs (…, inputs). Integer products and FP8 have no zero to take out.
         """
         if self.unit or self.floats:
             return torch.zeros(len(x), len(self.codes))
@@ -127,10 +126,7 @@ class Stored:
 
 
 def store(name: str, weight: Any, form: Form) -> Stored:
-    """Return a matrix in few bits; raise `Inexact` unless every weight lies on the grid of its row.
-
-    The scale is the smallest with which codes reach the row's largest weight, in all of its groups.
-    """
+    """Return a matrix in few bits; raise `Inexact` unless every weight lies on the grid of its row's largest one."""
     inputs = weight.shape[1]
     if inputs % (form.group or inputs):
         raise Inexact(f"{name}: {inputs} inputs are no whole number of groups of {form.group}")
@@ -153,10 +149,7 @@ def store(name: str, weight: Any, form: Form) -> Stored:
 
 
 def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
-    """Return the matrices that a form stores in few bits, by the names of their weights.
-
-    Raises `Unfit` for a mixture of experts in a form that is not for it.
-    """
+    """Return the matrices that a form stores in few bits, by name; raise `Unfit` for experts that it cannot store."""
     if not FORMS[form].experts and any(".experts." in name for name in weights):
         others = [name for name, each in FORMS.items() if each.experts]
         raise Unfit(f"{form}: not for a mixture of experts; take {', '.join(others[:-1])} or {others[-1]}")
@@ -166,10 +159,7 @@ def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
 
 
 def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) -> dict[str, Any]:
-    """Return the tensors of a checkpoint in a form, as `stored` gave its matrices.
-
-    What is not in few bits is float32: an engine takes it into its own format, and MLX computes in that of the file.
-    """
+    """Return the tensors of a checkpoint in a form; what is not in few bits is float32, which engines convert."""
     found = {name: weight.to(torch.float32) for name, weight in weights.items() if name not in few}
     layout = {AWQ: _awq, MXFP8: _mxfp8, W8A8: _w8a8, FP8: _fp8}.get(form, _mlx)
     for name, each in few.items():

@@ -1,7 +1,6 @@
-"""Make and prove the exact canaries that the core ships.
+"""Make and prove the exact canaries that the core ships; the proofs and the core's own `logits` must agree.
 
-`python -m canaryd_lab.worker.exact_canary.ship probes/exact_models` takes minutes. A model is written only if the
-proofs of its prompts and the core's own `logits` agree in every bit.
+`python -m canaryd_lab.worker.exact_canary.ship probes/exact_models` takes minutes.
 """
 
 from __future__ import annotations

@@ -52,10 +52,7 @@ class Truth:
         return self.tokens[: len(self.tokens) - self.steps + 1]
 
     def expected(self, place: str, form: str, end: int, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return values of these `sizes` that end before position `end`, and how far from them a format may be.
-
-        Both float64; the second is 0 where a value is exact.
-        """
+        """Return the float64 values that end before position `end`, and how far off a format may be (0: exact)."""
         operator, count = place.rpartition(".")[2], sizes[axis_of(place)]
         start = end - count
         value = self.values[place].narrow(axis_of(place), start, count)

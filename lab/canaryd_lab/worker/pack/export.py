@@ -1,7 +1,4 @@
-"""Write the fixed products of `exact_matmul` as a golden pack: operands, expected results, graphs, manifest, runner.
-
-docs/pack.md describes the files. Every expected result must have the digest that ships with canaryd.
-"""
+"""Write fixed products of `exact_matmul` as a golden pack (docs/pack.md); results must have the shipped digests."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ def names() -> Iterator[str]:
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
     """Write a pack into a new directory, as a whole or not at all; return its "id", "cases" and "bytes".
 
-    Arguments: directory (its parent exists), goldens (case → digest that ships with canaryd).
-    Raises `Skip` where a golden made here has another digest, `ValueError` where the directory cannot be written.
+    Raises `Skip` where a golden made here has not the digest in `goldens`, `ValueError` where nothing can be written.
     """
     need_torch()
     if sys.byteorder != "little":

@@ -1,7 +1,6 @@
-"""A graph of one matrix product in ONNX's format, written without the onnx package.
+"""A graph of one matrix product in ONNX's format, without the onnx package: Protocol Buffers encoded by hand.
 
-The few fields that it needs are encoded by hand: Protocol Buffers' wire format (varints and length-delimited fields),
-field numbers of onnx.proto3 (ONNX IR version 8, opset 13).
+Field numbers: onnx.proto3 (ONNX IR version 8, opset 13).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A WebAssembly module with one matrix product per format, assembled instruction by instruction.
+"""A WebAssembly module with one matrix product per format, without SIMD: plain multipliers and adders compute.
 
-Binary format and opcodes: WebAssembly Core Specification 1.0, chapter 5. Fixed-width SIMD and relaxed instructions are
-not used, so the plain multiplier and adder of the processor compute.
+Binary format and opcodes: WebAssembly Core Specification 1.0, chapter 5.
 """
 
 from __future__ import annotations

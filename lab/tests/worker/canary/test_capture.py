@@ -158,7 +158,7 @@ def test_a_full_disk_is_called_that(tmp_path):
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no file system can be made here: {done.stderr.strip()}")
     assert done.stdout.splitlines() == [
-        f"{small}/a.safetensors: the disk is full: 65,536 bytes are free; the capture has 200,000 bytes",
+        f"{small}/a.safetensors: the disk is full: No space left on device; the capture has 200,000 bytes",
         "[]",
     ], done.stderr
 
