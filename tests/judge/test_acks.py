@@ -11,9 +11,7 @@ from canaryd.config.settings import Config
 from canaryd.daemon.snapshot import is_acknowledged
 from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Evidence, Exactness, Reading
-from canaryd.judge import acks
-from canaryd.judge.acks import cut, heeded, retired, standing
-from canaryd.model import Ack, Cause, Device, Event, Outcome, Run, State, Verdict
+from canaryd.model import Ack, Cause, Device, Outcome, Run, State, Verdict
 from canaryd.store.store import Store
 from tests.command import canaryd
 from tests.places import place
@@ -21,51 +19,11 @@ from tests.places import place
 NOW = 1_790_000_000.0
 HOUR, DAY = 3600.0, 86_400.0
 GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H100", torch_index=0)
-CPU = Device(uuid="CPU-a", backend="cpu", index=0, model="EPYC", weak_identity=True)
 EVIDENCE = Evidence(wrong=1, total=4, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
 
 
 def word(kind, ago, until=0.0, of=GPU):
     return Ack(device=of.uuid, kind=kind, at=NOW - ago, until=until, reason="ticket 4711", by="kim")
-
-
-def test_a_word_from_the_future_does_not_count():
-    """Else a clock that ran ahead would hide all that comes until it is reached."""
-    near, far = word("repaired", -acks.AHEAD), word("repaired", -acks.AHEAD - 1)
-    assert heeded([far, near], NOW) == (near,)
-
-
-def test_evidence_begins_at_the_newest_repair():
-    """A replacement begins anew only where the uuid names no part: else the new part has a uuid of its own."""
-    said = [word("repaired", 2 * DAY), word("replaced", DAY), word("acknowledged", HOUR, NOW + DAY)]
-    assert cut(GPU, said) == NOW - 2 * DAY
-    assert cut(CPU, said) == NOW - DAY
-    assert cut(GPU, []) == 0.0
-
-
-@pytest.mark.parametrize(("of", "last_seen", "expected"), [(GPU, DAY, True), (GPU, HOUR, False), (CPU, DAY, False)])
-def test_a_replaced_part_is_not_waited_for_once_it_is_gone(of, last_seen, expected):
-    """Found again after the word, it is here."""
-    assert retired(of, [word("replaced", 2 * HOUR, of=of)], NOW - last_seen) is expected
-
-
-def test_the_newest_acknowledgement_stands_until_it_runs_out():
-    """An operator may shorten it, too."""
-    long, short = word("acknowledged", 2 * HOUR, NOW + DAY), word("acknowledged", HOUR, NOW - 1)
-    assert standing(GPU, [long], NOW) == long
-    assert standing(GPU, [long, short], NOW) is None
-    assert standing(GPU, [dataclasses.replace(long, until=NOW)], NOW) is None
-
-
-@pytest.mark.parametrize(("of", "kind", "expected"), [
-    (GPU, "repaired", False), (CPU, "repaired", False), (CPU, "replaced", False), (GPU, "replaced", True),
-    (CPU, "software", True),
-])  # fmt: skip
-def test_a_repair_ends_what_was_acknowledged_before(of, kind, expected):
-    """Not the replacement of a part with a name of its own: the record with this name is still that of the old part."""
-    known = word("acknowledged", 2 * HOUR, NOW + DAY)
-    assert (standing(of, [known, word(kind, HOUR, of=of)], NOW) == known) is expected
-    assert standing(of, [word(kind, 3 * HOUR, of=of), known], NOW) == known
 
 
 # --- With engine and store --------------------------------------------------------------------------------------------
@@ -125,20 +83,6 @@ def test_a_repaired_device_is_unknown_until_it_has_run_again(host):
     assert len(store.runs(GPU.uuid, failed=True)) == 2
     store.add_run(result(7, HOUR / 2, wrong=True))
     assert judged().state is State.SUSPECT, "one mismatch since, and no confirmation by those before"
-
-
-def test_a_repair_sets_aside_what_was_heard_of_the_device_before(host):
-    """An Xid that convicted the old memory says nothing of the new."""
-    store, judged = host
-    store.add_ack(word("repaired", 2 * HOUR))
-    store.add_run(result(7, HOUR / 2))
-    engine_says = {f.rule for f in judged().findings}
-    store.add_events(
-        [Event(device=GPU.uuid, kind="xid", name="64", code=64, first=NOW - 3 * HOUR, last=NOW - 3 * HOUR)]
-    )
-    assert {f.rule for f in judged().findings} == engine_says
-    store.add_events([Event(device=GPU.uuid, kind="xid", name="64", code=64, first=NOW - HOUR, last=NOW - HOUR)])
-    assert {f.rule for f in judged().findings} > engine_says
 
 
 def test_a_replaced_part_stands_while_it_is_found_and_is_not_waited_for_when_it_is_gone(host):

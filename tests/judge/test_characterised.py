@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 
 from canaryd.facts import Comparison, Evidence, Exactness, Subject
-from canaryd.judge.characterised import By, Claims, Met, Proof, class_of, learns, met_in
+from canaryd.judge.characterised import By, Claims, Met, Proof, met_in
 from canaryd.model import Outcome, Run
 
 KIND, STACK = ("cuda", "Newcomer 1"), {"torch": "2.13", "driver": "580"}
@@ -49,39 +46,12 @@ def test_a_class_is_met_by_agreement_alone():
     assert met_in(run(right, outcome=Outcome.CRASHED)) == {met_right}, "a fact stays one after a crash"
 
 
-def test_a_class_holds_for_sizes_between_two_powers_of_two():
-    """A library serves other sizes by another kernel, which nobody has met; what the seed varies stays in one class."""
-    assert class_of("bfloat16/dense/decode/nt@7x1009x1024") == "bfloat16/dense/decode/nt@8x1024x1024"
-    assert class_of("bfloat16/dense/decode/nt@8x1024x1024") == "bfloat16/dense/decode/nt@8x1024x1024"
-    assert class_of("bfloat16/dense/decode/nt@1x1024x1024") == "bfloat16/dense/decode/nt@1x1024x1024"
-    assert class_of("bfloat16/dense/decode/nt@7x1009x1025") == "bfloat16/dense/decode/nt@8x1024x2048"
-    assert class_of("int64/gather/fresh@4096") == "int64/gather/fresh@4096"
-    assert class_of("prompt 3") == "prompt 3"
-    assert class_of("prompt@home") == "prompt"
-    assert class_of("x@" + "9" * 5000) == "x", "a name from elsewhere is no work"
-
-
 def test_a_kernel_for_other_sizes_vouches_for_nothing():
     """A healthy lone device that is exact at small sizes, and whose library splits large sums, is not accused."""
     small = met("GPU-a", "bfloat16/dense/square/nt@512x512x512")
     case = "bfloat16/dense/square/nt"
     assert Claims([small]).proof(KIND, run(), f"{case}@497x497x497") == Proof(By.ITSELF, ("GPU-a",))
     assert Claims([small]).proof(KIND, run(), f"{case}@2048x2048x2048") is None
-
-
-def test_processors_are_not_characterised_by_evidence():
-    """They behave as the table that ships says."""
-    assert learns(KIND)
-    assert not learns(("cpu", "EPYC 9654"))
-
-
-def test_no_server_vouches_for_another():
-    """Two of one model and one version may have other settings; what a server gave itself before counts."""
-    kind, asked = ("endpoint", "exact"), "completions/alone"
-    right = replace(met("endpoint:a", asked), kind=kind)
-    assert Claims([right]).met_since(kind, run(device="endpoint:a"), asked) == right.classes[asked]
-    assert Claims([right]).met_since(kind, run(device="endpoint:a"), "completions/again") == math.inf
-    assert Claims([right]).met_since(kind, run(device="endpoint:b"), asked) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -102,13 +72,3 @@ def test_no_server_vouches_for_another():
 def test_the_first_proof_that_holds_is_named(records, proof):
     """Backend, model, probe, its version, the class and the whole stack must be equal."""
     assert Claims(records).proof(KIND, run(), "x@home") == proof
-
-
-def test_other_software_vouches_for_nothing_and_is_remembered():
-    """After an upgrade a class starts anew; the finding can say where it was met."""
-    old = met("GPU-a", "x", stack={**STACK, "driver": "570"}, used=1.0)
-    newer = met("GPU-b", "x", stack={**STACK, "driver": "575"}, used=2.0)
-    claims = Claims([old, newer])
-    assert claims.proof(KIND, run(), "x") is None
-    assert claims.before(KIND, run(), "x") is newer
-    assert claims.before(KIND, run(), "y") is None

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from canaryd.judge import case as judge_case
-from canaryd.judge.case import Case, supports
+from canaryd.judge.case import Case
 from canaryd.judge.node import node
 from canaryd.judge.software import missing
 from canaryd.judge.verdict import decide
@@ -96,17 +95,6 @@ def test_the_word_counts_with_the_evidence_alone():
     assert (old.state, old.cause) == (State.FAULTY, Cause.SOFTWARE), "the old software is back, and so is the verdict"
     newer = dataclasses.replace(word, at=NOW - 8.99 * DAY)
     assert decide(case(*runs, peers=twin, acks=(newer,))).state is State.FAULTY
-
-
-def test_four_runs_and_a_day_are_needed():
-    """Both sides of both."""
-    mismatches = [judge_case.Mismatch(run=WRONG[0], comparison=wrong())]
-    other = judge_case.on_other_software(case(*WRONG, *since(4)), mismatches, since=True)
-    whole = case(*WRONG)
-    assert supports(whole, other)
-    assert not supports(whole, other._replace(runs=other.runs[1:]))
-    late = dataclasses.replace(other.runs[0], started=other.runs[0].started + 1)
-    assert not supports(whole, other._replace(runs=[late, *other.runs[1:]]))
 
 
 def test_the_command_refuses_in_a_sentence_and_keeps_the_word(tmp_path):

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canaryd.facts import Doubt, Subject
-from canaryd.judge import case
-from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.device_errors import REPEATS
 from canaryd.judge.verdict import exit_code, fault_rate_bound, worst
 from canaryd.model import Cause, Outcome, State, Verdict
@@ -42,31 +40,11 @@ from tests.judge.scenarios import SCENARIOS
 from tests.places import place
 
 
-def failing():
-    """Return whether any scenario fails."""
-    for scenario in SCENARIOS.values():
-        verdict, *expected = scenario()
-        if [verdict.state, verdict.cause, rules(verdict)] != expected:
-            return True
-    return False
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name):
     """Each history gets the state, the cause and exactly the findings that the table says."""
     verdict, state, cause, spoken = SCENARIOS[name]()
     assert (verdict.state, verdict.cause, rules(verdict)) == (state, cause, spoken), verdict.findings
-
-
-@pytest.mark.parametrize(
-    ("module", "table", "part"),
-    [(m, t, p) for m, t in ((judge_verdict, "RULES"), (case, "GROUNDS")) for p in getattr(m, t)],
-    ids=lambda p: getattr(p, "__name__", p),
-)
-def test_no_rule_is_idle(monkeypatch, module, table, part):
-    """Switching off any one rule, or any one ground of confirmation, makes a scenario fail."""
-    monkeypatch.setattr(module, table, tuple(p for p in getattr(module, table) if p is not part))
-    assert failing()
 
 
 # --- Since, exit codes, bounds ---------------------------------------------------------------------------------------
@@ -192,17 +170,6 @@ def test_an_accelerator_beside_an_erring_host_is_never_faulty(runs, peers):
     assert ask(*runs, peers=erring).state is not FAULTY
 
 
-@few
-@given(histories(CPU), histories(GPU))
-def test_every_finding_can_be_acted_on(runs, gpu_runs):
-    """Findings are sorted, name a rule and a sentence, and the worst one gives the state."""
-    verdict = ask(*runs, of=CPU, peers=[(GPU, gpu_runs)])
-    severities = [f.state.severity for f in verdict.findings]
-    assert severities == sorted(severities, reverse=True)
-    assert verdict.state.severity == max(severities, default=0)
-    assert all(f.rule and f.message for f in verdict.findings)
-
-
 def test_a_vanished_device_is_unknown_whatever_it_was():
     """What was healthy a minute ago and is gone now is unknown; a device that is there is not touched by the rule."""
     assert ask(fresh()).state is State.HEALTHY
@@ -266,12 +233,3 @@ def test_the_same_part_through_another_runtime_acquits_neither_and_says_where_to
     assert any("computes correctly through cpu:0" in text for text in lead.evidence)
     assert not any("its CPU passed" in rival.why for finding in found.findings for rival in finding.rivals)
     assert ask(fresh(of=CPU), of=CPU, peers=[(THROUGH_ONNX, wrongs)]).state is State.HEALTHY
-
-
-def test_another_runtime_that_is_wrong_too_is_no_witness():
-    """Then the sentence about the other runtime is not said."""
-    wrongs = [run(n * MINUTE, wrong(seed=n), of=THROUGH_ONNX) for n in (1, 2, 3)]
-    also = [run(MINUTE, wrong(seed=7), of=CPU)]
-    found = ask(*wrongs, of=THROUGH_ONNX, peers=[(CPU, also)])
-    assert found.state in (State.SUSPECT, State.FAULTY)
-    assert not any("computes correctly through" in text for f in found.findings for text in f.evidence)

@@ -16,10 +16,7 @@ from tests.judge.recordings.made import (
     GOOD,
     HOUR,
     POLICY,
-    STRANGE,
     History,
-    departed,
-    recording,
 )
 
 
@@ -87,26 +84,6 @@ def test_without_a_queue_only_a_replica_that_is_not_slow_tells_a_slow_endpoint(t
         assert any("endpoint:other" in sentence for sentence in found["endpoint-slow"].evidence)
 
 
-def test_a_server_of_another_model_is_no_replica():
-    """How fast it answers depends on its weights and on its software."""
-    mine = served(*latencies(0.01, 100.0), condition="")
-    other = History(dataclasses.replace(ENDPOINT, uuid="endpoint:other"))
-    for n in range(EARLIER + NEWEST):
-        reading = Reading(name="endpoint_token_seconds", value=0.01, unit="seconds", labels={"api": "chat"})
-        other.add(2 * HOUR - n, recording(chain=CHAIN | {"checkpoint": "c2"}), readings=(reading,))
-    assert "endpoint-slow" not in mine.found(**{"endpoint:other": other})
-
-
-def test_broken_output_on_an_unchanged_chain_is_suspect():
-    """Token 0 for ever, with the likely causes in order and the next boundary to test."""
-    history = History().learn()
-    history.add(HOUR, BANG)
-    found = history.found()["broken-output"]
-    assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
-    assert any("Test this next" in sentence for sentence in found.evidence)
-    assert found.action.startswith("Run: canaryd ")
-
-
 @pytest.mark.parametrize(
     ("apart", "state"), [(POLICY.repeat_gap - 1, State.SUSPECT), (POLICY.repeat_gap, State.FAULTY)]
 )
@@ -118,18 +95,6 @@ def test_certain_garbage_for_two_rounds_is_faulty(apart, state):
     assert history.found()["broken-output"].state is state
     history.add(HOUR / 2, GOOD)
     assert "broken-output" not in history.found()
-
-
-def test_an_answer_that_was_broken_is_still_told_as_such_while_it_is_held_against_the_server():
-    """The server is right again, and suspect for what it said; a note keeps what that was."""
-    history = departed(*[BANG] * 3, strange=BANG)
-    assert history.found()["broken-output"].state is State.SUSPECT
-    history.add(HOUR / 4, GOOD)
-    found = history.found()
-    assert (found["recording-departed"].state, found["broken-output"].state) == (State.SUSPECT, State.HEALTHY)
-    history.add(HOUR / 8, STRANGE)
-    history.add(HOUR / 9, GOOD)
-    assert "broken-output" not in history.found(), "the newest wrong answer was not broken"
 
 
 def test_broken_output_of_another_chain_accuses_nobody():

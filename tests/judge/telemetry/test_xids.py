@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from canaryd.config.values import GRADES
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.xids import BUCKETS, catalogue, decode, explain, explain_sxid
-from tests.command import ROOT, environment
+from tests.command import ROOT
 
 DATA = json.loads((ROOT / "canaryd/judge/telemetry/xid_catalogue.json").read_text())
 ROWS, XIDS = DATA["nvlink5"], catalogue()
@@ -84,19 +81,6 @@ def test_the_well_known_codes(code, immediate, grade, nature):
     assert (xid.immediate, xid.grade, xid.nature) == (immediate, grade, nature)
 
 
-def test_no_xid_alone_calls_for_a_replacement():
-    """By NVIDIA's RMA policy the field diagnostic decides."""
-    assert "rma" not in {xid.grade for xid in XIDS.values()}
-
-
-def test_an_unused_code_is_unknown():
-    """The catalogue begins with Ampere; what an older GPU means by such a code it does not say."""
-    unused = [xid for xid in XIDS.values() if xid.nature == "unused"]
-    assert len(unused) == 62
-    assert {xid.grade for xid in unused} == {"unknown"}
-    assert "older GPU" in explain(56).advice
-
-
 @pytest.mark.parametrize("code", [173, 999, 10**9, 0, -1])
 def test_a_code_that_is_not_in_the_catalogue(code):
     """It is unknown, never harmless, and never an error."""
@@ -113,34 +97,6 @@ def test_the_advice_names_both_actions():
 
 
 # --- NVLink 5 --------------------------------------------------------------------------------------------------------
-
-
-def example(row: list, encoding: str) -> tuple[int, str, str, str]:
-    """Return a message's parts that fit a row: every free bit is 1, so that a wrong mask shows."""
-    code, unit, v1, v2, statuses, *_ = row
-    info = int((v1 if encoding == "V1" else v2).replace("-", "1"), 2)
-    return code, unit.split("/")[0], f"0x{info:08x}", (statuses or ["0xdeadbeef"])[0]
-
-
-@pytest.mark.parametrize(("encoding", "driver"), [("V1", "570.86.15"), ("V2", "575.57.08"), ("V2", "580.65.06")])
-def test_every_row_of_the_table_is_found(encoding, driver):
-    """In the encoding of its driver, by an example with every free bit set."""
-    for row in ROWS:
-        found = decode(*example(row, encoding), driver)
-        assert (row[5], row[7], row[8]) in {(r.bucket, r.severity, r.origin) for r in found.rows}, row
-        assert {r.encoding for r in found.rows} == {encoding}
-        assert not found.assumed
-
-
-def test_the_table_is_whole():
-    """95 rows of NVIDIA's, of which three have a second pattern; every pattern has 32 places; all words are known."""
-    assert len(ROWS) == 95 + 3
-    for _code, _unit, v1, v2, _statuses, bucket, investigatory, severity, origin in ROWS:
-        assert {len(v1), len(v2)} == {32}
-        assert set(v1 + v2) <= set("01-")
-        assert {bucket, investigatory} <= set(BUCKETS)
-        assert severity in ("Non-fatal", "Fatal", "Link Fatal")
-        assert origin in ("HW", "SW", "HW/SW", "FW", "NA")
 
 
 @pytest.mark.parametrize(
@@ -173,30 +129,6 @@ def test_the_second_pattern_of_a_row_decides():
     assert decode(145, "RLW_RXPIPE", "0x000004c2", "0x1", "570.86").grade == "reset"
 
 
-def test_several_error_bits_are_several_rows():
-    """The worst of them is what has to be done."""
-    found = decode(145, "RLW_SRC_TRACK", "0x00000007", "0x00000003", "580.65")
-    assert [r.bucket for r in found.rows] == ["RESET_GPU", "IGNORE"]
-    assert found.grade == "reset"
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        (144, "SAW_EGR", "0x00000004", "0x00000001", ""),
-        (145, "RLW_SRC_TRACK", "0x00000007", "0x00000001", "570.86"),
-        (149, "NETIR", "0x000fe406", "", ""),
-        (145, "RLW_SRC_TRACK", "0x00000007", "0x00000000", ""),
-        (31, "", "0x00000007", "0x00000001", ""),
-        (149, "NETIR", "0xfffffffff", "zero", "new"),
-    ],
-)
-def test_what_the_table_does_not_have_is_unknown(message):
-    """A unit or bit that is not in it, another driver's encoding, a message that was cut short."""
-    found = decode(*message)
-    assert (found.rows, found.grade, str(found)) == ((), "unknown", "not in NVIDIA's table for Xid 144 to 150")
-
-
 @given(st.integers(), st.text(), st.text() | st.from_regex(r"0x[0-9a-f]{1,8}", fullmatch=True), st.text(), st.text())
 def test_no_message_makes_it_raise(code, unit, intr_info, error_status, driver):
     """Whatever stood in the kernel's log."""
@@ -214,27 +146,3 @@ def test_an_sxid_is_listed_or_unknown():
     assert [lists[code] for code in (12028, 20034, 22003, 10004)] == ["non-fatal", "fatal", "always-fatal", "notable"]
     assert all(explain_sxid(code) == title != "" for code, _, title in DATA["sxids"])
     assert explain_sxid(99999) == explain_sxid(-1) == explain_sxid(None) == "not in NVIDIA's public lists"
-
-
-def test_nothing_is_loaded_before_it_is_asked_for():
-    """The daemon imports it always and needs it seldom."""
-    code = (
-        "import tracemalloc; from canaryd.judge.telemetry import xids\n"
-        "before = xids._data.cache_info().currsize\n"
-        "tracemalloc.start(); xids.explain(79); xids.decode(149, '', '0x0', '0x0'); xids.explain_sxid(20034)\n"
-        "print(before, xids._data.cache_info().currsize, tracemalloc.get_traced_memory()[0])\n"
-    )
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
-    before, after, held = (int(word) for word in done.stdout.split())
-    assert (before, after) == (0, 1)
-    assert held < 512 * 1024
-
-
-def test_the_data_is_read_as_what_it_is():
-    """One line per entry, so that a change shows as one; the file names nothing twice."""
-    text = Path(xids.__file__).with_name("xid_catalogue.json").read_text()
-    data = json.loads(text)
-    assert len(text.splitlines()) == sum(len(rows) + 2 for rows in data.values())
-    codes = [row[0] for row in data["sxids"]]
-    assert codes == sorted(set(codes))

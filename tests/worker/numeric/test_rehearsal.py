@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from canaryd.probe import Context, Device
-from canaryd.supervisor.environment import SCRUBBED
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.numeric import attention, characterised, indexing, products, sizes, stack
 from canaryd.worker.numeric import cases as numeric_cases
