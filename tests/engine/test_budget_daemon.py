@@ -15,10 +15,9 @@ import pytest
 from canaryd.config.load import load
 from canaryd.config.settings import BudgetConfig, Config, ScheduleConfig
 from canaryd.daemon import daemon as daemon_daemon
-from canaryd.daemon.snapshot import stale
-from canaryd.engine.budget import DOUBT, FORCED, RETEST, ROUND, Wait
+from canaryd.engine.budget import DOUBT, FORCED, RETEST, ROUND
 from canaryd.engine.catalogue import Entry, ProbeFile
-from canaryd.engine.schedule import Plan, Step
+from canaryd.engine.schedule import Plan
 from canaryd.facts import Reading
 from canaryd.model import Outcome, Run, State
 from canaryd.probe import ProbeSpec
@@ -129,23 +128,6 @@ def test_what_could_not_be_run_is_due_as_before(served, hindered, trigger):
     assert len(served.ran) == 1
 
 
-def test_a_reload_during_retests_leaves_a_probe_out_of_the_round(served):
-    """They take long; what is due is chosen afterwards."""
-    served.said = dict.fromkeys(served.engine.devices, ())
-    step = Step(entry=served.engine.entries["b"], level="quick", seed=1)
-    plan = Plan(device=CARD, instruction_set="", steps=(step,))
-    served.engine.retests = lambda _: [plan]
-    noted = served.engine.carry_out
-
-    def reload(plan, *, purpose):
-        noted(plan, purpose=purpose)
-        served.engine.entries = {"a": served.engine.entries["a"]}
-
-    served.engine.carry_out = reload
-    served._rounds.tick(CARD.uuid)
-    assert [(names, purpose) for _, names, purpose in served.ran] == [(("b",), RETEST), (("a",), ROUND)]
-
-
 def test_a_round_that_failed_has_had_its_turn(served):
     """A mistake of canaryd in a round: the log has it once a period, and not at every tick."""
     served.said, tries = dict.fromkeys(served.engine.devices, ()), []
@@ -159,69 +141,6 @@ def test_a_round_that_failed_has_had_its_turn(served):
         served._rounds.tick(CARD.uuid)
     served._rounds.tick(CARD.uuid)
     assert len(tries) == 1
-
-
-def test_a_failure_is_tried_again_when_evidence_is_wanted(served):
-    """Not never again."""
-    served.know("a", 1800)
-    served.know("b", OLD + 1, Outcome.ERRORED)
-    assert served.chosen() == (["b"], FORCED)
-    served.know("b", 0, confirms="another", cases=("c",))
-    assert served.chosen() == (["b"], FORCED)
-
-
-def test_only_what_is_old_is_forced_and_the_rest_waits_on(served):
-    """What waits is not told anew because another probe ran."""
-    served.know("a", OLD + 1)
-    served.know("b", OLD - 60)
-    assert served.engine.account.withhold(CARD.uuid, Wait(reason="load", text="it is in use"), 1.0)
-    served._rounds.tick(CARD.uuid)
-    assert served.ran == [(CARD.uuid, ("a",), FORCED)]
-    served._rounds.tick(CARD.uuid)
-    assert (len(served.ran), served.waits()) == (1, "load")
-    assert served.engine.account.totals(CARD.uuid)[1]["load"] == 1
-
-
-def test_evidence_from_the_future_is_none(served):
-    """After a clock was set back the next round is forced, once; a clock that is minutes wrong changes nothing."""
-    for probe in PERIODS:
-        served.know(probe, -300)
-    assert served.chosen() == ([], ROUND)
-    served.engine._evidence._runs.clear()
-    for probe in PERIODS:
-        served.know(probe, -7 * 86_400)
-    assert served.chosen() == (["a", "b"], FORCED)
-    assert stale(served.engine, CARD, served.engine.evidence(CARD.uuid), time.time()) == [
-        "cuda:0 a: all evidence is dated in the future",
-        "cuda:0 b: all evidence is dated in the future",
-    ]
-    for probe in PERIODS:
-        served.know(probe, 0)
-    assert served.chosen() == ([], ROUND)
-    assert stale(served.engine, CARD, served.engine.evidence(CARD.uuid), time.time()) == []
-
-
-def test_a_restart_knows_what_a_round_takes(served):
-    """By what its probes took the last time: two of them at 8 s of work each are more than the share has left."""
-    served.said[CARD.uuid] = ()
-    for probe in PERIODS:
-        served.know(probe, 1800)
-    served._rounds.recall_spent(CARD.uuid)
-    assert served.engine.account.spent(CARD.uuid) == 16.0
-    assert served.chosen() == ([], ROUND)
-    assert served.waits() == "share"
-
-
-def test_a_test_out_of_turn_is_no_measure_of_a_round(served):
-    """It takes nothing of the share, which does not mean that a round takes nothing."""
-    served.said[CARD.uuid] = ()
-    served.engine.account.took(CARD.uuid, ("a", "b"), 16.0)
-    served.engine.account.withhold(CARD.uuid, Wait(reason="share", text="enough"), 1.0)
-    served.engine.watch.history.triggers[CARD.uuid] = "an Xid"
-    served._rounds.tick(CARD.uuid)
-    assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT)]
-    assert served.engine.account.cost(CARD.uuid, ("a", "b")) == 16.0
-    assert served.waits() == ""
 
 
 def test_the_first_quick_round_of_a_start_is_not_put_off(served):
@@ -240,39 +159,6 @@ def test_the_first_quick_round_of_a_start_is_not_put_off(served):
     served._rounds._last.clear()
     served.said[CARD.uuid] = PROHIBITED
     assert served.chosen() == ([], ROUND)
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda engine: engine.present.clear(),
-        lambda engine: engine.devices.clear(),
-        lambda engine: engine.release("released by hand"),
-        lambda engine: engine.entries.clear(),
-    ],
-    ids=["gone", "forgotten", "released", "disabled"],
-)
-def test_what_can_run_no_more_does_not_wait(served, end):
-    """It would be told as waiting for as long as the device is known."""
-    for probe in PERIODS:
-        served.know(probe, 1800)
-    served._rounds.tick(CARD.uuid)
-    assert served.waits() == "load"
-    assert served.store.note(BUDGET_NOTE)
-    end(served.engine)
-    served._rounds.tick(CARD.uuid)
-    assert served.waits() == ""
-    assert not served.store.note(BUDGET_NOTE)
-
-
-def test_a_sibling_that_must_be_left_alone_is_not_retested(served):
-    """The accused is asked all the same; a sibling waits for what a retest waits for, and not for load."""
-    step = Step(entry=served.engine.entries["a"], level="deep", seed=1, intensity="steady")
-    plans = [Plan(device=d, instruction_set="", steps=(step,)) for d in (CARD, TWIN)]
-    for said, asked in ((PROHIBITED, [CARD.uuid]), (BUSY, [CARD.uuid, TWIN.uuid])):
-        served.said[TWIN.uuid], served.ran = said, []
-        served._rounds.run_aside(CARD, plans, RETEST)
-        assert [uuid for uuid, *_ in served.ran] == asked
 
 
 def test_a_confirmation_heeds_compute_mode_and_memory_alone(tmp_path):
@@ -333,15 +219,6 @@ def test_quiet_hours_withhold_and_the_age_of_evidence_overrules_them(tmp_path):
         assert spent(daemon, ROUND) == 0
         assert completed(daemon, "passes") >= 1
         assert daemon.value("canaryd_budget_share_ratio") == 0.005
-
-
-def test_without_reasons_rounds_run_and_spend(tmp_path):
-    """The other side: nothing is withheld, and time is booked on rounds."""
-    with running(Daemon(prepared(tmp_path), tmp_path / "state")) as daemon:
-        eventually(lambda: completed(daemon) >= 2)
-        assert spent(daemon, ROUND) > 0
-        assert spent(daemon, FORCED) == 0
-        assert daemon.value("canaryd_budget_withheld") is None
 
 
 def test_load_withholds_until_it_falls(tmp_path):

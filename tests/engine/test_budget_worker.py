@@ -52,15 +52,6 @@ def test_a_worker_steps_back_only_where_it_is_asked(probe):
     assert not str(plain["autogroup"]).endswith(f"nice {budget.NICE}")
 
 
-def test_a_command_may_lead_into_the_group_of_a_server(probe):
-    """There the lowest claim would be next to none, and nobody could tell: nice is all."""
-    spec = ProbeSpec(name="computes", summary="", budget={"quick": 0.3, "standard": 0.3, "deep": 0.3})
-    request = RunRequest(probe_path=probe, spec=spec, device=CPU, level="quick", seed=1)
-    with Series(WorkerSpec(command=(bare_python(),), nice=budget.NICE)) as series:
-        said = told(series.run(request, 60.0))
-    assert (said["nice"], said["policy"]) == (max(os.getpriority(os.PRIO_PROCESS, 0), budget.NICE), os.SCHED_OTHER)
-
-
 @pytest.mark.parametrize("paces", [True, False], ids=["a probe that paces", "a probe that only yields"])
 def test_pauses_cost_no_trials(probe, paces):
     """In bursts a run does as many trials within its budget, and its pauses are no device time."""
@@ -132,12 +123,6 @@ def test_what_is_nobodys_fault_is_skipped(probe, device, given, said, outcome):
     assert run.outcome is outcome
     assert (run.detail.startswith(SKIPPED)) == (outcome is Outcome.SKIPPED) == (run.reason is Reason.BUDGET)
     assert said in run.detail
-
-
-def test_other_errors_are_no_excuse():
-    """A device that fails is not excused."""
-    assert excuse(RuntimeError("CUDA error: an illegal memory access was encountered"), capped=True) == ""
-    assert excuse(ValueError("busy or unavailable"), capped=True) == ""
 
 
 @pytest.mark.gpu

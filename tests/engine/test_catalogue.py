@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from canaryd.engine import catalogue
-from canaryd.probe import ProbeSpec
 from canaryd.supervisor.protocol import WorkerSpec
 from canaryd.supervisor.series import Series
 
@@ -23,10 +22,6 @@ def directory(place: Path, *names: str) -> Path:
         (place / name).write_text(BOMB)
         (place / name).chmod(0o644)
     return place
-
-
-def spec(name: str) -> ProbeSpec:
-    return ProbeSpec(name=name, summary="under test")
 
 
 def test_the_checkouts_probes_are_the_builtin_ones():
@@ -57,15 +52,6 @@ def test_a_drop_in_directory_adds_probes(tmp_path):
     assert problems == []
 
 
-def test_of_two_probes_of_one_name_the_first_is_kept(tmp_path):
-    """The problem names both files."""
-    builtin = directory(tmp_path / "builtin", "same.py")
-    files, (problem,) = catalogue.find([directory(tmp_path / "x", "same.py")], builtin=builtin)
-    assert [file.path for file in files] == [builtin / "same.py"]
-    assert str(problem).startswith(str(tmp_path / "x" / "same.py"))
-    assert str(builtin / "same.py") in str(problem)
-
-
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777])
 def test_a_directory_that_others_can_write_is_refused(tmp_path, mode):
     """The daemon may run as root: whoever can write there would be root."""
@@ -75,15 +61,6 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path, mode):
     assert files == []
     assert problem.where == str(place)
     assert "chmod go-w" in problem.message
-
-
-def test_a_file_that_others_can_write_is_refused_alone(tmp_path):
-    """Its neighbours stay."""
-    place = directory(tmp_path / "x", "good.py", "open.py")
-    (place / "open.py").chmod(0o664)
-    files, (problem,) = catalogue.find([place], builtin=directory(tmp_path / "builtin"))
-    assert [file.name for file in files] == ["good"]
-    assert problem.where == str(place / "open.py")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -151,27 +128,6 @@ def test_an_entry_point_without_a_file_is_a_problem(installed, tmp_path):
     assert [file.name for file in files] == ["masers"]
     assert sorted(problem.where for problem in problems) == ["gone", "lost"]
     assert "acme_probes.numeric.gone" in "".join(problem.message for problem in problems)
-
-
-def test_load_joins_files_with_what_the_worker_said(tmp_path):
-    """A good spec becomes an entry; an error, a foreign name and silence become problems."""
-    names = ("good", "broken", "other", "silent")
-    builtin = directory(tmp_path / "builtin", *(f"{name}.py" for name in names))
-    files, _ = catalogue.find([], builtin=builtin)
-    described = {
-        builtin / "good.py": spec("good"),
-        builtin / "broken.py": "ImportError: no module named torch",
-        builtin / "other.py": spec("someone_else"),
-    }
-    entries, problems = catalogue.load(files, described)
-    assert list(entries) == ["good"]
-    assert entries["good"].spec == spec("good")
-    assert entries["good"].file.path == builtin / "good.py"
-    assert {Path(problem.where).stem: problem.message for problem in problems} == {
-        "broken": "ImportError: no module named torch",
-        "other": "its SPEC.name is 'someone_else', but the probe is named 'other'; make the two equal",
-        "silent": "the worker did not describe it",
-    }
 
 
 def test_a_catalogue_of_misbehaving_probes_loads_its_good_ones():

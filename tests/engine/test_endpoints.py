@@ -79,15 +79,6 @@ def rules(engine: Engine, uuid: str = "endpoint:main"):
     return {f.rule: f for f in engine.verdict(uuid).findings}
 
 
-def test_named_devices_are_behind_it_else_all_accelerators_else_the_cpu():
-    """By uuid, name or backend; nothing of this makes an endpoint a device behind another."""
-    everything = [CPU, *GPUS, Device(uuid="endpoint:x", backend="endpoint", index=0, model="m")]
-    assert endpoints.behind(EndpointConfig(url=URL), everything) == GPUS
-    assert endpoints.behind(EndpointConfig(url=URL), [CPU]) == [CPU]
-    assert endpoints.behind(EndpointConfig(url=URL, devices=("cuda:1",)), everything) == GPUS[1:]
-    assert endpoints.behind(EndpointConfig(url=URL, devices=("cpu",)), everything) == [CPU]
-
-
 def test_products_take_the_sizes_of_the_models_that_a_device_serves(tmp_path):
     """Unless the setting names others; a GGUF file has no config.json."""
     every = [CPU, *GPUS]
@@ -120,12 +111,6 @@ def test_products_and_attention_are_given_the_served_model(tmp_path):
         assert engine._settings_for("exact_attention", GPUS[0]) == {}
         assert engine._settings_for("memory_sweep", GPUS[1]) == {}
         engine.store.close()
-
-
-def test_a_heading_is_no_endpoint():
-    """A name under which nothing is set does not become a device."""
-    config = Config(endpoints=EndpointsConfig(each={"main": EndpointConfig(), "b": EndpointConfig(url=URL)}))
-    assert [d.name for d in endpoints.listed(config, [CPU])] == ["endpoint:b"]
 
 
 def test_the_first_run_learns_and_the_next_one_passes(host):
@@ -178,18 +163,6 @@ def test_a_faulty_device_behind_it_teaches_nothing(host):
     assert engine.store.baselines("endpoint:main") == []
 
 
-def test_a_departure_on_an_old_chain_does_not_keep_it_from_learning_the_new_one(host):
-    """Otherwise no clean run could ever come."""
-    engine = host.start()
-    ask(engine)
-    host.say(vector(0.01))
-    ask(engine)
-    host.say(vector(0.02), chain=CHAIN | {"server": "s 2"})
-    ask(engine)
-    assert len(engine.store.baselines("endpoint:main")) == 2
-    assert engine.verdict("endpoint:main").state is State.SUSPECT
-
-
 def test_a_process_beside_it_sees_what_was_learnt(host):
     """A check learns while a daemon holds its own memory: known bits are known to both at once."""
     beside = host.start()
@@ -198,20 +171,6 @@ def test_a_process_beside_it_sees_what_was_learnt(host):
         beside.take(run)
     assert beside.verdict("endpoint:main").state is State.HEALTHY
     assert not beside._learning.lacks_baseline("endpoint:main", "recalls")
-
-
-def test_two_endpoints_on_one_device_are_no_witnesses(tmp_path):
-    """They would break together, and look like software."""
-    host = Host(tmp_path, "main", "other")
-    engine = host.start()
-    assert engine.share_a_device(engine.devices["endpoint:main"], engine.devices["endpoint:other"])
-
-
-def test_an_endpoint_elsewhere_accuses_nothing_here():
-    """Another host's server says nothing about the devices of this one, unless they are named."""
-    far = "http://node-9.example:8000/v1"
-    assert endpoints.behind(EndpointConfig(url=far), GPUS) == []
-    assert endpoints.behind(EndpointConfig(url=far, devices=("cuda",)), GPUS) == GPUS
 
 
 def test_a_changed_chain_is_learnt_at_once_and_accuses_nobody(host):

@@ -26,14 +26,10 @@ from canaryd.config.settings import (
 )
 from canaryd.engine import budget, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
-from canaryd.engine.engine import Engine, Progress, choose
+from canaryd.engine.engine import Engine, Progress
 from canaryd.engine.evidence import NEWEST
 from canaryd.engine.inventory import Found
-from canaryd.facts import Comparison, Evidence, Exactness, Reading, Recording
-from canaryd.judge import node
-from canaryd.judge.brief import FEW, SHOWN, fold
-from canaryd.judge.recordings import speed
-from canaryd.judge.verdict import fault_rate_bound
+from canaryd.facts import Comparison, Evidence, Exactness, Reading
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.report.status import gather
@@ -127,15 +123,6 @@ def test_a_mismatch_is_confirmed_in_new_workers_and_makes_a_device_faulty(tmp_pa
     assert len(engine.store.runs(failed=True)) == 4
 
 
-def test_a_clean_retest_is_not_an_acquittal(tmp_path):
-    """A fault that fires once leaves the device suspect, whatever its confirmations say."""
-    once = ProbeSettings(settings={"log": str(tmp_path / "log"), "wrong": 1})
-    engine = start(settings(tmp_path, "records", records=once))
-    runs = carry_out(engine)
-    assert [len(run.wrong) for run in runs] == [1, 0, 0, 0]
-    assert verdict(engine).state is State.SUSPECT
-
-
 def test_a_suspect_is_known_before_it_is_confirmed(tmp_path):
     """The first wrong bit is stored and judged at once; nothing waits for the confirmations."""
     states = []
@@ -212,14 +199,6 @@ def test_a_drill_is_a_world_of_its_own(tmp_path):
     assert engine.drill_verdict(runs[0].device).state is State.FAULTY
     assert verdict(engine).state is State.HEALTHY
     assert engine.store.runs(failed=True) == []
-
-
-def test_an_expired_drill_is_forgotten(idle):
-    """An hour later nothing shows it any more, in a process that has run all the while."""
-    idle.take(made(0, wrong=True, at=NOW - 10, drill="flip"))
-    assert idle.drill_verdict(CPU.uuid).state is not State.UNKNOWN
-    idle.clock = lambda: NOW + node.DRILL_EXPIRY
-    assert idle.evidence(CPU.uuid) == ()
 
 
 # --- Misbehaving probes ----------------------------------------------------------------------------------------------
@@ -358,48 +337,6 @@ def test_a_wait_for_a_device_ends_with_stop(tmp_path):
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_fold_keeps_trials():
-    """A clean run with many goldens becomes one comparison that counts as much; its fingerprint stays."""
-    many = made(1).comparisons * 5
-    readings = (Reading(name="trials", value=5), Reading(name="golden_fingerprint", value=12))
-    run = dataclasses.replace(made(1), comparisons=many, readings=readings)
-    small = fold(run)
-    assert (small.trials, len(small.comparisons), small.wrong) == (5, 1, ())
-    assert [r.value for r in small.readings] == [12]
-    assert fault_rate_bound([small]) == fault_rate_bound([run])
-
-
-@pytest.mark.parametrize("fields", [{"wrong": True}, {"confirms": "r0"}])
-def test_fold_leaves_the_comparisons_of_what_was_wrong_and_what_confirms(fields):
-    """The judge compares those byte for byte with siblings; a few wrong elements are enough for that."""
-    run = made(1, **fields)
-    run = dataclasses.replace(run, comparisons=run.comparisons * 2)
-    assert fold(run).comparisons == run.comparisons
-    if fields.get("wrong"):
-        evidence = dataclasses.replace(
-            run.comparisons[0].evidence, first=tuple(((i,), "0x1", "0x2") for i in range(64))
-        )
-        loud = dataclasses.replace(run, comparisons=(dataclasses.replace(run.comparisons[0], evidence=evidence),))
-        assert [e[0] for e in fold(loud).comparisons[0].evidence.first] == [(0,), (1,), (2,), (3,)]
-
-
-def test_a_run_counts_once(idle):
-    """The daemon may meet its own run again when it looks at what others have stored."""
-    idle.take(made(1))
-    idle.take(made(1))
-    assert len(idle.evidence(CPU.uuid)) == 1
-
-
-def test_a_frequent_probe_does_not_crowd_out_a_rare_one(idle):
-    """Memory is bounded lane by lane: the only run of a daily probe outlives a thousand of another."""
-    idle.take(made(0, "daily"))
-    for number in range(1, 1000):
-        idle.take(made(number, "frequent"))
-    probes = [run.probe for run in idle.evidence(CPU.uuid)]
-    assert probes.count("daily") == 1
-    assert probes.count("frequent") == NEWEST
-
-
 def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path):
     """The same when the evidence is read back from the store."""
     config = settings(tmp_path, "passes", "records")
@@ -413,58 +350,6 @@ def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path
     assert (probes.count("passes"), probes.count("records")) == (1, NEWEST)
 
 
-def test_of_many_recordings_the_newest_runs_alone_are_kept(idle):
-    """With their readings, but for the fingerprint; what departed, and few recordings of a part, are kept whole."""
-    cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
-    readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
-    names = tuple(c.case for c in cases)
-    for number in range(10):
-        odd = names[:1] if number == 1 else ()
-        idle.take(made(number, recordings=cases, readings=readings, learnt=names, unknown=odd))
-        idle.take(made(number, "few", recordings=cases[:FEW], readings=readings, learnt=names, cases=names))
-    runs = [r for r in idle.evidence(CPU.uuid) if r.probe == "p"]
-    whole = [bool(r.recordings) for r in runs]
-    assert whole == [False, True] + [False] * 3 + [True] * SHOWN
-    assert [len(r.readings) for r in runs] == [1 + kept for kept in whole]
-    assert [bool(r.learnt) for r in runs] == whole
-    assert all(any(x.name == "golden_fingerprint" for x in r.readings) for r in runs)
-    assert all(r.recordings and r.learnt for r in idle.evidence(CPU.uuid) if r.probe == "few")
-
-
-def test_what_did_not_complete_takes_no_readings_from_what_did(idle):
-    """Five runs without memory later the newest whole run is still shown whole."""
-    cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
-    readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
-    for number in range(SHOWN + 2):
-        idle.take(made(number, recordings=cases, readings=readings))
-    for number in range(100, 110):
-        idle.take(made(number, outcome=Outcome.SKIPPED, comparisons=()))
-        idle.take(made(number, "p", id=f"{number:012x}-part", recordings=cases, readings=readings, cases=("case 1",)))
-    runs = [r for r in idle.evidence(CPU.uuid) if r.whole and r.recordings]
-    assert [len(r.readings) for r in runs] == [2] * SHOWN
-
-
-@pytest.mark.parametrize("recordings", [FEW, FEW + 1])
-def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordings):
-    """At the levels above quick a run of it has many recordings; how fast it was before is not forgotten for that."""
-    served = Device(uuid="endpoint:main@0", backend="endpoint", index=0, model="m")
-    idle.devices = {served.uuid: served}
-    cases = tuple(
-        Recording(case=f"case {n}", digest=f"{n:016x}", condition="idle", chain={"server": "x"})
-        for n in range(recordings)
-    )
-    slow = []
-    for number in range(2 * NEWEST):
-        seconds = 0.1 if number < NEWEST else 0.1 * (speed.SLOWER + 1)
-        took = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
-        at = NOW - 3600
-        idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(took,)))
-        if "endpoint-slow" in {finding.rule for finding in idle._decisions._recording_findings(served, drill=False)}:
-            slow.append(number)
-    # Until what is slow is half of what is remembered.
-    assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + speed.NEWEST) // 2))
-
-
 def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
     """A device with one is judged by a long record, which is bounded too where runs stay whole."""
     monkeypatch.setattr("canaryd.engine.evidence.RECORD", 200)
@@ -474,13 +359,6 @@ def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
     runs = idle.evidence(CPU.uuid)
     assert runs[0].wrong
     assert len(runs) == 200 + 1
-
-
-def test_a_broken_device_does_not_fill_the_memory(idle):
-    """Wrong in every run, for months: the newest mismatches tell as much as all of them."""
-    for number in range(1000):
-        idle.take(made(number, wrong=True))
-    assert len(idle.evidence(CPU.uuid)) <= 100
 
 
 @pytest.mark.parametrize(("kinds", "each"), [(1, 8), (4, 8), (8, 4), (20, 2)])
@@ -512,26 +390,6 @@ def test_a_restricted_check_does_not_decide_for_the_device(tmp_path):
     carry_out(engine, "passes")
     assert verdict(engine).state is State.HEALTHY
     assert engine.store.verdicts() == {}
-
-
-def test_devices_are_chosen_by_uuid_name_or_backend():
-    """Words that name no device are returned, so that the user hears about each."""
-    devices = {d.uuid: d for d in (CPU, Device(uuid="GPU-1", backend="cuda", index=3, model="a card"))}
-    assert [d.uuid for d in choose(devices, [])[0]] == ["CPU-1", "GPU-1"]
-    for word in ("GPU-1", "cuda:3", "cuda"):
-        found, missing = choose(devices, [word])
-        assert ([d.uuid for d in found], missing) == (["GPU-1"], [])
-    assert choose(devices, ["cuda:0", "cpu"]) == ([CPU], ["cuda:0"])
-
-
-def test_confirmations_for_a_sibling_never_push_out_a_mismatch(idle):
-    """A hundred clean confirmations that a flaky sibling asked for must not acquit this device."""
-    mine = [dataclasses.replace(made(n, wrong=True), id=f"{n:012x}-w") for n in (1, 2)]
-    clean = [dataclasses.replace(made(10 + n, confirms=f"other-{n}"), id=f"{10 + n:012x}-c") for n in range(150)]
-    for run in (*mine, *clean):
-        idle.take(run)
-    (uuid,) = {run.device for run in mine}
-    assert [run.id for run in idle.evidence(uuid) if run.wrong] == [run.id for run in mine]
 
 
 def test_interrupted_confirmations_are_owed(idle, tmp_path):
@@ -577,33 +435,6 @@ def test_confirmations_ask_whether_they_may(idle, tmp_path, monkeypatch):
     assert asked == [accused.uuid, *(d.uuid for d in CARDS[2:])]
     idle.take(hit)
     assert len(idle.owed(accused.uuid)) == 3
-
-
-def test_suspects_ask_their_siblings_in_turn(idle, tmp_path):
-    """Seven with unknown bits, and no sibling has to serve them all; the next intensity asks the next sibling."""
-    of_cards(idle, tmp_path)
-    for n, card in enumerate(CARDS):
-        if n:
-            told = {"device": card.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "findings": ()}
-            idle.store.set_verdict(Verdict(**told, decided=NOW, since=NOW))
-            idle.take(made(n, device=card.uuid, unknown=("c",), at=NOW - 7200))
-    asked = {card.uuid: [p.device.uuid for p in idle.retests(card.uuid)] for card in CARDS[1:]}
-    assert all(own == uuid for uuid, (own, _) in asked.items())
-    assert len({witness for _, witness in asked.values()}) == 7
-    idle.take(made(20, device="GPU-1", intensity="repeated", at=NOW - 3600))
-    assert asked["GPU-1"] == ["GPU-1", "GPU-2"]
-    assert [p.device.uuid for p in idle.retests("GPU-1")] == ["GPU-1", "GPU-3"]
-
-
-@pytest.mark.parametrize(("took", "asked"), [(0.05 * 86_400 - 1, "GPU-2"), (0.05 * 86_400, "GPU-3")])
-def test_a_sibling_has_a_share_for_retests_too(idle, tmp_path, took, asked):
-    """What it was asked for others counts, as what it was asked for itself; who has given that is left out."""
-    of_cards(idle, tmp_path)
-    told = {"device": "GPU-1", "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "findings": ()}
-    idle.store.set_verdict(Verdict(**told, decided=NOW, since=NOW))
-    idle.take(made(1, device="GPU-1", unknown=("c",), at=NOW - 7200))
-    idle.take(made(2, device="GPU-2", intensity="steady", seconds=took, at=NOW - 80_000))
-    assert [p.device.uuid for p in idle.retests("GPU-1")] == ["GPU-1", asked]
 
 
 def test_what_was_faulty_stays_so_when_the_inventory_fails(idle):
@@ -656,13 +487,6 @@ def test_a_configuration_of_fewer_devices_changes_nothing_for_the_others(tmp_pat
     assert not engine.watch.history.of(the_cpu(engine))
 
 
-def test_a_drill_is_judged_by_its_own_runs(idle):
-    """An earlier drill's detection must not stand in for one that never ran."""
-    idle.take(made(1, wrong=True, at=NOW - 300, drill="flip"))
-    assert idle.drill_verdict(CPU.uuid).state is State.SUSPECT
-    assert idle.drill_verdict(CPU.uuid, since=NOW - 10).state is State.UNKNOWN
-
-
 def test_a_vendor_that_cannot_be_asked_makes_the_host_unknown(tmp_path):
     """Something of NVIDIA's is set up wrongly here: the host is not healthy by silence, and the reason is told."""
     wrong = ProbeSettings(settings={"sysf": "/x"})
@@ -672,15 +496,6 @@ def test_a_vendor_that_cannot_be_asked_makes_the_host_unknown(tmp_path):
     assert found.state is State.UNKNOWN
     (finding,) = [f for f in found.findings if f.rule == "devices-unlisted"]
     assert "sysf" in finding.message
-
-
-def test_a_vendor_of_whom_nothing_is_here_is_no_problem(tmp_path):
-    """No NVIDIA library, no npu-smi, no macOS: a machine without such devices is healthy."""
-    each = {f"{name}_telemetry": ProbeSettings(enabled=True) for name in ("nvidia", "amd", "intel", "ascend", "apple")}
-    engine = start(settings(tmp_path, "passes", **each))
-    carry_out(engine, "passes")
-    assert engine.failing == {}
-    assert verdict(engine).state is State.HEALTHY
 
 
 # --- Days ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from canaryd.engine import check, schedule
+from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.facts import Comparison, Exactness, Place, Reading
 from canaryd.model import Device, Outcome, Run
@@ -18,7 +18,6 @@ def gpu(index, backend="cuda", **more):
     return Device(uuid=f"{backend}-{index}", backend=backend, index=index, model="H100", torch_index=index, **more)
 
 
-CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a CPU")
 GPUS = (gpu(0), gpu(3), gpu(5))
 
 
@@ -30,30 +29,6 @@ def entry(tmp_path):
 
 def step(entry):
     return schedule.Step(entry=entry, level="standard", seed=1)
-
-
-def test_a_group_is_the_devices_of_one_backend(entry):
-    """In the order of their indices; a lone device has no links, an instance none of its own, a processor its cores."""
-    amd = (gpu(0, "rocm"), gpu(1, "rocm"))
-    plans = schedule.plan_group([GPUS[2], *amd, CPU, GPUS[0], GPUS[1], gpu(7, parent="GPU-x")], entry, step(entry))
-    assert [(p.device, p.peers) for p in plans] == [(GPUS[0], GPUS[1:]), (amd[0], amd[1:])]
-    assert schedule.plan_group([GPUS[0], CPU, gpu(1, "rocm")], entry, step(entry)) == []
-
-
-def test_only_a_processor_has_its_group_in_its_own_round(entry):
-    """That of accelerators is planned apart, because it needs all of them."""
-    of = {"levels": {"collectives": "standard"}, "seed": 1, "sets": ("",)}
-    assert schedule.plan_round(GPUS[0], [entry], **of) == []
-    (plan,) = schedule.plan_round(CPU, [entry], **of)
-    assert (plan.device, plan.peers) == (CPU, ())
-
-
-def test_a_group_is_never_retested_beside_a_server(entry):
-    """Nor confirmed on siblings, which were part of it."""
-    assert not schedule.can_be_retested(entry, GPUS[0])
-    wrong = run([sent((0, 1), wrong=1)])
-    plans = schedule.confirmations(wrong, entry, GPUS[0], GPUS[1:], 3)
-    assert [p.device for p in plans] == [GPUS[0]] * 3
 
 
 def sent(ends, *, wrong=0):
@@ -84,20 +59,6 @@ def test_each_end_is_told_of_its_own_links(entry):
         [(second, "cuda-3", 1), (Place(unit="device"), "", 0)],
     ]
     assert [r.trials for r in found] == [1, 2, 2]
-
-
-def test_a_run_that_did_not_complete_stays_one(entry):
-    """It is that of the device which led the group; the others have no result."""
-    plan = schedule.Plan(device=GPUS[0], instruction_set="", steps=(step(entry),), peers=GPUS[1:])
-    assert len(schedule.shares(run([]), plan, lambda: "other")) == 1
-
-
-def test_a_quick_check_does_without_groups(entry):
-    """Unless the probe is named: it takes longer to start its processes than a quick check may last."""
-    assert not check._is_asked(check.Options(level="quick"), entry)
-    assert check._is_asked(check.Options(level="standard"), entry)
-    assert check._is_asked(check.Options(level="quick", probes=("collectives",)), entry)
-    assert not check._is_asked(check.Options(level="deep", probes=("exact_matmul",)), entry)
 
 
 def test_all_devices_of_a_group_are_locked(entry, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from canaryd.config.settings import Config
-from canaryd.engine.inventory import bus_key, changes, merge, remembered
+from canaryd.engine.inventory import changes, merge, remembered
 from canaryd.judge.slower import Day
 from canaryd.model import UNDRIVEN, UNSEEN, Cause, Device, State, Verdict
 from canaryd.store.devices import DeviceRecord
@@ -35,24 +35,6 @@ def described(*devices, torch="2.13.0", **stack):
 def listing(unavailable=None, facts=None, **devices):
     found = {name: tuple(each) for name, each in devices.items()}
     return Listing(devices=found, unavailable=unavailable or {}, facts=facts or {})
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ("00000000:65:00.0", "0000:65:00"),
-        ("0000:65:00", "0000:65:00"),
-        ("65:00.0", "0000:65:00"),
-        ("0008:06:00", "0008:06:00"),
-        ("00010000:AB:00.1", "10000:ab:00"),
-        ("", ""),
-        ("GPU-65:00", ""),
-        ("0000:65", ""),
-    ],
-)
-def test_a_bus_address_has_one_spelling(given, wanted):
-    """Driver, torch and kernel log write the same place in different ways."""
-    assert bus_key(given) == wanted
 
 
 def test_what_both_see_is_one_device():
@@ -85,31 +67,6 @@ def test_why_torch_does_not_show_a_gpu_goes_with_it_and_no_further():
     assert changes(known, known.keys(), other.devices, (), NOW) == []
 
 
-def test_torch_alone_will_do():
-    """Where no vendor library answers, torch's word is taken."""
-    found = merge(described(CPU, TORCH), listing({"nvidia": "no driver"}), {})
-    assert {d.uuid for d in found.devices} == {CPU.uuid, TORCH.uuid}
-
-
-def test_amd_devices_meet_on_the_bus():
-    """Torch and the kernel name AMD devices differently: their place on the bus is the same, and torch's name stays."""
-    kernel = replace(SEEN, uuid="GPU-abcdef", backend="rocm")
-    torch = replace(TORCH, uuid="GPU-30313233", backend="rocm")
-    found = merge(described(CPU, torch), listing(amd=[kernel]), {})
-    assert [d.uuid for d in found.devices if d.backend == "rocm"] == ["GPU-30313233"]
-    weak = replace(torch, weak_identity=True)
-    found = merge(described(CPU, weak), listing(amd=[kernel]), {})
-    assert [d.uuid for d in found.devices if d.backend == "rocm"] == ["GPU-abcdef"]
-
-
-def test_where_torch_knows_nothing_but_a_number_that_will_do():
-    """Intel's and Apple's devices have neither name nor place in torch: the same number is the same device."""
-    kernel = replace(SEEN, uuid="XPU-0000:03:00.0", backend="xpu", index=0)
-    torch = Device(uuid="XPU-at-host-0", backend="xpu", index=0, model="Max", torch_index=0, weak_identity=True)
-    (gpu,) = [d for d in merge(described(CPU, torch), listing(intel=[kernel]), {}).devices if d.backend == "xpu"]
-    assert (gpu.uuid, gpu.torch_index) == ("XPU-0000:03:00.0", 0)
-
-
 @pytest.mark.parametrize("backend", ["rocm", "xpu"])
 def test_a_device_whose_place_torch_does_not_tell_is_listed_once(backend):
     """Older torches tell no place of AMD's devices, newer ones a uuid but none of Intel's: all were there twice."""
@@ -124,16 +81,6 @@ def test_a_device_whose_place_torch_does_not_tell_is_listed_once(backend):
         ("T-0", 0, "0000:05:00.0"),
         ("T-1", 1, "0000:15:00.0"),
     ]
-
-
-def test_what_only_torch_sees_for_once_has_not_changed():
-    """A GPU that its driver has lost and torch still lists keeps its name, its number and its facts."""
-    whole = replace(SEEN, detail={**SEEN.detail, "driver": "580.95", "capability": "9.0", "memory_bytes": "85"})
-    torch = replace(TORCH, detail={**TORCH.detail, "memory_bytes": "84"})
-    found = merge(described(CPU, torch), listing(nvidia=[]), {SEEN.uuid: whole}, {SEEN.uuid})
-    (gpu,) = [d for d in found.devices if d.backend == "cuda"]
-    assert (gpu.model, gpu.index, gpu.torch_index) == (SEEN.model, SEEN.index, TORCH.torch_index)
-    assert changes({SEEN.uuid: whole}, {SEEN.uuid}, [gpu], [], NOW) == []
 
 
 @pytest.mark.parametrize("shown", ["GPU-0", SEEN.uuid])
@@ -184,24 +131,6 @@ def test_who_was_not_asked_is_not_gone():
     assert "cpu" in merge(described(torch=None), listing(nvidia=[SEEN]), {}).uncertain
 
 
-def test_the_machine_s_facts_belong_to_the_host():
-    """Kernel, BIOS and torch are the CPU's; an accelerator has the torch that reaches it."""
-    given = listing(nvidia=[SEEN], facts={"bios": "1.2"})
-    found = {d.backend: d for d in merge(described(CPU, kernel="6.1"), given, {}).devices}
-    assert found["cpu"].detail == {"torch": "2.13.0", "kernel": "6.1", "bios": "1.2", "microcode": "0x1"}
-    assert found["cuda"].detail["torch"] == "2.13.0"
-    assert "bios" not in found["cuda"].detail
-
-
-def test_what_cannot_be_read_now_is_kept():
-    """A serial number that the driver does not give today is neither lost nor a change."""
-    silent = replace(SEEN, detail={"bus_id": "0000:65:00.0"})
-    found = merge(described(CPU), listing(nvidia=[silent]), {SEEN.uuid: SEEN})
-    gpu = next(d for d in found.devices if d.backend == "cuda")
-    assert gpu.detail["serial"] == "165"
-    assert changes({SEEN.uuid: SEEN}, {SEEN.uuid}, [gpu], [], NOW) == []
-
-
 def test_changes_have_before_and_after():
     """A new driver, a new slot, a new and a lost device are events; a first look and a reboot are none."""
     after = replace(SEEN, detail={"serial": "165", "bus_id": "0000:66:00.0", "driver": "580.2", "boot_id": "b"})
@@ -248,14 +177,6 @@ def test_another_runtimes_device_belongs_to_a_card_where_that_can_be_told(detail
     assert device.weak_identity is not bool(card)
     assert ("card" in device.detail) is not bool(card)
     assert len(found.devices) == 3
-
-
-def test_the_one_gpu_of_a_mac_is_the_same_card():
-    """Metal gives no address, and a Mac has one GPU."""
-    mps = Device(uuid="MPS-1", backend="mps", index=0, model="Apple M4", torch_index=0)
-    runtimes = {"mlx": Reach(devices=(through("mlx-metal"), through("mlx-cpu", uuid="c", card=CPU.uuid)))}
-    metal, cpu = (d for d in merge(described(CPU, mps), listing(), {}, (), runtimes).devices if d.runtime == "mlx")
-    assert (metal.card, cpu.card) == (mps.uuid, CPU.uuid)
 
 
 def test_a_runtime_that_could_not_be_asked_makes_its_devices_uncertain():

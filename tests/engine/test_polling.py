@@ -19,10 +19,9 @@ from canaryd.engine import events, kernel_log
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee
-from canaryd.facts import LogPosition, LogRecord
-from canaryd.judge.telemetry import signals
+from canaryd.facts import LogRecord
 from canaryd.judge.telemetry.events import log_event
-from canaryd.model import Ack, AckKind, Cause, Device, Event, Outcome, State
+from canaryd.model import Ack, AckKind, Device, Event, Outcome, State
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
 from canaryd.supervisor import killed
@@ -120,12 +119,6 @@ def test_a_poll_is_read_in_a_process_that_ends(host):
     assert all(gone(pid) for pid in host.pids())
 
 
-def test_an_old_poll_is_not_shown_as_the_truth(host):
-    """Readings vanish when they are too old; they are not frozen."""
-    host.poll(("load_average", 0.5))
-    assert host.watch.readings(host.cpu, time.time() + 3600) == ()
-
-
 def test_only_what_says_something_new_is_stored(host):
     """Polls that repeat themselves are counted, not kept; one that shows another counter is kept at once."""
     for _ in range(4):
@@ -141,16 +134,6 @@ def test_only_what_says_something_new_is_stored(host):
     assert (event.count, event.before, event.after) == (2, "1", "3")
 
 
-def test_a_poll_is_kept_now_and_then(host):
-    """For the course of readings over time, a poll is stored when the last one stored is old enough."""
-    keep = replace(host.engine.config.telemetry, keep=0.001)
-    host.engine.config = replace(host.engine.config, telemetry=keep)
-    for _ in range(3):
-        host.poll(("load_average", 0.5))
-        time.sleep(0.01)
-    assert len(host.store.polls(host.cpu)) == 3
-
-
 def test_a_rise_across_a_restart_is_counted_once(host):
     """What rose while nobody looked is seen afterwards, and not again after the next restart."""
     dimm = {"kind": "corrected", "controller": "mc0", "dimm": "A1"}
@@ -163,18 +146,6 @@ def test_a_rise_across_a_restart_is_counted_once(host):
     assert [e.count for e in third.watch.history.of(third.device) if e.kind == "counter"] == [4]
 
 
-def test_who_judges_without_polling_has_what_was_stored_last(host):
-    """Of a quiet device a poll is stored every five minutes: until then it is the present, also of a daemon beside."""
-    host.poll(("temperature_celsius", 34.0))
-    host.again()
-    assert host.watch.polls(host.cpu) == {}
-    host.engine.recall_telemetry(host.cpu)
-    poll = host.watch.polls(host.cpu)["says"]
-    assert [r.value for r in poll.completed.readings] == [34.0]
-    assert signals.stale_after(poll.period) >= Config().telemetry.keep
-    assert len(host.pids()) == 1
-
-
 def test_what_telemetry_said_before_a_repair_is_not_recalled(host):
     """A part that was replaced is not judged by the flags of the one before."""
     host.poll(("row_remap_failed", 1.0))
@@ -183,18 +154,6 @@ def test_what_telemetry_said_before_a_repair_is_not_recalled(host):
     host.again()
     host.engine.recall_telemetry(host.cpu)
     assert host.watch.polls(host.cpu) == {}
-
-
-def test_polls_that_failed_since_are_recalled_as_a_gap(host):
-    """Who judges without polling must not take a reading for the present that failed polls came after."""
-    host.poll(("temperature_celsius", 34.0))
-    host.poll(hangs=True)
-    host.again()
-    host.engine.clock = lambda: time.time() + 6000
-    host.engine.recall_telemetry(host.cpu)
-    (poll,) = host.watch.polls(host.cpu).values()
-    assert (poll.newest.outcome, poll.since) == (Outcome.TIMED_OUT, poll.completed.started)
-    assert "telemetry-stale" in {f.rule for f in host.engine.verdict(host.cpu).findings}
 
 
 def test_a_hung_driver_costs_a_worker_and_is_asked_less_and_less(host):
@@ -292,22 +251,6 @@ def test_an_outage_and_a_restart_wipe_nothing_out(host):
     assert "row-remap-failed" in {f.rule for f in again.engine.verdict(again.cpu).findings}
 
 
-def test_failed_polls_are_stored_now_and_then(host):
-    """A driver that is away for a week does not fill the disk with polls that say so."""
-    for _ in range(5):
-        host.poll(skips="no driver")
-    assert len(host.store.polls(host.cpu)) == 1
-
-
-def test_one_failed_poll_does_not_let_go_of_a_driver_without_persistence(host):
-    """Letting go would reset what is to be read, because of a hiccup."""
-    host.poll(("persistence_mode", 0))
-    host.poll(skips="busy")
-    assert host.watch.holding
-    host.poll(("persistence_mode", 0))
-    assert len(set(host.pids())) == 1
-
-
 # Events
 
 
@@ -336,30 +279,6 @@ def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
     boot.write_text("three\n")
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     assert "clean" in {e.name for e in host.watch.history.of(host.device) if e.kind == "boot" and e.after == "three"}
-
-
-def test_a_device_that_is_found_later_has_the_reboots_of_its_place(host, tmp_path):
-    """What was recorded there before it was known came before them; each reboot is one event."""
-    boot, now = tmp_path / "boot_id", time.time()
-    place = events.BUS + bus_key(GPU.detail["bus_id"])
-    lost = Event(device=place, kind="xid", name="79", code=79, first=now - 86_400, last=now - 86_400)
-    host.watch.history.record([lost])
-    for name in ("one\n", "two\n"):
-        boot.write_text(name)
-        host.watch.history.record_boot([host.cpu], now, boot_id=boot)
-    assert [e.kind for e in host.watch.history.of(GPU)] == ["xid", "boot"]
-    boot.write_text("three\n")
-    host.watch.history.record_boot([host.cpu, GPU.uuid], now, boot_id=boot)
-    assert [e.after for e in host.watch.history.of(GPU) if e.kind == "boot"].count("three") == 1
-
-
-def test_an_instance_shares_what_happens_to_its_gpu(host):
-    """An Xid of a divided GPU is an event of each instance, and each is tested for it."""
-    host.watch.history.instances = {GPU.uuid: [MIG.uuid]}
-    now = time.time()
-    host.watch.history.record([Event(device=GPU.uuid, kind="xid", name="31", code=31, first=now, last=now)])
-    assert [(e.device, e.name) for e in host.watch.history.of(MIG)] == [(MIG.uuid, "31")]
-    assert set(host.watch.history.triggers) == {GPU.uuid, MIG.uuid}
 
 
 def test_changes_are_counted_by_component(host):
@@ -416,15 +335,6 @@ def test_what_rose_under_one_that_was_killed_is_counted_by_the_other(host):
         other.poll(("edac_errors_total", 5, dimm))
     assert sum(e.count for e in other.store.events() if e.kind == "counter") == 4
     other.close()
-
-
-def test_a_poll_that_is_not_due_waits(host):
-    """A sweep comes as often as the most frequent probe asks; the others keep their own period."""
-    host.engine.sweep(due=True)
-    host.engine.sweep(due=True)
-    assert len(host.pids()) == 1
-    host.engine.sweep()
-    assert len(host.pids()) == 2
 
 
 # The kernel log
@@ -573,60 +483,6 @@ def test_a_line_belongs_to_the_device_at_that_place(kind, bus_id, wanted):
     assert addressee(record, []) == (f"bus {bus_key(bus_id)}" if kind == "xid" else "host")
 
 
-SECOND = replace(GPU, uuid="GPU-2", index=1, detail={"bus_id": "0000:66:00.0"})
-
-
-@pytest.mark.parametrize(
-    ("below", "device", "kind", "name"),
-    [
-        ("0000:65:00.0 0000:65:00.1", "GPU-1", "aer", "fatal port"),  # a GPU and its sound are one part
-        ("0000:65:00.0 0000:66:00.0", "CPU-1", "port", "aer fatal"),
-        ("0000:65:00.0 0000:17:00.0", "CPU-1", "port", "aer fatal"),
-        ("0000:17:00.0", "CPU-1", "elsewhere", "aer fatal"),
-        ("", "CPU-1", "elsewhere", "aer fatal"),
-    ],
-)
-def test_a_line_about_a_port_belongs_to_the_one_device_below_it(below, device, kind, name):
-    """Where several are below it, the host has it, and where none is watched, nobody is accused."""
-    fields = {"below": below} if below else {}
-    record = LogRecord(boot="b", sequence=1, at=1.6e9, kind="aer", name="fatal", bus_id="0000:60:01.0", fields=fields)
-    event = kernel_log._event(record, [MIG, CPU, GPU, SECOND])
-    assert (event.device, event.kind, event.name) == (device, kind, name)
-
-
-@pytest.mark.parametrize(("known", "device"), [([CPU, GPU], "GPU-1"), ([CPU, GPU, SECOND], "CPU-1")])
-def test_the_device_that_is_left_on_the_bus_is_not_taken_for_the_lost_one(known, device):
-    """A line names no device, and one is left: it is about that one only where canaryd knew of no other."""
-    fields = {"only": "0000:65:00.0"}
-    lost = LogRecord(boot="b", sequence=1, at=1.6e9, kind="off-bus", bus_id="0000:65:00.0", fields=fields)
-    event = kernel_log._event(lost, known)
-    assert (event.device, event.fields) == (device, {})
-
-
-def test_a_fault_of_one_of_several_devices_is_told_and_names_none(host):
-    """AMD's driver does not always say which device it means: the host has the finding, and no device is accused."""
-    ring, reset = (
-        LogRecord(boot="b", sequence=n, at=time.time(), kind="amdgpu", name=name, text=f"amdgpu: {name}")
-        for n, name in enumerate(("ring-timeout", "reset"))
-    )
-    host.watch.kernel_log._record([ring, reset], LogPosition(boot="b", sequence=1), [*host.engine.devices.values()])
-    (found,) = (f for f in host.engine.verdict(host.cpu).findings if f.rule == "kernel-unplaced")
-    assert (found.state, found.cause) == (State.DEGRADED, Cause.UNDETERMINED)
-    assert any("amdgpu: ring-timeout" in text for text in found.evidence)
-    assert counter(host.store, "kernel_log_events", device=host.cpu, kind="elsewhere", name="amdgpu reset") == 1
-
-
-def test_what_was_heard_before_a_device_was_known_is_its_own(host):
-    """The log is not read in vain while the inventory is late: events wait at their place."""
-    host.hear(XID, "CPU0: Core temperature above threshold, cpu clock throttled")
-    series = host.engine.workers.start(numeric=False, uses_device=False)
-    host.watch.read_log(series, list, until_end=True)
-    host.engine.workers.end(series)
-    assert [e.name for e in host.watch.history.of(GPU) if e.kind == "xid"] == ["79"]
-    assert [e.device for e in host.watch.history.of(host.device) if e.kind == "thermal"] == [host.cpu]
-    assert [e for e in host.watch.history.of(host.device) if e.kind == "xid"] == []
-
-
 def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
     """A network card's PCI Express error is no finding against the host's processor."""
     host.hear("pcieport 0000:00:01.0: AER: Uncorrectable (Fatal) error message received from 0000:17:00.0")
@@ -654,8 +510,3 @@ def test_a_log_that_is_missing_is_said_while_it_is_followed(host):
     host.engine.read_log(until_end=False)
     assert time.monotonic() - begun < 30
     assert str(host.log) in host.watch.kernel_log.problem
-
-
-def test_the_boot_id_of_this_machine_is_read():
-    """The default path is the kernel's."""
-    assert len(events.BOOT_ID.read_text().strip()) == 36

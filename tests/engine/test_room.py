@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -71,16 +70,6 @@ def test_alone_one_always_enters_and_a_stop_lets_go():
         visitors.go(name)
 
 
-def test_where_nobody_can_tell_nothing_is_limited():
-    """As on a system without /proc."""
-    visitors = Visitors(Room(lambda: None))
-    for name in ("a", "b"):
-        visitors.come(name, GIB)
-    eventually(lambda: len(visitors.inside) == 2)
-    for name in ("a", "b"):
-        visitors.go(name)
-
-
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -105,17 +94,6 @@ def test_the_least_of_host_and_control_groups_counts(tmp_path, groups, expected)
         }
         plant(tmp_path / "cgroup" / group, files)
     assert available(tmp_path / "cgroup", tmp_path / "proc") == expected
-
-
-def test_nothing_to_read_is_no_answer(tmp_path):
-    """Neither a limit nor none."""
-    assert available(tmp_path, tmp_path) is None
-
-
-def test_this_machine_has_memory():
-    """The real files are read."""
-    found = available()
-    assert found is None if not Path("/proc/meminfo").exists() else found > 0
 
 
 @pytest.mark.parametrize(("memory", "together"), [("256MiB", 3), ("1024GiB", 1)])

@@ -10,7 +10,6 @@ import pytest
 
 from canaryd.config.settings import Config, ProbesConfig, RuntimesConfig, WorkerConfig
 from canaryd.daemon.rounds import Rounds
-from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine
 from canaryd.model import Device
@@ -40,14 +39,6 @@ def entry(**fields) -> Entry:
     return Entry(spec=ProbeSpec(name="p", summary="s", **fields), file=ProbeFile(name="p", path=Path("p"), source=""))
 
 
-def test_without_the_setting_nothing_is_looked_for(tmp_path):
-    """A node with torch alone sees no change, whatever is installed."""
-    engine = Engine(settings(tmp_path), Store.open(tmp_path))
-    engine.discover()
-    assert {d.runtime for d in engine.devices.values()} == {"torch"}
-    assert not [p for p in engine.problems if "runtimes" in p]
-
-
 def test_what_an_interpreter_lacks_is_one_line(engine):
     """The setting, the interpreter, the package, and how to install it."""
     engine.discover()
@@ -66,16 +57,6 @@ def test_a_known_device_stays_while_its_runtime_cannot_be_asked(engine):
     assert not [e for e in engine.watch.history.of(MLX) if e.kind == "change"]
 
 
-def test_a_runtime_that_is_no_longer_asked_for_is_forgotten(tmp_path):
-    """No finding, no event: it was taken out of the configuration on purpose."""
-    engine = Engine(settings(tmp_path), Store.open(tmp_path))
-    engine.store.see_device(MLX, 1.0)
-    engine.store.set_present({MLX.uuid}, 1.0)
-    engine.discover()
-    assert MLX.uuid not in engine.devices
-    assert not [e for e in engine.watch.history.of(MLX) if e.kind == "change"]
-
-
 def test_a_worker_runs_under_the_interpreter_of_its_runtime(engine):
     """Its own for MLX, that of the stack under test for torch; a container is torch's alone."""
     engine.config = replace(
@@ -91,33 +72,6 @@ def test_two_runtimes_never_use_a_card_at_once(engine):
     """The lock is the card's."""
     with engine._locked(CPU, 0.0, lambda _: None), pytest.raises(Busy), engine._locked(MLX, 0.0, lambda _: None):
         pass
-
-
-def test_a_probe_runs_through_the_runtimes_that_it_names():
-    """The default is torch's devices; "*" is every runtime, of the backends that it names."""
-    assert schedule.applies(entry(), CPU)
-    assert not schedule.applies(entry(), MLX)
-    assert schedule.applies(entry(runtimes=("*",)), MLX)
-    assert schedule.applies(entry(runtimes=("mlx",)), MLX)
-    assert not schedule.applies(entry(runtimes=("*",), backends=("cpu",)), MLX)
-
-
-def test_a_card_counts_once_behind_an_endpoint(engine):
-    """A server uses a part, not the runtimes that canaryd tests it through; a device may still be named."""
-    served = replace(endpoints.EndpointConfig(), url="http://127.0.0.1:1/v1")
-    assert endpoints.behind(served, [CPU, MLX]) == [CPU]
-    assert endpoints.behind(replace(served, devices=("mlx-cpu:0",)), [CPU, MLX]) == [MLX]
-
-
-@pytest.mark.parametrize(
-    ("backend", "runtime", "unit"),
-    [("cpu", "torch", "cpu"), ("cuda", "torch", "cuda"), ("mlx-cpu", "mlx", "cpu"), ("onnx-coreml", "onnx", "coreml")],
-)
-def test_a_backend_names_its_runtime_and_unit(backend, runtime, unit):
-    """Torch's backends name no runtime."""
-    device = Device(uuid="x", backend=backend, index=2, model="m")
-    assert (device.runtime, device.unit, device.name) == (runtime, unit, f"{backend}:2")
-    assert device.physical == device.part == "x"
 
 
 def test_a_round_waits_in_silence_while_its_card_is_tested_through_another_runtime(engine, caplog):

@@ -52,21 +52,10 @@ def due(last: dict[str, float], period: float = HOUR, *, luck: float = 0.5) -> l
 # --- When ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_probe_that_never_ran_is_due():
-    """The first round needs no past."""
-    assert due({}) == ["p"]
-
-
 @pytest.mark.parametrize(("ago", "is_due"), [(0.0, False), (HOUR - 1, False), (HOUR, True), (HOUR + 1, True)])
 def test_a_probe_is_due_when_its_period_has_passed(ago, is_due):
     """Counted from the start of its last run, the period itself included."""
     assert bool(due({"p": NOW - ago})) is is_due
-
-
-def test_a_pause_of_many_periods_makes_a_probe_due_once():
-    """After a night asleep nothing has piled up: one run, and then the period counts from it."""
-    assert due({"p": NOW - 1000 * HOUR}) == ["p"]
-    assert due({"p": NOW}) == []
 
 
 def test_a_clock_set_back_makes_everything_due():
@@ -101,65 +90,10 @@ def plan(device: Device, *entries: Entry, sets=("",), level: str = "quick", **fi
     return schedule.plan_round(device, entries, levels=levels, seed=7, sets=sets, **fields)
 
 
-def names(plans: list[schedule.Plan]) -> list[tuple[str, list[str]]]:
-    return [(p.instruction_set, [s.entry.spec.name for s in p.steps]) for p in plans]
-
-
-def test_a_round_is_ordered_by_the_probes_and_then_by_name():
-    """Cheap and telling probes first, whatever order the catalogue has."""
-    found = plan(GPU, entry("b", order=2), entry("c", order=1), entry("a", order=2))
-    assert names(found) == [("", ["c", "a", "b"])]
-
-
-def test_a_probe_for_another_backend_is_left_out():
-    """A star is for all; where nothing applies there is no series, and no worker is started for it."""
-    assert names(plan(GPU, entry("any"), entry("cpu_only", backends=("cpu",)))) == [("", ["any"])]
-    assert plan(GPU, entry("cpu_only", backends=("cpu",))) == []
-
-
-def test_only_probes_that_depend_on_it_run_with_every_instruction_set():
-    """The others would repeat the same instructions."""
-    found = plan(CPU, entry("numbers", every_instruction_set=True), entry("sensors"), sets=CPU.instruction_sets)
-    assert names(found) == [("native", ["numbers", "sensors"]), ("avx2", ["numbers"]), ("baseline", ["numbers"])]
-
-
-def test_probes_without_torch_form_a_series_of_their_own():
-    """They run under canaryd's own interpreter, and no instruction set is chosen for them."""
-    found = plan(CPU, entry("numbers"), entry("sensors", numeric=False), sets=("native",))
-    assert names(found) == [("native", ["numbers"]), ("", ["sensors"])]
-    assert [p.numeric for p in found] == [True, False]
-
-
-def test_every_series_of_a_round_has_the_same_seed_cases_and_drill():
-    """So that results of two instruction sets can be set side by side."""
-    numbers = entry("numbers", every_instruction_set=True)
-    steps = [s for p in plan(CPU, numbers, sets=("native", "avx2"), cases=("a",), drill="flip") for s in p.steps]
-    assert {(s.seed, s.cases, s.drill, s.confirms) for s in steps} == {(7, ("a",), "flip", "")}
-
-
-def test_every_probe_has_its_own_level():
-    """The configuration may set one for each."""
-    levels = {"a": "quick", "b": "deep"}
-    (only,) = schedule.plan_round(GPU, [entry("a"), entry("b")], levels=levels, seed=1, sets=("",))
-    assert [s.level for s in only.steps] == ["quick", "deep"]
-
-
 def test_quick_takes_the_instruction_sets_in_turn():
     """One per round, each again after as many rounds as there are; the first round has the native one."""
     turns = [schedule.instruction_sets(CPU, "quick", turn) for turn in range(5)]
     assert turns == [("native",), ("avx2",), ("baseline",), ("native",), ("avx2",)]
-
-
-@pytest.mark.parametrize("level", ["standard", "deep"])
-def test_above_quick_every_round_has_all_instruction_sets(level):
-    """Whatever the turn."""
-    assert schedule.instruction_sets(CPU, level, 5) == CPU.instruction_sets
-
-
-@pytest.mark.parametrize("level", ["quick", "standard", "deep"])
-def test_other_devices_have_no_instruction_sets(level):
-    """One series, without a name."""
-    assert schedule.instruction_sets(GPU, level, 3) == ("",)
 
 
 def test_seeds_are_fresh_and_survive_json():
@@ -190,32 +124,6 @@ def test_every_sibling_is_asked_once_for_the_same_bytes():
     plans = confirm(run(comparison()), [TWIN])
     assert [p.device for p in plans] == [GPU, GPU, GPU, TWIN]
     assert plans[-1].steps == plans[0].steps
-
-
-def test_a_drill_does_not_ask_siblings():
-    """The injected fault would be injected there too, and witness nothing."""
-    plans = confirm(run(comparison(), drill="flip"), [TWIN])
-    assert [p.device for p in plans] == [GPU] * 3
-    assert {s.drill for p in plans for s in p.steps} == {"flip"}
-
-
-def test_a_clean_run_and_a_confirmation_ask_for_nothing():
-    """Otherwise a mismatch would go on for ever."""
-    assert confirm(run(comparison(wrong=False))) == []
-    assert confirm(run(comparison(), confirms="r0")) == []
-
-
-def test_each_wrong_case_is_named_once_and_not_too_many_of_them():
-    """Several uploads of one case are one case; a device that is wrong everywhere is confirmed by the first few."""
-    (first, *_) = confirm(run(comparison("b"), comparison("a"), comparison("b")))
-    assert first.steps[0].cases == ("b", "a")
-    (first, *_) = confirm(run(*(comparison(f"c{i}") for i in range(100))))
-    assert first.steps[0].cases == tuple(f"c{i}" for i in range(schedule.CONFIRMED_CASES))
-
-
-def test_a_doubtful_golden_is_confirmed_too():
-    """What accuses the host's processor deserves the same repetition."""
-    assert len(confirm(run(comparison(subject=Subject.HOST)))) == 3
 
 
 def test_a_mismatch_before_a_crash_is_confirmed():
@@ -255,35 +163,6 @@ def test_a_retest_asks_the_same_bytes_for_the_time_of_a_deep_run(intensity):
     assert (step.intensity, step.effort, step.confirms, step.trigger) == (intensity, "deep", "", "retest of r1")
 
 
-def test_a_run_as_usual_has_the_time_of_its_level():
-    """Only a retest has that of deep."""
-    assert [s.effort for s in plan(GPU, entry("p"))[0].steps] == ["quick"]
-
-
-def test_other_content_is_the_whole_probe_at_level_deep_with_a_fresh_seed():
-    """No other probe where this one was wrong, and no case left out."""
-    (plan,) = retest(run(comparison(), seed=42), "content", entry("other"))
-    assert [(s.entry.spec.name, s.level, s.seed, s.cases, s.intensity) for s in plan.steps] == [
-        ("p", "deep", 99, (), "content")
-    ]
-
-
-def test_other_content_on_a_cpu_takes_another_instruction_set_too_in_turn():
-    """The path that failed, and each time the next one."""
-    found = run(comparison(), device="CPU-1", instruction_set="avx2")
-    turns = [[p.instruction_set for p in retest(found, "content", device=CPU, turn=turn)] for turn in range(3)]
-    assert turns == [["avx2", "native"], ["avx2", "baseline"], ["avx2", "native"]]
-
-
-def test_unknown_recorded_bits_ask_every_probe_that_computes():
-    """The exact ones tell a fault from a stack that changed; sensors and endpoints have nothing to say."""
-    others = [entry("exact"), entry("sensors", numeric=False), entry("cpu_only", backends=("cpu",))]
-    (plan,) = retest(run(unknown=("x",)), "content", *others)
-    assert sorted(s.entry.spec.name for s in plan.steps) == ["exact", "p"]
-    (plan,) = retest(run(unknown=("x",)), "steady", *others)
-    assert [(s.entry.spec.name, s.cases) for s in plan.steps] == [("p", ("x",))]
-
-
 @pytest.mark.parametrize("intensity", INTENSITIES)
 def test_drills_endpoints_and_what_is_not_computed_are_never_retested(intensity):
     """A fault of software, a server that is not ours to load, a reading."""
@@ -293,18 +172,6 @@ def test_drills_endpoints_and_what_is_not_computed_are_never_retested(intensity)
     assert retest(run(comparison(), device="endpoint:main", probe="e"), intensity, device=server) == []
     assert retest(run(comparison(), probe="s"), intensity, entry("s", numeric=False)) == []
     assert retest(run(comparison(), probe="gone"), intensity) == []
-
-
-def test_a_retest_that_was_wrong_is_confirmed_at_its_own_intensity():
-    """Without the load, the confirmations would be clean."""
-    (first, *_) = confirm(run(comparison(), intensity="pulsed"))
-    assert (first.steps[0].intensity, first.steps[0].effort) == ("pulsed", "deep")
-
-
-def test_a_round_at_an_intensity_carries_it_in_every_step():
-    """What the repro command of a retest asks for."""
-    plans = plan(CPU, entry("p"), entry("q"), sets=("native",), intensity="steady")
-    assert [s.intensity for p in plans for s in p.steps] == ["steady", "steady"]
 
 
 def test_a_mismatch_is_retested_once_its_confirmations_are_through():
@@ -344,12 +211,6 @@ def test_each_intensity_is_asked_soon_then_at_growing_intervals():
     assert len(found) == 18
 
 
-def test_any_two_retests_are_independent_evidence():
-    """No two begin closer than what the judge counts apart."""
-    starts = [after for after, _ in asked_over(20_000.0, 1.0)]
-    assert min(b - a for a, b in itertools.pairwise([0.0, *starts])) >= GAP
-
-
 @pytest.mark.parametrize("cost", [240.0, 720.0, 3000.0])
 def test_retests_take_no_more_than_their_share_of_a_day(cost):
     """None begins while the last day's took the share: the most there can be is that and one retest."""
@@ -360,54 +221,7 @@ def test_retests_take_no_more_than_their_share_of_a_day(cost):
     assert len(found) > 3
 
 
-def test_the_share_is_crossed_from_both_sides():
-    """One second below it the next retest is due, at it none is; confirmations of retests count, usual runs do not."""
-    share = schedule.RETEST_SHARE * schedule.DAY
-    wrong = [run(comparison()), *confirmed()]
-    usual = clean("u", NOW + 10, seconds=share)
-    for spent, expected in ((share - 1, [("r1", "content")]), (share, [])):
-        taken = [
-            clean("t", NOW + 10, intensity="repeated", seconds=100.0),
-            clean("tc", NOW + 20, intensity="repeated", confirms="t", seconds=spent - 100.0),
-        ]
-        assert due_now([*wrong, usual, *taken], 100.0) == expected
-
-
-def test_a_newer_mismatch_begins_anew_and_every_lane_has_its_own():
-    """Rounds count from the newest mismatch of a probe and instruction set; the least asked comes first."""
-    past = [run(comparison()), *confirmed(), clean("t", NOW + 100, intensity="repeated")]
-    assert due_now(past, 200.0) == [("r1", "content")]
-    again = run(comparison(), id="r2", started=NOW + 200)
-    assert due_now([*past, again, *confirmed("r2")], 300.0) == [("r2", "repeated")]
-    other = run(comparison(), id="r3", started=NOW + 200, instruction_set="avx2")
-    assert due_now([*past, other, *confirmed("r3")], 300.0) == [("r3", "repeated"), ("r1", "content")]
-
-
-def test_a_wrong_retest_is_a_mismatch_and_its_confirmations_are_no_retests():
-    """It begins anew; what confirms it at its intensity does not use up the round."""
-    past = [run(comparison()), *confirmed(), run(comparison(), id="r4", started=NOW + 100, intensity="steady")]
-    past += [clean(f"c{i}", NOW + 101 + i, confirms="r4", intensity="steady") for i in range(3)]
-    assert due_now(past, 200.0) == [("r4", "repeated")]
-    past += [clean("t0", NOW + 200, intensity="repeated"), clean("t1", NOW + 300, intensity="content")]
-    assert due_now(past, 400.0) == [("r4", "steady")]
-
-
 def test_a_retest_dated_in_the_future_holds_up_nothing():
     """The clock was set back: it neither counts as asked nor keeps the next one waiting."""
     ahead = clean("t", NOW + 2 * HOUR, intensity="repeated", seconds=1e6)
     assert due_now([run(comparison()), *confirmed(), ahead], HOUR) == [("r1", "repeated")]
-
-
-def test_a_lost_retest_counts_as_asked():
-    """What crashes under load is not asked for ever."""
-    lost = dataclasses.replace(clean("t", NOW + 100, intensity="repeated"), outcome=Outcome.CRASHED)
-    assert due_now([run(comparison()), *confirmed(), lost], 200.0) == [("r1", "content")]
-
-
-def test_nothing_wrong_drills_and_the_future_call_for_no_retest():
-    """A confirmation that was wrong calls for none of its own either."""
-    assert due_now([clean("c", NOW)], HOUR) == []
-    assert due_now([run(comparison(), drill="flip"), *confirmed()], HOUR) == []
-    assert due_now([run(comparison(), started=NOW + 2 * HOUR)], HOUR) == []
-    assert due_now([run(comparison(), id="x", confirms="r0")], HOUR) == []
-    assert due_now([run(unknown=("x",)), *confirmed()], HOUR) == [("r1", "repeated")]

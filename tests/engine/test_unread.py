@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import shutil
 import threading
@@ -11,14 +10,13 @@ import time
 
 import pytest
 
-from canaryd.config.settings import Config, DevicesConfig
+from canaryd.config.settings import Config
 from canaryd.daemon.release import Releases
 from canaryd.engine.engine import Engine
-from canaryd.model import AckKind, Cause, State
+from canaryd.model import AckKind, State
 from canaryd.store.notes import BOOT_NOTE, RELEASE_NOTE, RELEASED_NOTE, RUNNING_NOTE
 from canaryd.store.store import Store
 from tests.command import eventually, exchange
-from tests.engine.test_engine import carry_out, settings, start, the_cpu, verdict
 from tests.engine.test_polling import Host as Polled
 from tests.store.hosts import DAY, GPU, HOUR, NOW, Host
 
@@ -155,29 +153,6 @@ def test_a_baseline_is_not_replaced(host, restarted):
     assert (after.first, after.learnt) == (before.first, {"": before.learnt[""] + 1})
 
 
-def test_a_device_that_was_left_out_meanwhile_keeps_its_baseline(host):
-    """A reload of the configuration, during the run: its baselines are not in memory any more."""
-    (before,) = host.store.baselines()
-    host.engine.config = Config(state_dir=host.place, devices=DevicesConfig(include=("cpu",)))
-    host.engine.recall()
-    host.add()
-    assert host.store.baselines() == [before]
-
-
-def test_a_day_is_not_summed_up_from_nothing(host):
-    """An empty summary would take the place of the one on record, and its tests would not count any more."""
-    host.now += DAY
-    while host.engine.sum_up():
-        pass
-    before = host.store.days(GPU.uuid)
-    assert before[-1].tested
-    with out_of_reach(host.place):
-        for _ in range(20):
-            assert not host.engine.sum_up()
-    host.add()
-    assert host.store.days(GPU.uuid) == before
-
-
 def test_events_are_kept_and_counted_once(tmp_path):
     """By an engine that knows them, and by one that starts and does not know how far the kernel log was read."""
     host = Polled(tmp_path)
@@ -219,49 +194,6 @@ def test_an_unclean_reboot_is_not_forgotten(tmp_path):
     assert again.store.note(RUNNING_NOTE) == again.store.note(BOOT_NOTE) != "before"
     again.store.close()
     host.close()
-
-
-def test_an_inventory_meanwhile_forgets_no_device(tmp_path):
-    """Nor its runs, although the store cannot give them."""
-    engine = start(settings(tmp_path, "mismatches"))
-    carry_out(engine)
-    before = verdict(engine)
-    known = len(engine.evidence(before.device))
-    with out_of_reach(engine.config.state_dir):
-        engine.recall()
-        assert before.device in engine.devices
-        engine.discover()
-        assert len(engine.evidence(before.device)) == known
-        after = engine.decide()[the_cpu(engine).uuid]
-        assert (after.state, after.since) == (State.FAULTY, before.since)
-
-
-def test_what_was_taken_out_on_purpose_is_not_missed(host):
-    """Neither a part that was replaced, nor one that the record has outlived."""
-    host.say(AckKind.REPLACED, "a new board")
-    host.engine.store.set_present((), host.now)
-    host.engine.present = set()
-    host.engine.recall()
-    assert host.engine.devices == {}
-    with out_of_reach(host.place):
-        host.engine.recall()
-        assert host.engine.devices == {}
-    host.engine.recall()
-    assert host.engine.devices == {}
-
-
-def test_what_is_watched_though_its_part_is_divided_anew_stays(host):
-    """The verdict against an instance that is no more cannot be read; it is known all the same."""
-    gone = dataclasses.replace(GPU, uuid="MIG-1", parent=GPU.uuid)
-    host.store.see_device(gone, host.now)
-    host.store.set_present((GPU.uuid,), host.now)
-    doubted = dataclasses.replace(host.verdict, device=gone.uuid, state=State.FAULTY, cause=Cause.HARDWARE)
-    host.store.set_verdict(doubted)
-    host.engine.recall()
-    assert gone.uuid in host.engine.devices
-    with out_of_reach(host.place):
-        host.engine.recall()
-        assert gone.uuid in host.engine.devices
 
 
 def test_a_release_is_not_over(tmp_path):
