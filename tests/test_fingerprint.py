@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.daemon.snapshot import STEADY, fingerprints, last_success, newest_readings
+from canaryd.daemon.snapshot import STEADY, fingerprints, last_success
 from canaryd.facts import Reading, Recording
 from canaryd.model import Device, Outcome, Run
 
@@ -52,14 +52,6 @@ def test_another_version_of_a_probe_is_no_rival():
     assert fingerprints([old, replace(new, readings=())]) == {}  # the old version's value is of the past
 
 
-def test_equal_chains_are_equal_labels():
-    """On any device, whatever the results were; the label is not that of the stack alone."""
-    one = fingerprints([run(0, 1, recordings(a="aa", b="bb"))])
-    other = fingerprints([run(9, 2, recordings(b="cc", a="dd"), device="GPU-2")])
-    assert label(one) == label(other) != run(0, 1).stack_id
-    assert [*one.values(), *other.values()] == [1, 2]
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -84,21 +76,6 @@ def test_recorded_bits_that_changed_are_withheld_until_they_are_steady():
     assert [*fingerprints(runs).values()] == [2]
 
 
-def test_recorded_bits_that_vary_within_a_run_are_withheld():
-    """The run has no fingerprint, and one that shows one again is not enough."""
-    varied = run(1, None, recordings(a="aa bb"))
-    assert [*fingerprints([run(0, 1, recordings(a="aa"))]).values()] == [1]
-    assert fingerprints([run(0, 1, recordings(a="aa")), varied]) == {}
-    assert fingerprints([varied, run(2, 1, recordings(a="aa"))]) == {}
-
-
-def test_a_run_that_had_no_time_for_all_changes_nothing():
-    """The newest value of the same stack stays; nothing of an earlier stack does."""
-    whole = run(0, 1, recordings(a="aa", b="bb"))
-    assert [*fingerprints([whole, run(1, None, recordings(a="aa"))]).values()] == [1]
-    assert fingerprints([whole, run(1, None, recordings(a="aa"), stack={"torch": "2.14"})]) == {}
-
-
 @pytest.mark.parametrize(
     "changes", [{"outcome": Outcome.CRASHED}, {"cases": ("gemm/a",)}, {"confirms": "r0"}, {"intensity": "steady"}]
 )
@@ -121,20 +98,6 @@ def test_each_instruction_set_votes_by_itself():
     ]
     assert sorted(fingerprints(sets).values()) == [0, 1]
     assert fingerprints(sets) == fingerprints(sets[::-1])
-
-
-def test_readings_do_not_jump_between_instruction_sets():
-    """The processor's own set is shown, whichever ran last; another device has none, and shows its newest run."""
-
-    def timed(number, value, instruction_set):
-        reading = Reading(name="kernel_seconds", value=value, labels={"kind": "gemm"})
-        return replace(run(number, None), instruction_set=instruction_set, readings=(reading,))
-
-    runs = [timed(0, 1.0, "native"), timed(1, 9.0, "avx2")]
-    assert [r.value for r in newest_readings(CPU, runs)] == [1.0]
-    assert [r.value for r in newest_readings(CPU, [*runs, timed(2, 1.5, "native")])] == [1.5]
-    gpu = Device(uuid="GPU-1", backend="cuda", index=0, model="H100")
-    assert [r.value for r in newest_readings(gpu, [timed(0, 1.0, ""), timed(1, 2.0, "")])] == [2.0]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from canaryd.facts import (
     Span,
     Subject,
     beginning,
-    stack_id,
 )
-from canaryd.model import Outcome, Reason, Run, State
+from canaryd.model import Outcome, Reason, Run
 from tests.places import line
 
 
@@ -100,16 +99,6 @@ def test_no_default_of_what_is_stored_changes() -> None:
     }
 
 
-def test_runs_share_their_texts() -> None:
-    """A record of fifty runs holds once what all of them say, and no longer text is looked up."""
-    one, other = (from_json(Run, json.loads(json.dumps(to_json(a_run(detail="x" * 65))))) for _ in range(2))
-    assert one.comparisons[0].case is other.comparisons[0].case
-    assert one.readings[0].name is other.readings[0].name
-    assert one.comparisons[0].shape is other.comparisons[0].shape
-    assert one.detail == other.detail
-    assert one.detail is not other.detail
-
-
 @pytest.mark.parametrize("value", [2**60 + 1, 0.5, "text", True, -1])
 def test_a_reading_keeps_its_type(value: object) -> None:
     """A value keeps its exact type: an integer of more than 53 bits does not become a float, nor a bool a number."""
@@ -135,25 +124,6 @@ def test_what_is_not_a_run_is_refused_by_place(change: dict[str, object], messag
     """A wrong shape is a `ValueError` that names the place; an unknown field is not dropped in silence."""
     with pytest.raises(ValueError, match=message):
         from_json(Run, {**to_json(a_run()), **change})
-
-
-def test_equal_mappings_are_kept_once() -> None:
-    """The stack of thousands of runs is the same."""
-    one, other = (from_json(Run, json.loads(json.dumps(to_json(a_run(stack={"torch": "2.13"}))))) for _ in range(2))
-    assert one.stack is other.stack
-    assert one.stack == {"torch": "2.13"}
-
-
-def test_states_rank_from_healthy_to_faulty() -> None:
-    """The worst wins: healthy < degraded < unknown < suspect < faulty."""
-    ranks = [State.HEALTHY, State.DEGRADED, State.UNKNOWN, State.SUSPECT, State.FAULTY]
-    assert sorted(State, key=lambda s: s.severity) == ranks
-
-
-def test_equal_stacks_share_an_id() -> None:
-    """The id depends on the items and not on their order."""
-    assert stack_id({"torch": "2.13", "blas": "mkl"}) == stack_id({"blas": "mkl", "torch": "2.13"})
-    assert stack_id({"torch": "2.13"}) != stack_id({"torch": "2.12"})
 
 
 def test_a_run_counts_device_results_only() -> None:

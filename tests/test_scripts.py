@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pty
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -83,24 +82,6 @@ def test_without_an_accelerator_the_cpu_build_is_taken(setup):
     assert "found no accelerator: installing PyTorch's CPU build of torch==2.13.0, 200 MB" in said
 
 
-@pytest.mark.parametrize("pci_class", ["0x030200", "0x030000"])
-def test_the_size_is_told_before_cuda_is_fetched(setup, pci_class):
-    """A card without a driver counts."""
-    setup.card("0000:65:00.0", "0x10de", pci_class)
-    said, told = setup.make()
-    assert told == ["torch==2.13.0"]
-    assert "found NVIDIA 0000:65:00.0: installing torch==2.13.0, up to 2.7 GB to download" in said
-
-
-def test_a_device_node_is_an_accelerator(setup):
-    """Also where the bus is hidden, as in some containers."""
-    shutil.rmtree(setup.root / "sys")
-    plant(setup.root / "dev", {"nvidia0": ""})
-    said, told = setup.make()
-    assert told == ["torch==2.13.0"]
-    assert "found NVIDIA nvidia0: " in said
-
-
 @pytest.mark.parametrize(
     ("vendor", "pci_class"), [("0x1002", "0x120000"), ("0x1002", "0x038000"), ("0x19e5", "0x120000")]
 )
@@ -144,28 +125,6 @@ def test_at_a_terminal_it_asks_before_it_downloads_cuda_that_no_gpu_needs(setup,
     assert ("stopped: no torch was installed" in said) == (not told)
 
 
-def test_the_real_pip_tells_its_index(tmp_path):
-    """As it lists its settings itself."""
-    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://p.example/simple\n")
-    argv = ["bash", "-euo", "pipefail", "-c", ". scripts/environment; venv=$1; has_index", "bash", sys.prefix]
-    given = environment(PIP_CONFIG_FILE=str(tmp_path / "pip.conf"))
-    done = subprocess.run(argv, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_other_settings_of_pip_are_no_index(setup):
-    """Such as a certificate or a timeout."""
-    _, told = setup.make(config="global.cert='/etc/ca'\n:env:.default-timeout='180'")
-    assert told == [f"torch==2.13.0 --index-url {CPU}"]
-
-
-def test_an_index_that_cannot_be_reached_is_told(setup):
-    """The build of PyPI works too; its size is told before it is fetched."""
-    said, told = setup.make(refused=CPU)
-    assert told == [f"torch==2.13.0 --index-url {CPU}", "torch==2.13.0"]
-    assert f"cannot be installed from {CPU} (see above): installing torch==2.13.0, up to 2.7 GB" in said
-
-
 def test_canaryd_torch_is_for_pip_word_for_word(setup):
     """And said to be ignored where a torch is there already."""
     _, told = setup.make(CANARYD_TORCH="torch==2.4 --index-url https://p.example")
@@ -173,14 +132,6 @@ def test_canaryd_torch_is_for_pip_word_for_word(setup):
     said, told = setup.make(CANARYD_TORCH="torch==2.5")
     assert told == []
     assert f"CANARYD_TORCH is ignored: {setup.venv} has torch 2.13.0+cpu" in said
-
-
-def test_the_torch_of_the_interpreter_is_used(setup):
-    """Nothing is installed, and CANARYD_TORCH is ignored aloud."""
-    said, told = setup.make(torch="yes", CANARYD_TORCH="torch==2.5")
-    assert told == []
-    assert f"using the torch of {setup.python}" in said
-    assert "CANARYD_TORCH is ignored: " in said
 
 
 def test_a_second_run_asks_nobody(setup):
@@ -193,19 +144,6 @@ def test_a_second_run_asks_nobody(setup):
     (setup.venv / ".made").write_text("other dependencies")
     setup.make()
     assert "install -e ." in setup.log.read_text()
-
-
-def test_an_environment_of_another_python_is_made_anew(setup):
-    """Also one whose interpreter has gone."""
-    setup.make()
-    said, told = setup.make(version="3.12")
-    assert f"making {setup.venv} anew: it does not belong to Python 3.12.1" in said
-    assert len(told) == 1
-    assert setup.make(version="3.12") == ("", [])
-    (setup.venv / "bin/python").unlink()
-    said, told = setup.make(version="3.12")
-    assert "anew" in said
-    assert len(told) == 1
 
 
 def test_a_directory_that_is_no_environment_is_not_emptied(tmp_path):

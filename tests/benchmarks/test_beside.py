@@ -29,47 +29,6 @@ def account(**changes):
     return beside.Account(**{"one": 3.6, "wanted": 2.0, "taken": 0.1} | changes)
 
 
-def pieces(*values):
-    return [torch.tensor(each, dtype=torch.float64) for each in values]
-
-
-def test_a_quantile_of_a_mixture():
-    """One part in a hundred of slow ones is beyond the 99th percentile; a little more is in it."""
-    from benchmarks import beside
-
-    assert beside.quantile([(1.0, pieces(range(1, 51), range(51, 101)))]) == 99
-    assert beside.quantile([(0.991, pieces([1.0])), (0.009, pieces([5.0]))]) == 1.0
-    assert beside.quantile([(0.98, pieces([1.0] * 7)), (0.02, pieces([5.0] * 2, [5.0]))]) == 5.0
-    assert beside.quantile([(1.0, pieces([2.0])), (0.0, pieces([5.0]))]) == 2.0
-
-
-def test_an_hour_is_made_of_its_parts():
-    """Half the throughput for a hundredth of the time costs half of a hundredth."""
-    from benchmarks import beside
-
-    rest, rounds = turns(100.0, 100.0), turns(100.0, 50.0)
-    assert beside.mixed(beside.throughput, 0.01, rest, rounds).median == pytest.approx(0.995)
-    assert beside.mixed(beside.latency, 0.005, rest, rounds).median == 1.0
-    assert beside.mixed(beside.latency, 0.02, rest, rounds).median == pytest.approx(0.5)
-
-
-def test_each_daemon_is_held_against_its_own_turns():
-    """A machine that has become slower between the two measurements costs canaryd nothing."""
-    from benchmarks import beside
-
-    rest, rounds = turns(100.0, 100.0), turns(80.0, 80.0)
-    assert beside.mixed(beside.throughput, 0.5, rest, rounds).median == 1.0
-    assert beside.mixed(beside.latency, 0.5, rest, rounds).median == 1.0
-
-
-def test_the_schedule_or_the_share_says_how_much_of_an_hour_is_rounds():
-    """Two rounds of 3.6 s are a five-hundredth of it; the share is the most."""
-    assert account().share == pytest.approx(0.002)
-    assert account(wanted=20.0).share == 0.005
-    assert account().part(0.002) == pytest.approx(0.02)
-    assert account(taken=0.001).part(0.002) == 1.0
-
-
 @pytest.mark.parametrize(
     ("rest", "others", "said"),
     [
@@ -84,15 +43,6 @@ def test_what_is_judged(rest, others, said):
 
     judged = beside.report(turns(100.0, rest), turns(100.0, rest), account(), others, 0.003)[1]
     assert judged == {"throughput": said, "p99": said}
-
-
-def test_noise_is_not_resolved():
-    """An interval on both sides of a bar decides nothing."""
-    from benchmarks import beside
-
-    noisy = [turn for rate in (90.0, 110.0) for turn in turns(100.0, rate)]
-    judged = beside.report(noisy, noisy, account(), 0.0, 0.003)[1]
-    assert judged["throughput"] == "not resolved"
 
 
 @pytest.mark.slow

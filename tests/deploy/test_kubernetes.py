@@ -215,20 +215,6 @@ def test_the_rules_are_those_of_prometheus():
     assert groups == [g for path in source for g in yaml.safe_load(path.read_text())["groups"]]
 
 
-def test_a_file_that_is_out_of_date_is_found(tmp_path):
-    """The check can fail."""
-    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
-    rules = tmp_path / "deploy/prometheus/canaryd.rules.yml"
-    rules.write_text(rules.read_text() + "  - name: another\n    rules: []\n")
-    done = subprocess.run(
-        [sys.executable, tmp_path / "deploy/kubernetes/rules.py", "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, "run python deploy/kubernetes/rules.py" in done.stderr) == (1, True)
-
-
 # --- What must not go wrong -------------------------------------------------------------------------------------------
 
 
@@ -382,24 +368,6 @@ def shortens() -> str:
     """Return the program that makes the line of what `canaryd gate --json` printed."""
     (variable,) = yaml.safe_load((NPD / "gate.yaml").read_text())["spec"]["template"]["spec"]["containers"][0]["env"]
     return str(variable["value"])
-
-
-def short(**document: Any) -> str:
-    argv = [sys.executable, "-c", shortens()]
-    done = subprocess.run(argv, input=json.dumps(document), capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def test_the_line_changes_with_device_state_and_cause_alone():
-    """Not with counts, ages and words of the finding."""
-    bad = {"name": "cuda:3", "state": "faulty", "cause": "hardware", "decision": "fail", "finding": "27 of 43"}
-    good = {"name": "cpu:0", "state": "healthy", "cause": "undetermined", "decision": "pass", "finding": ""}
-    line = "fail: cuda:3 faulty/hardware"
-    assert short(decision="fail", devices=[bad, good]) == line
-    assert short(decision="fail", devices=[bad | {"finding": "28 of 44"}, good]) == line
-    other = bad | {"name": "cuda:1", "state": "suspect"}
-    assert short(decision="fail", devices=[bad, other]) == "fail: cuda:1 suspect/hardware, cuda:3 faulty/hardware"
-    assert short(decision="pass", devices=[good]) == "pass:"
 
 
 def gate_loop() -> str:

@@ -119,8 +119,8 @@ def test_quiet_hours(utc, hours, quiet, loud):
     assert [waits(clock) for clock in loud] == [False] * len(loud)
 
 
-def known(device: Device, *own: Reading, whole: tuple[Reading, ...] = ()) -> Facts:
-    return budget.facts(device, own, whole, now=NOW, spent=1.0, expected=2.0)
+def known(device: Device, *own: Reading, whole: tuple[Reading, ...] = ()) -> Conditions:
+    return budget.conditions(device, own, whole, now=NOW, spent=1.0, expected=2.0)
 
 
 def test_facts_of_an_accelerator():
