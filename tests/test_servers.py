@@ -1,8 +1,9 @@
 """The tests' own checkpoint, and the real servers that are started on it."""
 
-import re
 import shutil
+import threading
 import time
+from http.client import HTTPException
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,33 +52,6 @@ def seconds(server):
     return time.monotonic() - begun
 
 
-def test_the_same_seed_makes_the_same_files(original, tmp_path):
-    """Two checkpoints of one seed are equal byte by byte; another seed changes the weights alone."""
-    again, other = checkpoints.make(tmp_path / "again"), checkpoints.make(tmp_path / "other", seed=5)
-    for path in original.iterdir():
-        assert (again / path.name).read_bytes() == path.read_bytes()
-        assert ((other / path.name).read_bytes() == path.read_bytes()) == (path.name != "model.safetensors")
-
-
-@pytest.mark.parametrize(("dtype", "exponent"), [("bfloat16", range(7, 15)), ("float32", range(23, 31))])
-def test_a_flip_changes_one_exponent_bit_of_one_weight(dtype, exponent, tmp_path):
-    """Of ten flips each is one bit, in the exponent, and where the description says; seeds choose different weights."""
-    directory, told = checkpoints.make(tmp_path, dtype=dtype), set()
-    path, before = directory / "model.safetensors", weights(directory)
-    whole = path.read_bytes()
-    for seed in range(10):
-        path.write_bytes(whole)
-        told.add(description := checkpoints.flip_bit(directory, seed))
-        name, place, bit, old, new = re.fullmatch(
-            r"(.+)\[([\d, ]+)\]: bit (\d+), (\S+) became (\S+)", description
-        ).groups()
-        assert int(bit) in exponent
-        assert (int.from_bytes(path.read_bytes(), "big") ^ int.from_bytes(whole, "big")).bit_count() == 1
-        index = tuple(map(int, place.split(", ")))
-        assert (f"{before[name][index]:g}", f"{weights(directory)[name][index]:g}") == (old, new)
-    assert len(told) == 10
-
-
 @pytest.mark.servers
 @pytest.mark.parametrize("name", KINDS)
 def test_a_server_starts_answers_dies_and_answers_the_same_again(name, original, tmp_path):
@@ -97,6 +71,18 @@ def test_a_server_starts_answers_dies_and_answers_the_same_again(name, original,
             server.ask("completions", PROMPT)
         server.start()
         assert ask(server) == first
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("name", KINDS)
+def test_a_server_killed_while_it_answers_breaks_off(name, original, tmp_path):
+    """A request that is under way when its server is killed ends with an error, and does not hang."""
+    with serving(name, original, tmp_path) as server, server.slowed():
+        timer = threading.Timer(0.5, server.kill)
+        timer.start()
+        with pytest.raises((OSError, HTTPException)):
+            server.ask("completions", PROMPT | {"max_tokens": 900})
+        timer.join()
 
 
 @pytest.mark.servers

@@ -120,7 +120,7 @@ def test_quiet_hours(utc, hours, quiet, loud):
 
 
 def known(device: Device, *own: Reading, whole: tuple[Reading, ...] = ()) -> Conditions:
-    return budget.conditions(device, own, whole, now=NOW, spent=1.0, expected=2.0)
+    return budget.facts(device, own, whole, now=NOW, spent=1.0, expected=2.0)
 
 
 def test_facts_of_an_accelerator():
