@@ -110,7 +110,7 @@ class Watcher(Engine):
 
     def take(self, run: Run) -> None:
         """See whether a run has something to tell."""
-        self.told = bool(run.wrong or run.recordings) or run.outcome is not Outcome.COMPLETED
+        self.told = bool(run.wrong or run.unknown) or run.outcome is not Outcome.COMPLETED
         super().take(run)
 
     def decide(self) -> dict[str, Verdict]:
