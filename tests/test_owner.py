@@ -21,7 +21,6 @@ from canaryd.store.store import Store
 from tests.command import eventually, in_turn
 from tests.daemon.test_telemetry import Site
 from tests.store.made import run
-from tests.store.test_copies import OLDER
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: what root opens of another user's takes root")
 
@@ -57,8 +56,8 @@ def outside(place):
 
 
 def owned(state: Path) -> Path:
-    """Make a state directory with the record of an older release, all of it the owner's."""
-    with Store.open(state, migrations=OLDER) as store:
+    """Make a state directory with a record, all of it the owner's."""
+    with Store.open(state) as store:
         store.set_note("known", "nothing")
     for path in (state, *state.rglob("*")):
         os.chown(path, OWNER, GROUP)
@@ -124,7 +123,7 @@ def written(site):
     for path in state.rglob("*"):
         assert (path.stat().st_uid, path.stat().st_gid) == (OWNER, GROUP), path
     names = watched.names()
-    parts = ("canaryd.db-wal", "canaryd.db-shm", "canaryd.db.new", "canaryd.db.version-5", "canaryd.db.version-5.new")
+    parts = ("canaryd.db-wal", "canaryd.db-shm", "canaryd.db.new")
     files = ("locks/telemetry.lock", "locks/daemon.lock", f"memory/nvml-{site.uuids[0]}.json")
     assert names >= {"canaryd.db", "canaryd.db.lock", "locks", "memory", *parts, *files}
     return sorted({name for name in names if not Path(name).name.startswith(".")})  # not those that chance chooses

@@ -62,7 +62,7 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
             return USAGE
         now = time.time()
         given = acks.heeded(store.acks(device.uuid), now)
-        if mistake := _mistake(options, acks.standing(device, given, store.certain(now))):
+        if mistake := _mistake(options, acks.standing(device, given, now)):
             complain(f"ack: {mistake}")
             return USAGE
         if options.software and (why := software.missing(_case(store, settings, device, known, now))):
@@ -109,14 +109,7 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
         for probe in probes:
             found += map(fold, store.runs(uuid, probe, failed=False, limit=RECORD))
         runs[uuid] = [r for r in found if r.started > cut]
-    return Case(
-        device=device,
-        node=node(known, runs, now),
-        wanted={},
-        policy=settings.judge,
-        now=now,
-        confirmed_time=store.certain(now),
-    )
+    return Case(device=device, node=node(known, runs, now), wanted={}, policy=settings.judge, now=now)
 
 
 def _effect(ack: Ack, device: Device, verdict: Verdict | None) -> str:

@@ -94,8 +94,8 @@ class Daemon:
         self._daemon_lock = contextlib.ExitStack()
         self._problem = ""
         """The store's problem that was logged last."""
-        self._files = 0
-        """`Store.files` when this daemon took its lock."""
+        self._generation = 0  # `Store.generation` when this daemon took its lock
+        self._seen: object = None  # `Store.changes` at the last look
         self._server: Server
 
     def run(self) -> int:
@@ -256,11 +256,12 @@ class Daemon:
         self._watchdog.looked = time.monotonic()  # not where the look raises: then the pages must not seem fresh
 
     def _look(self) -> None:
+        seen, self._seen = self._seen, self.store.changes()
         if self.engine.unread:
             self.engine.recall()
-        if self.engine.devices and not self.store.problem and self.store.files != self._files:
+        if self.engine.devices and not self.store.problem and self.store.generation != self._generation:
             self._follow_database()
-        elsewhere = self.store.changed_elsewhere()
+        elsewhere = seen != self._seen
         if elsewhere:
             self.engine.watch.history.recall(time.time())
         self._warnings.log(self.store.problems)
@@ -283,7 +284,7 @@ class Daemon:
 
     def _take_lock(self) -> None:
         """Take the lock that shows `canaryd release` a running daemon; warn about a second daemon."""
-        self._files = self.store.files
+        self._generation = self.store.generation
         try:
             self._daemon_lock.enter_context(self.store.lock(DAEMON_LOCK))
         except Busy as busy:

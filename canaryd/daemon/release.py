@@ -41,9 +41,8 @@ class Releases:
 
     def check(self) -> None:
         """Let go of every device or take them back, as `canaryd release` asks; answer when it is done."""
-        engine, failed = self._engine, self._store.failed_reads
-        until = self._store.note_time(RELEASE_NOTE)
-        if self._store.failed_reads != failed:
+        engine, until = self._engine, self._store.note_time(RELEASE_NOTE)
+        if self._store.unreadable:
             until = self._until  # what was asked for last still holds
         self._until = until
         if until > time.time():

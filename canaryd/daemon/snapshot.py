@@ -43,7 +43,7 @@ def device_view(
     runs = list(engine.evidence(uuid))
     plain = [r for r in runs if not r.drill]
     newest = {(r.probe, r.instruction_set): r for r in plain}.values()
-    ack = acks.standing(device, [a for a in statements if a.device == uuid], engine.store.certain(now))
+    ack = acks.standing(device, [a for a in statements if a.device == uuid], now)
     return families.DeviceView(
         device=device,
         present=uuid in engine.in_place and not engine.watch.lost(uuid),

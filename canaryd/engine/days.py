@@ -30,28 +30,29 @@ class Days:
         """Device → its readings day by day."""
         self._tested: dict[str, dict[str, frozenset[int]]] = {}
         """Device → probe → the days on which it was tested, as far as they are summed up."""
+        self._empty: set[tuple[str, int]] = set()
+        """Devices and days of which nothing is on record, so that these are not looked at again."""
         self._found: dict[str, tuple[int, tuple[Finding, ...]]] = {}
         """Device → the day on which its days were judged, and what was found."""
 
     def sum_up(self) -> bool:
         """Sum up one past day of one device that has no summary yet; return whether there was one.
 
-        Only one, because reading a day's runs and polls takes a second. A day without any gets a summary too, so that
-        it is not looked at again.
+        Only one, because reading a day's runs and polls takes a second. A day without any gets none: to a clock that
+        runs ahead it may be a day to come.
         """
         host = self._host
-        failed = host.store.failed_reads
-        today = int(host.certain_time() // DAY)  # a clock that ran ahead must not close days that have not come
+        today = int(host.clock() // DAY)
         first_seen = {r.device.uuid: r.first_seen for r in host.store.devices()}
         for uuid in list(host.devices):
             have = host.store.summed(uuid, (today - BACK) * DAY)
             for day in range(max(today - BACK, int(first_seen.get(uuid, 0.0) // DAY)), today):
-                if day not in have:
-                    return self._sum_up(uuid, day, failed)
+                if day not in have and (uuid, day) not in self._empty:
+                    return self._sum_up(uuid, day)
         return False
 
-    def _sum_up(self, uuid: str, day: int, failed: int) -> bool:
-        """Sum up one day, unless more than `failed` reads failed: the summary of a part would replace the whole one."""
+    def _sum_up(self, uuid: str, day: int) -> bool:
+        """Sum up one day, unless the record cannot be read: the summary of a part would replace the whole one."""
         store, begin, end = self._host.store, day * DAY, (day + 1) * DAY
         runs = [  # hour by hour: a whole day with comparisons and recordings takes tens of MiB
             replace(run, comparisons=(), recordings=(), readings=(*run.readings, *sign(run)))
@@ -59,8 +60,11 @@ class Days:
             for run in store.runs(uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR, drill=None)
         ]
         polls = store.polls(uuid, since=begin, until=end)
-        if store.failed_reads != failed:
+        if store.unreadable:
             return False
+        if not (runs or polls):
+            self._empty.add((uuid, day))
+            return True
         store.add_day(slower.summary(uuid, day, runs, polls))
         with self._host.mutex:
             self._courses.pop(uuid, None)
@@ -73,12 +77,11 @@ class Days:
         self._refresh()
         if uuid not in self._tested:
             days_of: dict[str, set[int]] = defaultdict(set)
-            failed = self._host.store.failed_reads
             for day in self._host.store.days(uuid, self._since(uuid)):
                 for probe in day.tested:
                     days_of[probe].add(day.day)
             found = {probe: frozenset(of_probe) for probe, of_probe in days_of.items()}
-            if self._host.store.failed_reads != failed:
+            if self._host.store.unreadable:
                 return found  # read again at the next look
             self._tested[uuid] = found
         return self._tested[uuid]
@@ -92,7 +95,7 @@ class Days:
             self._tested.clear()
 
     def _since(self, uuid: str) -> float:
-        return max(self._host.certain_time() - SEEN, self._acks.evidence_since(uuid))
+        return max(self._host.clock() - SEEN, self._acks.evidence_since(uuid))
 
     def findings(self, device: Device) -> tuple[Finding, ...]:
         """Return the findings of a device's days beside its own earlier days and its siblings' (docs/judgement.md).
@@ -104,10 +107,10 @@ class Days:
         today = int(now // DAY)
         before: tuple[int, tuple[Finding, ...]] = self._found.get(device.uuid, (-1, ()))
         if before[0] != today:
-            kin, failed = host.kin(device.uuid), host.store.failed_reads
+            kin = host.kin(device.uuid)
             for uuid in kin - set(self._courses):
                 self._courses[uuid] = slower.courses(host.store.days(uuid, self._since(uuid)))
-            if host.store.failed_reads != failed:
+            if host.store.unreadable:
                 self._courses.clear()
                 return before[1]  # read again at the next look
             peers = {host.devices[u].name: self._courses[u] for u in kin - {device.uuid}}

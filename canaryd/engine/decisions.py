@@ -98,14 +98,10 @@ class Decisions:
 
     def keep(self, verdict: Verdict) -> None:
         """Store a verdict, unless it only shows that canaryd has just started, is about to stop, or could not read."""
-        passing = self._host.stopping or self._unread(verdict.device)
+        passing = self._host.stopping or self._host.store.unreadable
         if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
             self._kept_under[verdict.device] = self._host.config
-
-    def _unread(self, uuid: str) -> str:
-        """Return why what may be on record of a device could not be read yet; "" where all was."""
-        return self._evidence.unread.get(uuid, "") or self._learning.unread or self._watch.history.unread
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
         """Return how far a device's newest recordings are from their baselines."""
@@ -133,9 +129,8 @@ class Decisions:
             if self._evidence.outdated:
                 self._evidence.recall()
         store = self._host.store
-        failed = store.failed_reads
         verdicts, lost = store.verdicts(), store.lost
-        if store.failed_reads != failed:  # what was read before still holds
+        if store.unreadable:  # what was read before still holds
             verdicts, lost = self._verdicts | verdicts, self._lost
         self._verdicts, self._lost = verdicts, lost
         self._doubted = frozenset(uuid for uuid, verdict in verdicts.items() if verdict.doubted)
@@ -155,7 +150,6 @@ class Decisions:
                 wanted=host.periods(device),
                 policy=host.config.judge,
                 now=host.clock(),
-                confirmed_time=host.certain_time(),
                 previous=previous,
                 drill=drill,
                 divided=host.is_divided(device),
@@ -167,7 +161,7 @@ class Decisions:
                 recordings=self._recording_findings(device, drill=drill),
                 acks=() if drill else self._acks.in_force(uuid),
                 history_lost=None if drill else self._lost,
-                unread="" if drill else self._unread(uuid),
+                unread="" if drill else host.store.unreadable,
                 slower=() if drill else self._days.findings(device),
                 compared=host.compared.get(uuid),
                 behind=self._behind(device) if served else (),
@@ -281,7 +275,6 @@ class Decisions:
             baselines=self._learning.of(device.uuid),
             policy=host.config.judge,
             now=host.clock(),
-            reached=host.certain_time(),
             tested={} if drill else days_of_tests(self._evidence.of(device.uuid), self._days.tested(device.uuid)),
             wanted=host.periods(device),
             peers={

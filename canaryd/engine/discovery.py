@@ -132,9 +132,8 @@ class Discovery:
     def _read(self) -> Mapping[str, DeviceRecord]:
         """Return every device ever seen here; where the store cannot be read, with those that it had before."""
         store = self._host.store
-        failed = store.failed_reads
         found = {r.device.uuid: r for r in store.devices()}
-        self._records = found if store.failed_reads == failed else self._records | found
+        self._records = self._records | found if store.unreadable else found
         return self._records
 
     def _remembered(self, now: float) -> list[DeviceRecord]:
@@ -143,7 +142,7 @@ class Discovery:
         Only then are those that were replaced, or outlived, told from those that are missing.
         """
         host, store = self._host, self._host.store
-        failed, known = store.failed_reads, self._read().values()
+        known = self._read().values()
         here = {r.device.uuid for r in known if r.present} | host.present
         acknowledged, verdicts = acks.heeded(store.acks(), now), store.verdicts()
         found = [
@@ -151,7 +150,7 @@ class Discovery:
             for r in known
             if inventory.remembered(r, store, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid))
         ]
-        if store.failed_reads == failed:
+        if not store.unreadable:
             return found
         before = host.devices.keys() | host.present
         return [r for r in known if r.device.uuid in before and inventory.is_included(r.device, host.config)]
@@ -163,6 +162,7 @@ class Discovery:
         """
         host = self._host
         with host.mutex:
+            host.store.changes()  # a record that could not be read before may be there
             now = host.clock()
             records = self._remembered(now)
             # A new mapping each time: other threads iterate over the old one.

@@ -166,8 +166,8 @@ class Engine(Host):
 
     @property
     def unread(self) -> bool:
-        """Whether something that may be on record could not be read yet."""
-        return bool(self._evidence.unread or self._learning.unread or self.watch.history.unread)
+        """Whether something that may be on record has not been read yet."""
+        return bool(self.store.unreadable) or self._evidence.outdated
 
     def sweep(self, *, hold: bool = False, due: bool = False, record: bool = False) -> None:
         """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
@@ -434,12 +434,14 @@ class Engine(Host):
     def add(self, run: Run) -> Run:
         """Store a run, learn from it, judge its device, and return the run as it was stored."""
         learnt: Collection[Baseline] = ()
-        run = self._evidence.redated(run)
+        began, run = run.started, self._evidence.dated(run)
         device = self.devices.get(run.device)
         if device is not None and device.is_endpoint and (run.recordings or run.comparisons):
             run = replace(run, stack=self.stack_behind(device, run))
         if run.recordings:
             run, learnt = self._learning.take_in(run)
+        if not (run.wrong or run.unknown):  # only what accuses must not look old
+            run = replace(run, started=began, clock=None)
         self.store.add_run(run, learnt, self._met.learn([run]))
         self.take(run)
         self.decide()

@@ -43,19 +43,14 @@ class EventHistory:
         """Divided device → its instances: what happens to it happens to them."""
         self.running = False
         """Whether a daemon runs on this history, so that a boot that ends before it is unclean."""
-        self.unread = ""
-        """Why no event on record could be read so far; "" once they were."""
-        self._read = False
 
     def recall(self, now: float) -> None:
         """Read the events of the last month from the store, because other processes may have added some."""
         with self._mutex:
-            failed = self._store.failed_reads
             found = self._store.events(since=now - MEMORY)
-            if self._store.failed_reads != failed:  # what was read before still holds
-                self.unread = "" if self._read else self._store.failure
+            if self._store.unreadable:  # what was read before still holds
                 return
-            self._events, self._read, self.unread = {}, True, ""
+            self._events = {}
             for event in found:
                 self._add(event)
 
@@ -133,9 +128,9 @@ class EventHistory:
         The event has the time of the machine's start, because what the kernel has logged since then came after it.
         """
         with contextlib.suppress(OSError):
-            current, failed = _boot(boot_id), self._store.failed_reads
+            current = _boot(boot_id)
             before, running = self._store.note(BOOT_NOTE), self._store.note(RUNNING_NOTE)
-            if self._store.failed_reads != failed:
+            if self._store.unreadable:
                 return
             mark = current if self.running else ""
             if current and current != before:

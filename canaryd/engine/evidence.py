@@ -15,7 +15,6 @@ from canaryd.judge.brief import SHOWN, brief, fold
 from canaryd.judge.hangs import HANGS
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, Outcome, Run
-from canaryd.store.clock import MAX_LAG
 
 NEWEST = 50
 """Clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
@@ -51,17 +50,16 @@ class Acknowledgements:
         Nobody deletes one: what the store lacks was said before another database took the place of the first.
         """
         store = self._host.store
-        failed = store.failed_reads
         found = tuple(store.acks())
-        if store.failed_reads == failed and (lost := {a for a in self._all if not a.void} - {*found}):
+        if store.unreadable:
+            return  # what was read before still holds
+        if lost := {a for a in self._all if not a.void} - {*found}:
             for ack in lost:
                 store.add_ack(ack)
             found = tuple(store.acks())
-        if ahead := acks.ahead(found, self._host.clock(), store.reached):
+        if ahead := acks.ahead(found, self._host.clock(), store.passed):
             store.void_acks(ahead)
             found = tuple(store.acks())
-        if store.failed_reads != failed:
-            return  # what was read before still holds
         self._of = {uuid: tuple(a for a in found if a.device == uuid) for uuid in self._host.devices}
         if found != self._all:
             self._all = found
@@ -93,17 +91,13 @@ class Evidence:
         """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._recalled: set[str] = set()
         """Devices whose record has been read from the store."""
-        self._files: int | None = None
-        """`Store.files` at that time; None before."""
-        self.unread: Mapping[str, str] = {}
-        """Device → why runs of it that may be on record could not be read; the next `recall` tries again."""
-        self._clock_offset = 0.0
-        """Seconds added to the start of a run while the clock is behind the last confirmed time."""
+        self._generation: int | None = None
+        """`Store.generation` when it was read; None before."""
 
     @property
     def outdated(self) -> bool:
         """Whether another database has taken the place of the one that was read, as when a disk is mounted late."""
-        return self._files is not None and self._files != self._host.store.files
+        return self._generation not in (None, self._host.store.generation)
 
     def recall(self) -> None:
         """Read the runs of new devices from the store, and of those that could not be read before.
@@ -111,27 +105,23 @@ class Evidence:
         From another database, those of all devices; what was found before stays in memory.
         """
         store, devices = self._host.store, self._host.devices
-        failed = store.failed_reads
-        onsets, files = store.onsets(), store.files
+        onsets, generation = store.onsets(), store.generation
         before: Mapping[str, Sequence[Run]] = {}
         if self.outdated:
             before = self._runs
             self._recalled.clear()
-        if store.failed_reads == failed:
+        if not store.unreadable:
             self._mismatched = frozenset(uuid for uuid, *_ in onsets)
             self._onsets.clear()
             for _, probe, first, newest in onsets:
                 bisect.insort(self._onsets[probe], first)
                 bisect.insort(self._onsets[probe], newest)
         self._met.read()
-        new = [uuid for uuid in devices if uuid not in self._recalled]
-        for uuid in new:
-            self._runs[uuid] = self._load(uuid, before.get(uuid, ()))
-        if store.failed_reads == failed:
-            self._recalled, self._files, self.unread = set(devices), files, {}
-        else:
-            self._recalled &= devices.keys()
-            self.unread = dict.fromkeys(new, store.failure)
+        for uuid in devices:
+            if uuid not in self._recalled:
+                self._runs[uuid] = self._load(uuid, before.get(uuid, ()))
+        self._recalled = self._recalled & devices.keys() if store.unreadable else set(devices)
+        self._generation = generation
 
     def of(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""
@@ -140,18 +130,13 @@ class Evidence:
             since = self._acks.evidence_since(uuid) if uuid in self._host.devices else 0.0
             return tuple([run for run in runs if run.started > since and not (run.drill and expired(run, now))])
 
-    def redated(self, run: Run) -> Run:
-        """Return a run with a corrected start where the clock was set back.
+    def dated(self, run: Run) -> Run:
+        """Return a run, undated where the clock stands behind what is stored: `started` is then the time of storing.
 
-        Otherwise a mismatch would look older than the runs before it. The distances between runs stay.
+        Otherwise a mismatch would look older than the runs before it.
         """
-        confirmed = self._host.store.reached
-        if run.started >= confirmed - MAX_LAG:
-            self._clock_offset = 0.0
-        elif (run.wrong or run.recordings) and not run.drill:
-            self._clock_offset = self._clock_offset or confirmed - run.started
-            return replace(run, started=run.started + self._clock_offset, clock=run.started)
-        return run
+        at = run.started if run.drill else self._host.store.date(run.started)
+        return run if at == run.started else replace(run, started=at, clock=run.started)
 
     def add(self, run: Run) -> None:
         """Add a run, once: a run that has just ended may have been read from the store already."""
@@ -163,10 +148,10 @@ class Evidence:
             bisect.insort(self._onsets[run.probe], run.started)
             if not kin & self._mismatched:
                 # From now on the whole record of this device and of its siblings counts.
-                before, failed = self._mismatched, self._host.store.failed_reads
+                before = self._mismatched
                 self._mismatched |= {run.device}
                 record = {uuid: self._load(uuid) for uuid in kin}
-                if self._host.store.failed_reads == failed:
+                if not self._host.store.unreadable:
                     self._runs |= record
                     runs = [known for known in self._runs[run.device] if known.id != run.id]
                 else:

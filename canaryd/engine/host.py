@@ -166,9 +166,3 @@ class Host:
             return False
         mine, theirs = ({d.uuid for d in self.devices_behind(endpoint)} for endpoint in (device, other))
         return bool(mine & theirs)
-
-    # -- time ---------------------------------------------------------------------------------------------------------
-
-    def certain_time(self) -> float:
-        """Return the current time, limited by the last confirmed time: a wrong clock must not end a waiting period."""
-        return self.store.certain(self.clock())

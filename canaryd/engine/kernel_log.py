@@ -59,10 +59,9 @@ class KernelLog:
         if not owned:
             self.problem = self._store.note(LOG_PROBLEM_NOTE)
             return
-        failed = self._store.failed_reads
         note, present = self._store.note(LOG_NOTE), _present_boot()
-        if self._store.failed_reads != failed:  # from the beginning every line would count twice
-            self.set_problem(f"how far it was read before is not known: {self._store.failure}")
+        if self._store.unreadable:  # from the beginning every line would count twice
+            self.set_problem(f"how far it was read before is not known: {self._store.unreadable}")
             return
         boot, _, sequence = note.rpartition(":")
         may_be_present = _may_be(note, present)

@@ -31,8 +31,6 @@ class Learning:
         """Rises whenever baselines and acknowledgements are read again."""
         self._store_version: object = None
         """The store's mark of writes by others at the last read; None forces the next read."""
-        self.unread = ""
-        """Why nothing that is learnt could be read so far; "" once it was."""
 
     def of(self, uuid: str) -> Mapping[Key, Baseline]:
         """Return the baselines of a device."""
@@ -42,18 +40,16 @@ class Learning:
         """Read all that is learnt again where another process has written to the store, or `always`."""
         store = self._host.store
         with self._host.mutex:
-            found = store.written_elsewhere()
-            if not always and found is not None and found == self._store_version:
+            found = store.changes()
+            if not always and found == self._store_version:
                 return
-            failed = store.failed_reads
             self._acks.read()
             self.met.read()
             baselines = store.baselines()
-            if store.failed_reads != failed:  # what was read before still holds
-                self.unread = store.failure if self.unread or not self.version else ""
+            if store.unreadable:  # what was read before still holds
                 self._store_version = None
                 return
-            self._store_version, self.unread = found, ""
+            self._store_version = found
             self._baselines = {uuid: {} for uuid in self._host.devices}
             for baseline in (b for b in baselines if b.device in self._host.devices):
                 # What a device computed before its repair does not count.
@@ -89,11 +85,10 @@ class Learning:
 
         Returns the run with what was found, and the baselines that changed.
         """
-        failed = self._host.store.failed_reads
         trusted = self._is_trusted(run)
         self.refresh()
         # A verdict that cannot be read may be against the device, and what is learnt anew would replace what is stored.
-        trusted = trusted and not self.unread and self._host.store.failed_reads == failed
+        trusted = trusted and not self._host.store.unreadable
         with self._host.mutex:
             mine = self._baselines.setdefault(run.device, {})
             try:

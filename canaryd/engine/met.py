@@ -30,9 +30,8 @@ class MetClasses:
     def read(self) -> None:
         """Read all records from the store; what was learnt here and could not be stored yet is among them."""
         store = self._host.store
-        failed = store.failed_reads
         found = {met.line: met for met in store.met()}
-        if store.failed_reads != failed:
+        if store.unreadable:
             return  # what was read before still holds
         with self._host.mutex:
             self._records, self._claims = found, None

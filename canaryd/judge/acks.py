@@ -24,12 +24,12 @@ def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
     return tuple(sorted((a for a in acks if a.at <= now + AHEAD and not a.void), key=lambda a: a.at))
 
 
-def ahead(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
-    """Return the acknowledgements dated in the future by a clock that ran ahead; `certain` is a time that has come.
+def ahead(acks: Iterable[Ack], now: float, passed: float) -> tuple[Ack, ...]:
+    """Return the acknowledgements dated in the future by a clock that ran ahead; `passed` is a time known to be past.
 
     They must never come into force. Where the present clock was never set, there are none.
     """
-    limit = max(now, certain) + AHEAD
+    limit = max(now, passed) + AHEAD
     return tuple(a for a in acks if now >= EPOCH and a.at > limit and not a.void)
 
 

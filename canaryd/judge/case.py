@@ -44,8 +44,6 @@ class Case:
     """Whether drills are judged."""
     divided: bool = False
     """Whether the device is divided into instances, which are tested in its place."""
-    confirmed_time: float = math.inf
-    """A time that has certainly come, however wrong the clock is: a watch ends by it."""
     gone_since: float | None = None
     """When the device was last seen, if it is not found any more."""
     signs: Signs | None = None
@@ -93,16 +91,11 @@ class Case:
         """Whether the device is the host's processor."""
         return self.device.backend == "cpu"
 
-    @property
-    def certain(self) -> float:
-        """A time that has come for certain: waiting ends by it."""
-        return min(self.now, self.confirmed_time)
-
     def watched(self, since: float, probes: Collection[str], of: Iterable[str]) -> bool:
         """Return whether the watch that began at `since` is over for probes on devices."""
         days = {day for uuid in of for probe in probes for day in self.node.tested.get(uuid, {}).get(probe, ())}
         fresh = min((self.limit(probe) for probe in probes if probe in self.wanted), default=0.0)
-        return is_over(since, self.certain, self.policy.watch, days, fresh)
+        return is_over(since, self.now, self.policy.watch, days, fresh)
 
     def limit(self, probe: str) -> float:
         """Return the age in seconds beyond which evidence of a wanted probe is stale."""

@@ -84,7 +84,7 @@ def endpoint_departed(case: Case) -> Iterator[Finding]:
 
 def acknowledged(case: Case) -> Iterator[Finding]:
     """A note about an acknowledgement, with its end; it never makes a device healthy."""
-    if ack := acks.standing(case.device, case.acks, case.certain):
+    if ack := acks.standing(case.device, case.acks, case.now):
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:
         for ack in (a for a in case.acks if a.kind == AckKind.REPLACED):
@@ -98,7 +98,7 @@ def _acknowledged(case: Case, finding: Finding) -> Finding:
 
     Only rules that held when it was given, about what had been seen by then, are covered; what is faulty stays so.
     """
-    ack = acks.standing(case.device, case.acks, case.certain)
+    ack = acks.standing(case.device, case.acks, case.now)
     if ack is None or not acks.covers(ack, finding):
         return finding
     if finding.runs:

@@ -21,9 +21,9 @@ from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE, conclusion
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import verdict_note
-from canaryd.store.clock import parse_time
 from canaryd.store.locks import Flag, may_make
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
+from canaryd.store.rows import parse_time
 from canaryd.store.store import Store
 
 UNTENDED = 1800.0
@@ -113,8 +113,6 @@ class Status:
     """Everything that `canaryd status` shows."""
 
     now: float
-    certain: float
-    """A time that has come for certain: acknowledgements end by it."""
     daemon: bool
     """Whether a daemon runs on this state directory."""
     released_until: float
@@ -160,7 +158,6 @@ def gather(
     the daemon itself knows both.
     """
     now = time.time() if now is None else now
-    failed, certain = store.failed_reads, store.certain(now)
     verdicts = store.verdicts()
     records = store.devices()
     here = {r.device.uuid for r in records if r.present}
@@ -195,7 +192,7 @@ def gather(
                 present=record.present,
                 verdict=verdict,
                 events=tuple(events_of[device.uuid]),
-                acks=_in_force(device, own, now, certain),
+                acks=_in_force(device, own, now),
                 evidence=_since_repair(evidence.get(device.uuid, {}), judge_acks.cut(device, own)),
                 drill=_drill(drills_of[device.uuid], now),
             )
@@ -203,13 +200,11 @@ def gather(
     absent = "" if os.path.exists(store.state_dir) else str(store.state_dir)  # noqa: PTH110  never raises
     return Status(
         now=now,
-        certain=certain,
         daemon=daemon,
         released_until=released_until(store, now),
         devices=_worst_first(found),
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
-        # Where nothing is on record yet, as on a disk that is full from the start, the daemon has all of it in memory.
-        unreadable="" if itself and store.failed_reads == failed else store.unreadable,
+        unreadable=store.unreadable,
         absent=absent,
         closed=bool(absent) and not may_make(store.state_dir),
         not_tested=_not_tested(store, config, found),
@@ -290,18 +285,16 @@ def as_of(status: Status, now: float) -> Status:
     """Return a status that was gathered earlier as it reads now: old verdicts are unknown, old events are gone."""
     old = now - status.now
     stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
-    certain = status.certain + max(0.0, old)
     return replace(
         status,
         now=now,
-        certain=certain,
         released_until=status.released_until if status.released_until > now else 0.0,
         devices=_worst_first(
             replace(
                 d,
                 verdict=_unless_old(d.verdict, d.device, now, daemon=status.daemon),
                 events=tuple(e for e in d.events if e.last >= now - RECENT),
-                acks=_in_force(d.device, d.acks, now, certain),
+                acks=_in_force(d.device, d.acks, now),
                 drill=d.drill if d.drill and now <= d.drill.until else None,
             )
             for d in status.devices
@@ -342,10 +335,10 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
     return found
 
 
-def _in_force(device: Device, acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
+def _in_force(device: Device, acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
     """Return every repair and replacement, and the acknowledgement that has not ended."""
     heeded = judge_acks.heeded(acks, now)
-    standing = judge_acks.standing(device, heeded, certain)
+    standing = judge_acks.standing(device, heeded, now)
     return tuple(a for a in heeded if a.kind != AckKind.ACKNOWLEDGED or a is standing)
 
 
@@ -392,7 +385,7 @@ def _up_to_date(
             " Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
-    shown = _with_acks(shown, judge_acks.standing(device, acks, store.certain(now)), now, action)
+    shown = _with_acks(shown, judge_acks.standing(device, acks, now), now, action)
     if shown.state.severity > State.UNKNOWN.severity:
         return shown
     judged = {run for f in verdict.findings for run in f.runs}

@@ -1,40 +1,50 @@
-"""The database file: opened, checked, migrated, set aside when it is damaged, and opened again when it was replaced."""
+"""The database: one SQLite file, and a copy of it in memory while it refuses what is written.
 
+One connection answers at a time: that of the file, or that of the copy. What the file refuses goes to the copy and to a
+third, small database (`_waiting`), whose rows move to the file as soon as that works again.
+"""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+from canaryd.facts import printable
 from canaryd.files import NOT_PLAIN, allowed, owners_rights
-from canaryd.store import copies
-from canaryd.store.locks import flock, make
-from canaryd.store.migrations import Migration, migrate
-from canaryd.store.rows import NOTE
+from canaryd.formatting import DAY
+from canaryd.judge.clock import EPOCH
+from canaryd.store.locks import flock, make, reason, refusal
+from canaryd.store.migrations import MIGRATIONS, migrate
+from canaryd.store.rows import ADD_RUN, COPIED, MET, NOTE, RUN, VERDICT, add_met, add_verdict, parse_time, unpack
 
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
 OPEN_LOCK = f"{DATABASE}.lock"
-"""Name of the file that is locked while the database is opened, copied, migrated or set aside."""
+"""Name of the file that is locked while the database is opened, made, migrated or set aside."""
 BUSY_TIMEOUT = 5.0
 """Seconds that a statement waits for another process's transaction."""
 CACHE = 512
-"""KiB of the database that SQLite keeps in memory, a quarter of its default (ours): reading the record takes its time
-for decoding JSON, hardly any for pages, which the system caches anyway."""
+"""KiB of the database that SQLite keeps in memory, a quarter of its default (ours): the system caches pages anyway."""
 OPEN_TIMEOUT = 10.0
 """Seconds to wait while another process creates, checks or migrates the database."""
+BATCH = 100
+"""Runs moved to disk in one transaction, so that another process never waits long."""
 LOST_NOTE = "history lost"
 """Note: when a database was lost last and what is left of it, as "seconds path"."""
-MISSING = "is missing, although canaryd ran here before"
+PASSED_NOTE = "aged"
+"""Note: the latest time known to be past, in seconds since the epoch (`Database.passed`)."""
 LOGS = ("-wal", "-shm", "-journal")
 """What SQLite keeps beside a database: it would take those of a database that is gone for the next one's."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
@@ -47,8 +57,12 @@ class StoreTooNew(RuntimeError):
     """A newer canaryd wrote the database; it is left as it is."""
 
 
+class _TooOld(Exception):
+    """Release 0.1.0 wrote the database, which is not converted: its argument is the version."""
+
+
 class _Replaced(OSError):
-    """The path leads to another file than the one just used: another process set that one aside or removed it."""
+    """Another file took the place of the one just written."""
 
 
 REFUSED = (OSError, sqlite3.Error, StoreTooNew)
@@ -56,127 +70,355 @@ REFUSED = (OSError, sqlite3.Error, StoreTooNew)
 
 
 class Database:
-    """The SQLite file in a state directory. Its methods raise `REFUSED`."""
+    """The database in a state directory; the tables of the store are built on it. Reading and writing never raise."""
 
-    def __init__(
-        self,
-        state_dir: Path,
-        now: Callable[[], float],
-        migrations: Mapping[int, Migration],
-        *,
-        for_reading: bool,
-        on_open: Callable[[sqlite3.Connection], None],
-    ) -> None:
-        """`now` is the clock in seconds since the epoch; `on_open` is called with each new connection."""
+    def __init__(self, state_dir: Path, now: Callable[[], float], *, for_reading: bool) -> None:
+        """Open nothing yet; `now` is the clock in seconds since the epoch."""
         self.state_dir = state_dir
         self.path = state_dir / DATABASE
-        self.migrations = migrations
         self.for_reading = for_reading
-        """Open read-only: never create, repair, migrate or lock."""
-        self.read_only = False
-        self.problems: dict[str, str] = {}
-        """What an operator should know, one sentence each, by what it is about."""
-        self.lock = threading.RLock()
-        """One thread at a time uses the connection."""
-        self.connection: sqlite3.Connection | None = None
-        self.files = 0
+        """Open read-only: never create, repair, migrate or lock. What is written stays in memory."""
+        self.problem = ""
+        """One sentence while something cannot be stored, with how much waits for it; "" when all is well."""
+        self.refused = ""
+        """The same without what waits: a command that ends takes that with it."""
+        self.unreadable = ""
+        """Why the record cannot be read, one sentence; "" when it can, and where there is none. Meanwhile answers lack
+        what is on record. Of a store for reading this stays."""
+        self.said: dict[str, str] = {}
+        """What happened since the store was opened that an operator should know, one sentence each, by its subject."""
+        self.generation = 0
         """How many databases were open so far; at each further one, what was read before is outdated."""
-        self.now = now
-        self._on_open = on_open
-        self._opened = 0
+        self._now = now
+        self._lock = threading.RLock()  # one thread at a time uses the connections
+        self._file: sqlite3.Connection | None = None
+        self._read_only = False
         self._resting = False  # opened while no other process had it open
-        self._identity: tuple[int, int] | None = None
-        self._replaced = False  # since it was opened last, by any process
-        self._lost = ""  # what the new file's `LOST_NOTE` will say
-        # Locks are taken only beside a record, and outlive it. Looked for once: later ones may be this process's own,
-        # which works from memory where it can make no record.
+        self._identity: tuple[int, int] | None = None  # of the file that was opened last
+        self._replaced = False  # another file took its place since
+        self._opened = 0
+        self._copy: sqlite3.Connection | None = None
+        self._copied: object = None  # `_version()` at that time
+        self._waiting: sqlite3.Connection | None = None
+        self._dropped: Counter[str] = Counter()
+        self._loss = ""  # what the new file's `LOST_NOTE` will say
+        # Locks are taken only beside a record, and outlive it. Looked for once: later ones may be this process's own.
         self._ran_before = _has_locks(state_dir)
 
+    def begin(self) -> None:
+        """Open the file; raise `StoreTooNew` and nothing else."""
+        try:
+            self._attempt(self._settle)
+        except StoreTooNew:
+            self._close_file()
+            raise
+        except (OSError, sqlite3.Error) as error:
+            self._fail(error)
+
     def close(self) -> None:
-        """Let go of the file."""
-        connection, self.connection = self.connection, None
+        """Try once more to write what waits in memory, then let go of the file."""
+        with self._lock:
+            if self._waiting is not None:
+                try:
+                    self._attempt(self._settle)
+                except REFUSED as error:
+                    self._refuse(error)
+            self._close_file()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something in memory waits for the disk."""
+        return self._waiting is not None
+
+    @property
+    def problems(self) -> list[str]:
+        """What happened to the store since it was opened that an operator should know, one sentence each."""
+        return list(self.said.values())
+
+    def changes(self) -> object:
+        """Return a value that changes whenever another process has written, or another file is used.
+
+        Looks for a file that was removed or replaced, and tries again to write what waits. Never raises.
+        """
+        with self._lock:
+            if not (self.for_reading and self._copy is not None):
+                try:
+                    self._attempt(self._settle)
+                    self.problem = self.refused = ""
+                except REFUSED as error:
+                    self._fail(error)
+            version = self._version()
+            if self._waiting is not None and self._file is not None and version != self._copied:
+                self._make_copy()
+            # SQLite counts for each connection from the start.
+            return self.generation, self._opened, version
+
+    # For the tables
+
+    def _read(self, query: str, *args: Any) -> list[Any]:
+        """Return the rows of a query; where the file cannot be read, those in memory, with a `problem`."""
+        with self._lock:
+            try:
+                return self._attempt(lambda db: db.execute(query, args).fetchall(), reads=True)
+            except REFUSED as error:
+                return self._lose(error).execute(query, args).fetchall()
+
+    def _write(self, write: Callable[[sqlite3.Connection], object]) -> bool:
+        """Do `write` in one transaction. False: only in memory so far, and `problem` says why."""
+        with self._lock:
+            why: Exception | None = None
+            try:
+                if not self.for_reading:
+                    self.commit(write)
+                    self.problem = self.refused = ""
+                    return True
+            except REFUSED as error:
+                why = error
+            write(self._copy or self._make_copy())
+            if why is not None:
+                self._waiting = self._waiting or _memory()
+                write(self._waiting)
+                self._refuse(why)
+            return False
+
+    def _forget(self, table: str, order: str, most: int) -> bool:
+        """Drop the first rows in an order, beyond what may wait in memory; return False."""
+        with self._lock:
+            if self._waiting is not None and self._copy is not None:
+                (count,) = self._waiting.execute(f"SELECT count(*) FROM {table}").fetchone()
+                first = f"SELECT id FROM {table} ORDER BY {order} LIMIT {max(0, count - most)}"
+                if ids := self._waiting.execute(first).fetchall():
+                    for db in (self._waiting, self._copy):
+                        db.executemany(f"DELETE FROM {table} WHERE id = ?", ids)
+                    self._dropped[table] += len(ids)
+                    self.said[f"dropped {table}"] = (
+                        f"{self.path}: cannot be written, and memory holds {most} {table} at most: "
+                        f"{self._dropped[table]} older ones were dropped"
+                    )
+            return False
+
+    def _decode(self, kind: type[T], rows: Iterable[tuple[str, bytes]]) -> list[T]:
+        """Rebuild objects from (name, packed body); skip a damaged one, with a problem."""
+        found = []
+        for name, body in rows:
+            try:
+                found.append(unpack(kind, body))
+            except (ValueError, TypeError, RecursionError, zlib.error) as error:
+                self.said["damaged"] = printable(
+                    f"{self.path}: skipped the unreadable {kind.__name__} {name}: {error!s:.300}"
+                )
+        return found
+
+    # Notes
+
+    def note(self, name: str) -> str:
+        """Return the value of a note; "" where there is none."""
+        rows = self._read("SELECT value FROM notes WHERE name = ?", name)
+        return str(rows[0][0]) if rows else ""
+
+    def parsed_note(self, name: str, parse: Callable[[str], T], absent: T) -> T:
+        """Return what `parse` makes of a note; `absent` where there is none, or one that rotted, with a problem.
+
+        `parse` raises `LookupError`, `TypeError` or `ValueError` for a text that no canaryd wrote.
+        """
+        text = self.note(name)
+        try:
+            found = parse(text) if text else absent
+        except (LookupError, TypeError, ValueError, RecursionError):
+            self.said[f"note {name}"] = printable(
+                f'{self.path}: the note "{name}" is damaged and counts as absent: {text!r:.100}'
+            )
+            return absent
+        self.said.pop(f"note {name}", None)
+        return found
+
+    def note_time(self, name: str) -> float:
+        """Return the time that a note holds, in seconds since the epoch; 0.0 where there is none."""
+        return self.parsed_note(name, parse_time, 0.0)
+
+    def set_note(self, name: str, value: str) -> bool:
+        """Set the value of a note. False: only in memory so far."""
+        return self._write(lambda db: db.execute(NOTE, (name, value)))
+
+    @property
+    def passed(self) -> float:
+        """The latest time known to be past, in seconds since the epoch, wherever the clock stands; 0.0: none yet."""
+        return self.note_time(PASSED_NOTE)
+
+    def date(self, at: float) -> float:
+        """Return a time of the clock, or the time of storing where the clock stood more than a day behind `passed`."""
+        return at if at >= self.passed - DAY else self._stamp()
+
+    def _stamp(self) -> float:
+        """Return the time of storing: hardly before what was stored already, wherever the clock stands."""
+        return max(self._now(), self.passed)
+
+    # The file
+
+    def commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `write` on disk, after all that waits, in one transaction; raise `REFUSED`."""
+
+        def work(db: sqlite3.Connection) -> T:
+            self._settle(db)
+            return self._transact(db, write)
+
+        with self._lock:
+            return self._attempt(work)
+
+    def look(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` on disk, outside of a transaction; raise `REFUSED`."""
+        with self._lock:
+            return self._attempt(work)
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
+        """Do `work`; where the file turns out to be damaged or replaced, once more on the next one.
+
+        What only `reads` uses the copy where there is one, and does not look whether the file is still in its place.
+        """
+        with owners_rights(self.state_dir):
+            for again in (True, False):
+                try:
+                    with _rotten_text():
+                        return work((reads and (self._copy or self._file)) or self._connect())
+                except _Replaced:
+                    if not again:
+                        raise
+                except sqlite3.DatabaseError as error:
+                    if not again or self._read_only or not _is_damage(error):
+                        raise
+                    with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
+                        if not self._is_moved():
+                            self._set_aside(f"damaged ({error})")
+        raise AssertionError
+
+    def _settle(self, db: sqlite3.Connection) -> None:
+        """Move what waits in memory to disk, and forget the copy."""
+        if self.for_reading:
+            return
+        if self._read_only:
+            raise PermissionError(READ_ONLY)
+        while (waiting := self._waiting) is not None:
+            last = self._transact(db, lambda db: _pour(waiting, db, BATCH))
+            waiting.execute("DELETE FROM runs WHERE number <= ?", (last,))
+            for table in ("verdicts", "met", *COPIED):
+                waiting.execute(f"DELETE FROM {table}")
+            if not waiting.execute("SELECT 1 FROM runs LIMIT 1").fetchone():
+                self._waiting = None
+        self._copy = None
+
+    def _transact(self, db: sqlite3.Connection, write: Callable[[sqlite3.Connection], T]) -> T:
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            self._check_version(db)
+            result = write(db)
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        try:
+            moved = self._is_moved()
+        except OSError:
+            moved = False
+        if moved:
+            raise _Replaced("another file took its place during the write")
+        return result
+
+    def _fail(self, error: Exception) -> None:
+        """Note that the file cannot be opened, written or looked at."""
+        if self._file is None and self._copy is None:
+            self._lose(error)
+        elif not self.for_reading:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Note that something waits in memory."""
+        (runs,) = self._waiting.execute("SELECT count(*) FROM runs").fetchone() if self._waiting else (0,)
+        self.refused = f"{self.path}: {reason(self.path, error)}"
+        self.problem = f"{self.refused}; runs waiting in memory: {runs}"
+
+    def _lose(self, error: Exception) -> sqlite3.Connection:
+        """Note that the record cannot be read; return a database of what waits in memory alone."""
+        self._close_file()
+        lost = _exists(self.path) or bool(self._why_missing())
+        if lost or (self.for_reading and not isinstance(error, FileNotFoundError)):
+            self.unreadable = self.problem = refusal(self.path, error)
+        if not self.for_reading:
+            self._refuse(error)
+        return self._make_copy()
+
+    def _make_copy(self) -> sqlite3.Connection:
+        """Copy the file into memory, with what waits for it: what is read and written goes there from now on."""
+        self._copied, copy = self._version(), _memory()
+        if self._file is not None:
+            try:
+                with owners_rights(self.state_dir):
+                    self._file.backup(copy)
+            except REFUSED as error:
+                return self._lose(error)
+        if self._waiting is not None:
+            _pour(self._waiting, copy, -1)
+        self._copy = copy
+        return copy
+
+    def _version(self) -> object:
+        """Return what changes when another connection has written to the file; None where that is not known."""
+        with contextlib.suppress(*REFUSED), owners_rights(self.state_dir):
+            if self._file is not None:
+                return self._file.execute("PRAGMA data_version").fetchone()
+        return None
+
+    # Opening it
+
+    def _on_open(self, db: sqlite3.Connection) -> None:
+        """Do what the tables need when another file was opened."""
+
+    def _connect(self) -> sqlite3.Connection:
+        """Return the connection; open it where there is none, the file was replaced, or it can be written again."""
+        if self._file is not None:
+            moved = self._is_moved()
+            self._replaced |= moved
+            if moved or (self._read_only and (self._may_write() or (self._resting and _log(self.path).exists()))):
+                self._close_file()
+        if self._file is not None:
+            return self._file
+        before = self._identity
+        try:
+            if not self.for_reading:
+                self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            with owners_rights(self.state_dir), _rotten_text():
+                db = self._open_as_allowed()
+                if self._identity != before or self._replaced:
+                    self._on_open(db)
+                    self.generation += 1
+        except BaseException:
+            self._identity = before
+            self._close_file()
+            raise
+        self._opened, self._replaced = self._opened + 1, False
+        if not self.for_reading:
+            self.unreadable = ""
+        return db
+
+    def _close_file(self) -> None:
+        connection, self._file = self._file, None
         if connection is not None:
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OSError):
                     stack.enter_context(owners_rights(self.state_dir))
                 connection.close()
 
-    # Using it
-
-    def attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Do `work` on the file; where the file turns out to be damaged or replaced, once more on the next one."""
-        with self.lock, owners_rights(self.state_dir):
-            try:
-                with _rotten_text():
-                    return work(self.connect())
-            except _Replaced:
-                pass
-            except sqlite3.DatabaseError as error:
-                if self.read_only or not _is_damage(error):
-                    raise
-                with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
-                    if not self._moved():
-                        self._set_aside(f"damaged ({error})")
-            with _rotten_text():
-                return work(self.connect())
-
-    def commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
-        """Do `write` in one transaction; it is on disk when this returns."""
-        return self.attempt(lambda db: self._transact(db, write))
-
-    def version(self) -> object:
-        """Return a value that changes whenever another connection has written."""
-        (version,) = self.attempt(lambda db: db.execute("PRAGMA data_version").fetchone())
-        # SQLite counts for each connection from the start, and a file made after another was removed may have its
-        # inode. A disk that refuses writes is opened again for every look: that alone is no change.
-        return self._identity, self._opened, version
-
-    def _transact(self, db: sqlite3.Connection, write: Callable[[sqlite3.Connection], T]) -> T:
-        if self.read_only:
-            raise PermissionError(READ_ONLY)
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            self._schema_version(db)
-            result = write(db)
-            db.execute("COMMIT")
-        finally:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-        if self._moved():
-            raise _Replaced("another file took its place during the write")
-        return result
-
-    # Opening it
-
-    def connect(self) -> sqlite3.Connection:
-        """Return the connection; open it where there is none, the file was replaced, or it can be written again."""
-        if self.connection is not None and (self._moved() or (self.read_only and self._is_outdated())):
-            self._replaced = self._replaced or self._is_gone()
-            self.close()
-        if self.connection is not None:
-            return self.connection
-        try:
-            if not self.for_reading:
-                self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-            with owners_rights(self.state_dir), _rotten_text():
-                db = self._open_as_allowed()
-                self._on_open(db)
-        except REFUSED:
-            self.close()
-            raise
-        return db
-
     def _open_as_allowed(self) -> sqlite3.Connection:
-        for suffix in ("", "-wal", "-shm", "-journal"):
+        for suffix in ("", *LOGS):
             _expect_file(Path(f"{self.path}{suffix}"))
         if self._may_write():
             try:
-                return self._open_to_write()
+                with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
+                    return self._open_to_write()
             except OSError as error:
                 # After an error of its own ext4 refuses every write, while access(2) still promises them.
                 if error.errno != errno.EROFS:
                     raise
-        self.read_only = True
+        self._read_only = True
         if why := self._why_missing():
             raise OSError(f"it {why}; restore a backup, or begin a new record: canaryd check")
         # SQLite would make a log beside a database that nobody has open, only to read it.
@@ -184,106 +426,104 @@ class Database:
         return self._open_to_read("mode=ro&immutable=1" if self._resting else "mode=ro")
 
     def _open_to_write(self) -> sqlite3.Connection:
-        with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
-            try:
+        """Open the file, or a new one in the place of one that is missing or unusable; the open lock is held."""
+        try:
+            if self.path.exists():
                 with _rotten_text():
                     return self._open_and_migrate()
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
-                    raise
-                self._set_aside(f"damaged ({error})")
-            return self._open_and_migrate()
-
-    def _open_and_migrate(self) -> sqlite3.Connection:
-        if not self.path.exists():
             if why := self._why_missing():
                 self._set_aside(why)
-            _create(self.path)
-        elif self.path.stat().st_size == 0:
-            self._open("mode=rw", read_only=False)
+        except _TooOld as old:
+            self._set_aside("canaryd 0.1.0 wrote it, and its records are not converted", f"version-{old}")
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
+            self._set_aside(f"damaged ({error})")
+        self._create()
+        return self._open_and_migrate()
+
+    def _open_and_migrate(self) -> sqlite3.Connection:
+        if self.path.stat().st_size == 0:
             raise sqlite3.DatabaseError("it is empty")
-        db = self._open("mode=rwc", read_only=False)
-        version = self._schema_version(db)
-        if version == 0 and self._ran_before:  # a process that began this file did not get as far as noting the loss
-            self._note_loss(MISSING, "started a new, empty database")
-        self._opened += 1
-        self._identify()
-        outdated = 0 < version < max(self.migrations)
-        if outdated:
-            copies.check_room(db, self.path, version)
+        before = self._identity
+        db = self._open("mode=rw", read_only=False)
+        version = self._check_version(db)
+        if 0 < version < min(MIGRATIONS):
+            raise _TooOld(version)
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            raise sqlite3.DatabaseError(verdict)
-        if note := use_wal(db):
-            self.problems["wal"] = f"{self.path}: {note}"
+        if verdict != "ok" or not version:
+            raise sqlite3.DatabaseError(verdict if version else "it has no tables")
+        with contextlib.suppress(sqlite3.OperationalError):  # some file systems have none; readers then wait in turn
+            db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA cache_size = -{CACHE}")
-        if outdated:
-            copies.keep(db, self.path, version)
-        if version < max(self.migrations):
-            try:
-                self._transact(db, functools.partial(self._convert, version=version))
-            except BaseException:
-                if outdated:
-                    copies.drop_unconverted(db, self.path, version)
-                raise
-        copies.tidy(self.path, max(self.migrations))
-        # The process that replaced a damaged file has noted the loss already.
-        if self._replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
+        if version < max(MIGRATIONS):
+            _keep(db, _kept(self.path, version))
+            self._transact(db, lambda db: migrate(db, version))
+        # The process that replaced a lost file has noted the loss already.
+        replaced = self._replaced or before not in (None, self._identity)
+        if replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
             self._note_loss("was replaced while it was in use", "continuing with the new file")
-        if self._lost:
-            self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
-        self._lost, self._replaced = "", False
+            self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._loss)))
+        self._loss = ""
         return db
 
-    def _convert(self, db: sqlite3.Connection, version: int) -> None:
-        migrate(db, migrations=self.migrations, version=version)
-        if self._lost:
-            db.execute(NOTE, (LOST_NOTE, self._lost))
-
-    def _note_loss(self, what: str, then: str) -> None:
-        if not self._lost:
-            self._lost = f"{self.now()!r} nothing: {self.path} {what}"
-            self.problems["gone"] = f"{self.path}: {what}; {then}"
+    def _create(self) -> None:
+        """Complete the new file before it gets its name: an empty file is then damage, and never a beginning."""
+        new = Path(f"{self.path}.new")
+        with contextlib.closing(_new(new)) as db:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("BEGIN")
+            migrate(db, 0)
+            if (now := self._now()) >= EPOCH:
+                db.execute(NOTE, (PASSED_NOTE, repr(now)))
+            if self._loss:
+                db.execute(NOTE, (LOST_NOTE, self._loss))
+            db.execute("COMMIT")
+        new.replace(self.path)
 
     def _open_to_read(self, mode: str) -> sqlite3.Connection:
         db = self._open(mode, read_only=True)
-        self._identify()
         try:
-            version = self._schema_version(db)
+            version = self._check_version(db)
         except sqlite3.OperationalError as error:
             # In WAL mode even a reader needs the -shm file. Where it is missing and cannot be made, nobody is writing
             # either, and SQLite may take the file as it stands. Not so where another process has locked it.
             if mode != "mode=ro" or "locked" in str(error):
                 raise
-            self.close()
+            self._close_file()
             return self._open_to_read("mode=ro&immutable=1")
-        if version < max(self.migrations):
-            then = "start the daemon or run canaryd check to convert it" if self.for_reading else READ_ONLY
+        if version < max(MIGRATIONS):
+            then = "start the daemon or run canaryd check, which keeps it aside" if self.for_reading else READ_ONLY
             raise OSError(f"an older canaryd wrote it: {then}")
         return db
 
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
-        self.read_only = read_only
-        self.connection = connect(f"file:{quote(str(self.path.absolute()))}?{mode}")
+        self._read_only = read_only
+        self._file = db = connect(f"{_uri(self.path)}?{mode}")
+        there = self.path.stat()
+        self._identity = there.st_dev, there.st_ino
         if not allowed(Path(os.environ.get("TMPDIR", "/")), os.X_OK):  # root's own may be closed to the owner
-            self.connection.execute("PRAGMA temp_store = MEMORY")
-        return self.connection
+            db.execute("PRAGMA temp_store = MEMORY")
+        return db
 
-    def _schema_version(self, db: sqlite3.Connection) -> int:
+    def _check_version(self, db: sqlite3.Connection) -> int:
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > max(self.migrations):
+        known = max(MIGRATIONS)
+        if version > known:
+            kept = _kept(self.path, known)
+            back = f"; {kept} is a copy from before the conversion (docs/install.md: how to go back)"
             raise StoreTooNew(
-                f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows "
-                f"{max(self.migrations)}); upgrade canaryd, or choose another --state-dir"
-                f"{copies.way_back(self.path, max(self.migrations))}"
+                f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows {known});"
+                f" upgrade canaryd, or choose another --state-dir{back if kept.exists() else ''}"
             )
         return version
 
-    def _set_aside(self, why: str) -> None:
-        """Rename what there is of a database that is damaged or missing; the caller holds the open lock."""
-        stamp = datetime.fromtimestamp(self.now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        names = (f"{DATABASE}.corrupt-{stamp}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
+    def _set_aside(self, why: str, name: str = "") -> None:
+        """Rename what there is of a database that is unusable or missing; the caller holds the open lock."""
+        stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        base = f"{DATABASE}.{name or f'corrupt-{stamp}'}"
+        names = (f"{base}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
         aside = next(self.state_dir / name for name in names if not any(self.state_dir.glob(f"{name}*")))
         kept = []
         for suffix in ("", *LOGS):
@@ -291,44 +531,36 @@ class Database:
                 Path(f"{self.path}{suffix}").rename(f"{aside}{suffix}")
                 kept.append(f"{aside}{suffix}")
             # Closed when it is renamed: SQLite then sees that it has moved, and neither writes to it nor drops its log.
-            self.close()
-        if not kept:
+            self._close_file()
+        self._replaced = True
+        if kept:
+            self._loss = f"{self._now()!r} {kept[0]}"
+            self.said[aside.name] = f"{self.path}: {why}; kept as {kept[0]}; started a new, empty database"
+        else:
             self._note_loss(why, "started a new, empty database")
-            return
-        self._lost = f"{self.now()!r} {kept[0]}"
-        self.problems[aside.name] = f"{self.path}: {why}; kept as {kept[0]}; started a new, empty database"
+
+    def _note_loss(self, what: str, then: str) -> None:
+        self._loss = f"{self._now()!r} nothing: {self.path} {what}"
+        self.said["gone"] = f"{self.path}: {what}; {then}"
 
     # The file at its path
 
-    def _identify(self) -> None:
-        """Note which file was opened, and whether it is another one than before."""
-        before, self._identity = self._identity, _identity(self.path)
-        self.files += self._identity != before or self._replaced
-
-    def _moved(self) -> bool:
-        return _identity(self.path) != self._identity
-
-    def _is_gone(self) -> bool:
-        """Return whether the file was removed or replaced; one that cannot be looked at may be the same."""
+    def _is_moved(self) -> bool:
+        """Return whether the file was removed or replaced; raise `OSError` where it cannot be looked at."""
         try:
-            self.path.stat()
+            there = self.path.stat()
         except FileNotFoundError:
             return True
-        except OSError:
-            return False
-        return self._moved()
+        return (there.st_dev, there.st_ino) != self._identity
 
     def _why_missing(self) -> str:
         """Return how it is known that a database was at its path; "" where one is there, or none ever was."""
-        if self.path.exists():
+        if _exists(self.path):
             return ""
         if self._identity is not None:
             return "was removed while it was in use"
-        return MISSING if self._ran_before or any(Path(f"{self.path}{log}").exists() for log in LOGS) else ""
-
-    def _is_outdated(self) -> bool:
-        """Return whether a connection that only reads should be opened anew: to write, or to see what is written."""
-        return self._may_write() or (self._resting and _log(self.path).exists())
+        before = self._ran_before or any(Path(f"{self.path}{log}").exists() for log in LOGS)
+        return "is missing, although canaryd ran here before" if before else ""
 
     def _may_write(self) -> bool:
         # The directory too: SQLite keeps its log beside the database.
@@ -344,32 +576,65 @@ def connect(uri: str) -> sqlite3.Connection:
     return db
 
 
-def use_wal(db: sqlite3.Connection) -> str:
-    """Switch to write-ahead logging, so that readers never wait for a writer; return a sentence where that fails."""
-    try:
-        (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
-    except sqlite3.OperationalError as error:
-        mode = str(error)
-    if mode == "wal":
-        return ""
-    return f"no write-ahead log here (journal mode: {mode}); nothing is lost, but readers and writers wait in turn"
+def _uri(path: Path) -> str:
+    return f"file:{quote(str(path.absolute()))}"
 
 
-def _create(path: Path) -> None:
-    """Complete the new file before it gets its name: an empty file is then damage, and never a beginning."""
-    new = Path(f"{path}.new")
-    new.unlink(missing_ok=True)
-    os.close(make(new))
-    with contextlib.closing(connect(f"file:{quote(str(new.absolute()))}?mode=rw")) as db:
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute("PRAGMA user_version = 0")
-    new.replace(path)
+def _memory() -> sqlite3.Connection:
+    db = connect("file::memory:")
+    migrate(db, 0)
+    return db
+
+
+def _new(path: Path) -> sqlite3.Connection:
+    """Make a database that keeps no file beside itself; it replaces what a kill left."""
+    path.unlink(missing_ok=True)
+    os.close(make(path))
+    db = connect(f"{_uri(path)}?mode=rw")
+    db.execute("PRAGMA journal_mode = MEMORY")
+    return db
+
+
+def _kept(path: Path, version: int) -> Path:
+    """Return where a database is kept as it was before its conversion from that version."""
+    return Path(f"{path}.version-{version}")
+
+
+def _keep(db: sqlite3.Connection, kept: Path) -> None:
+    """Copy a database, whole or not at all: the way back to the release that wrote it."""
+    new = Path(f"{kept}.new")
+    with contextlib.closing(_new(new)) as copy:
+        db.backup(copy)
+    new.replace(kept)
+
+
+def _pour(source: sqlite3.Connection, target: sqlite3.Connection, limit: int) -> int:
+    """Add the rows of a database to another, of its runs the oldest; return the number of the last run."""
+    runs = source.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {limit}").fetchall()
+    target.executemany(ADD_RUN, [row[1:] for row in runs])
+    for table, (columns, add) in COPIED.items():
+        target.executemany(add, source.execute(f"SELECT {columns} FROM {table} ORDER BY rowid"))
+    for verdict in source.execute(f"SELECT {VERDICT} FROM verdicts ORDER BY number"):
+        add_verdict(target, verdict)
+    add_met(target, source.execute(f"SELECT {MET} FROM met"))
+    return runs[-1][0] if runs else 0
 
 
 def _has_locks(state_dir: Path) -> bool:
     with contextlib.suppress(OSError):
         return any((state_dir / "locks").iterdir())
     return False
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a file exists, or nobody can say: its directory may be out of reach."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _expect_file(path: Path) -> None:
@@ -407,11 +672,3 @@ def _rotten_text() -> Iterator[None]:
 def _is_damage(error: sqlite3.Error) -> bool:
     # SQLITE_CORRUPT and SQLITE_NOTADB arrive as the bare class; everything that may pass arrives as a subclass.
     return type(error) is sqlite3.DatabaseError
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino

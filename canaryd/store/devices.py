@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from canaryd.model import Ack, Device, Verdict
-from canaryd.store.buffered import BufferedDatabase
+from canaryd.store.database import Database
 from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack, time_of
 
 VOID_NOTE = "void acks"
@@ -28,7 +27,7 @@ class DeviceRecord:
     """False once an inventory did not find it."""
 
 
-class DeviceTables(BufferedDatabase):
+class DeviceTables(Database):
     """The tables of devices, verdicts and acknowledgements."""
 
     @functools.cached_property
@@ -56,14 +55,10 @@ class DeviceTables(BufferedDatabase):
 
     def devices(self) -> list[DeviceRecord]:
         """Return every device ever seen here, in the order of their uuids."""
-        stored, waiting = self._read("SELECT uuid, body, first_seen, last_seen, present FROM devices")
-        first_seen = {uuid: first for uuid, _, first, _, _ in [*waiting, *stored]}
-        newest = {row[0]: row for row in [*stored, *waiting]}
+        rows = self._read("SELECT uuid, body, first_seen, last_seen, present FROM devices ORDER BY uuid")
         return [
-            DeviceRecord(
-                device=device, first_seen=time_of(first_seen[uuid]), last_seen=time_of(last), present=bool(present)
-            )
-            for uuid, body, _, last, present in sorted(newest.values(), key=lambda row: str(row[0]))
+            DeviceRecord(device=device, first_seen=time_of(first), last_seen=time_of(last), present=bool(present))
+            for uuid, body, first, last, present in rows
             for device in self._decode(Device, [(uuid, body)])
         ]
 
@@ -80,22 +75,18 @@ class DeviceTables(BufferedDatabase):
     def verdicts(self) -> dict[str, Verdict]:
         """Return each device's newest verdict, by uuid; drills are left out."""
         newest = "SELECT max(number) FROM verdicts WHERE drill = 0 GROUP BY device"
-        stored, waiting = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})")
-        return {v.device: v for row in (*stored, *waiting) for v in self._decode_verdict(*row)}
+        rows = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})")
+        return {v.device: v for row in rows for v in self._decode_verdict(*row)}
 
     def verdict(self, device: str) -> Verdict | None:
         """Return the newest verdict on one device (its uuid) from real evidence; None where there is none."""
         query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number DESC LIMIT 1"
-        stored, waiting = self._read(query, device)
-        return next((v for row in (*waiting, *stored) for v in self._decode_verdict(*row)), None)
+        return next((v for row in self._read(query, device) for v in self._decode_verdict(*row)), None)
 
     def verdict_history(self, device: str) -> list[Verdict]:
         """Return the verdicts on one device (its uuid), newest last; neighbours differ in state or cause."""
         query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number"
-        stored, waiting = self._read(query, device)
-        history = self._decode(Verdict, [*stored, *waiting])
-        pairs = itertools.zip_longest(history, history[1:])  # The last on disk and the first in memory may be equal.
-        return [v for v, after in pairs if after is None or (v.state, v.cause) != (after.state, after.cause)]
+        return self._decode(Verdict, self._read(query, device))
 
     def _decode_verdict(self, device: str, body: bytes) -> list[Verdict]:
         """Decode each newest verdict once: engine, metrics page and status page read it at every change."""
@@ -116,11 +107,9 @@ class DeviceTables(BufferedDatabase):
 
     def acks(self, device: str | None = None) -> list[Ack]:
         """Return operators' statements about a device, or about all, newest last."""
-        stored, waiting = self._read(
-            "SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device
-        )
+        rows = self._read("SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device)
         void = self.parsed_note(VOID_NOTE, _parse_keys, _parse_keys("[]"))
-        found = (replace(a, void=_key(a) in void) for a in self._decode(Ack, [*stored, *waiting]))
+        found = (replace(a, void=_key(a) in void) for a in self._decode(Ack, rows))
         return sorted(found, key=lambda a: a.at)
 
     def void_acks(self, acks: Iterable[Ack]) -> bool:

@@ -79,20 +79,20 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         pass
     newest = f"SELECT number, row_number() OVER (PARTITION BY device, {KIND} ORDER BY number DESC) AS place FROM runs"
     spare = f"number IN (SELECT number FROM ({newest} WHERE {FAILURE}) WHERE place > {KEPT})"
-    while database.attempt(used) >= max_bytes:
+    while database.look(used) >= max_bytes:
         if _delete(database, SPARE, table="polls") or _delete(database, SUCCESS):
             continue
         if not _delete(database, spare):
-            database.problems["size"] = (
+            database.said["size"] = (
                 f"{database.path}: larger than {max_bytes} bytes, though of its runs only the newest failures are left;"
                 " raise store.max_size"
             )
             break
-        database.problems["size"] = (
+        database.said["size"] = (
             f"{database.path}: failures younger than {keep.failures / DAY:g} days were deleted to stay below "
             f"{max_bytes} bytes; raise store.max_size"
         )
-    database.attempt(_compact)
+    database.look(_compact)
 
 
 def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +18,7 @@ from canaryd.judge.brief import brief
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.slower import Day
-from canaryd.judge.telemetry.readings import split_key
 from canaryd.model import Ack, Device, Event, Run, Verdict
-from canaryd.store import release_0_1
 
 T = TypeVar("T")
 
@@ -30,9 +27,8 @@ HOUR = 3600.0
 END = 253_370_764_800.0
 """Seconds since the epoch, the year 9999: no calendar goes further, so a later time is no time."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
-"""Of a run that release 0.1.0 stored and that is no failure, these columns are NULL."""
 RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
-"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`; NULL in most rows of release 0.1.0."""
+"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`."""
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 21)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
@@ -72,6 +68,17 @@ ADD_MET = (
     " SET last = max(last, excluded.last), body = excluded.body"
 )
 NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+COPIED = {
+    "devices": (DEVICE, ADD_DEVICE),
+    "counters": (COUNTER, ADD_COUNT),
+    "polls": (POLL, ADD_POLL),
+    "events": (f"{EVENT}, hour", ADD_EVENT),
+    "notes": ("name, value", NOTE),
+    "baselines": (BASELINE, ADD_BASELINE),
+    "acks": (ACK, ADD_ACK),
+    "days": (SUMMARY, ADD_SUMMARY),
+}
+"""Tables whose rows move from memory to disk as they are: name → columns, and the statement that adds a row."""
 
 
 def baseline_key(baseline: Baseline) -> str:
@@ -85,7 +92,7 @@ def refused(constant: str) -> float:
 
 
 FORMAT = 2
-"""How the body of a run is written; release 0.1.0 named none."""
+"""How the body of a run is written."""
 
 
 def pack(value: Run | Device | Verdict | Baseline | Ack | Day | Met) -> bytes:
@@ -101,8 +108,8 @@ def unpack(kind: type[T], body: bytes) -> T:
     text = zlib.decompress(body)
     data = json.loads(text, parse_constant=refused)
     data = whole(data) if b"\\ud" in text else data
-    if kind is Run and isinstance(data, dict) and data.pop("format", 1) == 1:
-        data = release_0_1.converted(data)
+    if kind is Run and isinstance(data, dict):
+        data.pop("format", None)
     return from_json(kind, data)
 
 
@@ -165,6 +172,14 @@ def is_number(column: object) -> bool:
     return isinstance(column, (int, float)) and math.isfinite(column)
 
 
+def parse_time(text: str) -> float:
+    """Return the seconds since the epoch that a note holds; raise `ValueError` for what cannot be a time."""
+    at = float(text)
+    if not 0 <= at < END:
+        raise ValueError(f"{text} is not a time")
+    return at
+
+
 def time_of(column: Any) -> float:
     """Return a column's time in seconds since the epoch; 0.0 where it rotted."""
     return column if is_number(column) and 0 <= column < END else 0.0
@@ -177,30 +192,6 @@ def _texts(column: Any) -> Mapping[str, str]:
     except (TypeError, ValueError, RecursionError):
         return {}
     return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
-
-
-def facts_from_0_1_0(
-    kind: str, name: str, before: str, detail: str
-) -> tuple[int | None, str, Mapping[str, str], Mapping[str, str]]:
-    """Return code, reading, labels and fields of an event that canaryd 0.1.0 stored: it had them in its texts only.
-
-    What the texts do not hold stays empty. They were "31" or "20034 fatal" (name of an Xid or SXid), the reading's key
-    (name of a counter or flag), "KEY VALUE" (before, of a reset), "throttle REASON" (name of a condition), and
-    "LINE {FIELD=VALUE,…}" (detail of a line of the kernel log).
-    """
-    if kind == "condition":
-        reason = name.removeprefix("throttle ")
-        return (None, "", {}, {}) if reason == name else (None, "throttle_active", {"reason": reason}, {})
-    if kind in ("counter", "counter-fell", "flag", "reset"):
-        reading, labels = split_key(before.rpartition(" ")[0] if kind == "reset" else name)
-        return None, reading, labels, {}
-    fields = dict(split_key(detail[detail.rfind(" {") + 1 :])[1]) if detail.endswith("}") else {}
-    if kind not in ("xid", "sxid"):
-        return None, "", {}, fields
-    number, _, severity = name.partition(" ")
-    if kind == "sxid" and severity:
-        fields["severity"] = severity
-    return int(number) if re.fullmatch("[0-9]{1,6}", number) else None, "", {}, fields
 
 
 def encode_labels(labels: Mapping[str, str]) -> str:

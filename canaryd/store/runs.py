@@ -3,18 +3,18 @@
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
-import math
+import functools
 import sqlite3
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from canaryd.formatting import DAY
 from canaryd.judge.brief import SHOWN
-from canaryd.judge.characterised import Line, Met
+from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.slower import Day
 from canaryd.model import Outcome, Run
-from canaryd.store.buffered import BufferedDatabase
+from canaryd.store.database import Database
 from canaryd.store.rows import (
     ADD_BASELINE,
     ADD_COUNT,
@@ -72,8 +72,16 @@ class Counted(NamedTuple):
         return all(map(is_number, (self.started, self.probe_version, self.results, self.uploads)))
 
 
-class RunTables(BufferedDatabase):
+class RunTables(Database):
     """The tables of runs, baselines and days."""
+
+    _passed: int | None = None
+    """Number of the newest run on disk that `news` has passed."""
+
+    @functools.cached_property
+    def _own(self) -> set[str]:
+        """Runs that this process has stored and `news` has not passed yet."""
+        return set()
 
     def add_run(self, run: Run, baselines: Iterable[Baseline] = (), met: Iterable[Met] = ()) -> bool:
         """Store and count a run, and the `baselines` and classes `met` that it has changed, in one transaction.
@@ -86,7 +94,7 @@ class RunTables(BufferedDatabase):
         dropped, and failures only when nothing else is left. They stay counted.
         """
         with self._lock:
-            row, counts = run_row(run, self._clock.stamp()), run_counts(run)
+            row, counts = run_row(run, self._stamp()), run_counts(run)
             changed, classes = self._baseline_rows(baselines), self._met_rows(met)
 
             def write(db: sqlite3.Connection) -> None:
@@ -95,16 +103,8 @@ class RunTables(BufferedDatabase):
                     db.executemany(ADD_BASELINE, changed)
                     add_met(db, classes)
 
-            if self._write(write):
-                self._own.add(run.id)
-                return True
-            oldest = "SELECT number FROM runs ORDER BY failed, number"
-            beyond = f"max(0, (SELECT count(*) FROM runs) - {BACKLOG})"
-            if self._memory.execute(f"DELETE FROM runs WHERE number IN ({oldest} LIMIT {beyond})").rowcount:
-                self._problems["dropped"] = (
-                    f"{self.path}: cannot be written, and memory holds {BACKLOG} runs at most: older ones were dropped"
-                )
-            return False
+            self._own.add(run.id)
+            return self._write(write) or self._forget("runs", "failed, number", BACKLOG)
 
     def runs(
         self,
@@ -130,30 +130,29 @@ class RunTables(BufferedDatabase):
         # SQLite would rather read the whole table in order than the newest part of it and sort that.
         table = "runs" if since is None else "runs INDEXED BY runs_by_age"
         query = f"SELECT id, body FROM {table} WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
-        stored, waiting = self._read(query, *where.values(), -1 if limit is None else limit)
-        return self._decode(Run, [*waiting, *stored][:limit])[::-1]
+        return self._decode(Run, self._read(query, *where.values(), -1 if limit is None else limit))[::-1]
 
     def run(self, run_id: str) -> Run | None:
         """Return one run; None where it was never stored, or pruned."""
-        stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
-        return next(iter(self._decode(Run, [*stored, *waiting])), None)
+        return next(iter(self._decode(Run, self._read("SELECT id, body FROM runs WHERE id = ?", run_id))), None)
+
+    def _on_open(self, db: sqlite3.Connection) -> None:
+        (self._passed,) = db.execute("SELECT max(number) FROM runs").fetchone()
 
     def news(self) -> list[Run]:
-        """Return the runs that other processes have stored since the last call, or since this store was opened.
+        """Return the runs that other processes have stored since the last call, or since this file was opened.
 
-        By the order on disk: one that waited in the memory of another process was stored later than its time says.
-        Where another file took the place of the one before, those of the last minute may be told twice.
+        In the order on disk: one that waited in the memory of another process was stored later than its time says.
+        None while this process works in memory.
         """
         with self._lock:
-            failed = self.failed_reads
-            self._read("SELECT 1")  # another file in the place of the one before changes what is passed
-            passed, _ = self._passed or (math.inf, "")
-            stored, _ = self._read("SELECT number, id, body FROM runs WHERE number > ? ORDER BY number", passed)
-            others = [(name, body) for _, name, body in stored if name not in self._own]
-            if self.failed_reads == failed:
-                self._looked = self._database.now()
-            if stored:
-                self._passed = stored[-1][:2]
+            if self._copy is not None:
+                return []
+            query = "SELECT number, id, body FROM runs WHERE number > ? ORDER BY number"
+            rows = self._read(query, self._passed or 0)
+            others = [(name, body) for _, name, body in rows if name not in self._own]
+            if rows:
+                self._passed = rows[-1][0]
                 self._own.clear()
             return self._decode(Run, others)
 
@@ -167,8 +166,7 @@ class RunTables(BufferedDatabase):
     def kinds_of_failures(self, device: str) -> int:
         """Return of how many kinds a device's failures are, drills left out."""
         query = f"SELECT DISTINCT {KIND} FROM runs WHERE device = ? AND drill = '' AND failed = 1"
-        stored, waiting = self._read(query, device)
-        return len({*stored, *waiting})
+        return len(self._read(query, device))
 
     def newest_clean(self, device: str, limit: int) -> list[Run]:
         """Return a device's newest clean runs, briefly, at most `limit` of each kind in `CLEAN`; drills are left out.
@@ -187,20 +185,19 @@ class RunTables(BufferedDatabase):
         looked_into = self._brief(CLEAN, "failed = 0", skip + 1, limit, device, but=PLAIN)
         ranked = _ranked(CLEAN, "failed = 0")
         query = f"SELECT {', '.join(Counted._fields)} FROM {ranked} WHERE place > ? AND {PLAIN} ORDER BY number"
-        counted, others = self._read(query, device, skip)
-        return looked_into, [found for found in map(Counted._make, (*counted, *others)) if found.is_sound]
+        counted = map(Counted._make, self._read(query, device, skip))
+        return looked_into, [found for found in counted if found.is_sound]
 
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
         """Return the runs from the `first` to the `last` newest of each `of`, oldest first, as the judge needs them."""
         query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
-        stored, waiting = self._read(f"{query} ORDER BY number", device, first, last)
-        return self._decode(Run, (*stored, *waiting))
+        return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
         """Return (device, probe, first start, newest start) of the mismatches on each software, drills left out."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
-        stored, waiting = self._read(f"{query} GROUP BY device, probe, stack_id")
-        return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in (*stored, *waiting)]
+        rows = self._read(f"{query} GROUP BY device, probe, stack_id")
+        return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in rows]
 
     # Baselines
 
@@ -212,15 +209,14 @@ class RunTables(BufferedDatabase):
 
     def _baseline_rows(self, baselines: Iterable[Baseline]) -> list[tuple[Any, ...]]:
         # By the store's time: a clock that was not set must not make a baseline look old enough to go.
-        now = self._clock.stamp()
+        now = self._stamp()
         return [(b.device, baseline_key(b), max(now, b.used), pack(b)) for b in baselines]
 
     def baselines(self, device: str | None = None) -> list[Baseline]:
         """Return the baselines of a device, or of all, in the order in which they were learnt."""
         query = "SELECT device, key, body FROM baselines WHERE device = ? OR ? IS NULL ORDER BY last"
-        stored, waiting = self._read(query, device, device)
-        newest = {(uuid, key): body for uuid, key, body in (*stored, *waiting)}
-        return self._decode(Baseline, [(f"{uuid} {key}", body) for (uuid, key), body in newest.items()])
+        rows = self._read(query, device, device)
+        return self._decode(Baseline, [(f"{uuid} {key}", body) for uuid, key, body in rows])
 
     # Classes of exact cases
 
@@ -231,16 +227,13 @@ class RunTables(BufferedDatabase):
             return self._write(lambda db: add_met(db, rows))
 
     def _met_rows(self, records: Iterable[Met]) -> list[tuple[Any, ...]]:
-        now = self._clock.stamp()
+        now = self._stamp()
         return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
 
     def met(self) -> list[Met]:
-        """Return which classes each device has met; what waits in memory is part of it."""
-        stored, waiting = self._read("SELECT device, line, body FROM met ORDER BY device, line")
-        found: dict[Line, Met] = {}
-        for met in self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in (*stored, *waiting)]):
-            found[met.line] = found[met.line].merged(met) if met.line in found else met
-        return list(found.values())
+        """Return which classes each device has met."""
+        rows = self._read("SELECT device, line, body FROM met ORDER BY device, line")
+        return self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in rows])
 
     # Days
 
@@ -251,11 +244,10 @@ class RunTables(BufferedDatabase):
     def days(self, device: str, since: float = 0.0) -> list[Day]:
         """Return the summaries of a device's days that ended at `since` or later, oldest first."""
         query = "SELECT day, body FROM days WHERE device = ? AND day >= ? ORDER BY day"
-        stored, waiting = self._read(query, device, int(since // DAY))
-        newest = {day: body for day, body in (*stored, *waiting) if isinstance(day, int)}
-        return self._decode(Day, [(f"{device} {day}", body) for day, body in sorted(newest.items())])
+        rows = self._read(query, device, int(since // DAY))
+        return self._decode(Day, [(f"{device} {day}", body) for day, body in rows])
 
     def summed(self, device: str, since: float) -> set[int]:
         """Return which of a device's days (since the epoch) that ended at `since` or later have a summary."""
-        stored, waiting = self._read("SELECT day FROM days WHERE device = ? AND day >= ?", device, int(since // DAY))
-        return {day for (day,) in (*stored, *waiting)}
+        rows = self._read("SELECT day FROM days WHERE device = ? AND day >= ?", device, int(since // DAY))
+        return {day for (day,) in rows}

@@ -10,8 +10,7 @@ from dataclasses import replace
 from urllib.parse import parse_qsl
 
 from canaryd.model import Event, Outcome, Run
-from canaryd.store.buffered import BufferedDatabase
-from canaryd.store.clock import MAX_LAG
+from canaryd.store.database import Database
 from canaryd.store.rows import (
     ADD_COUNT,
     ADD_EVENT,
@@ -29,7 +28,7 @@ WAITING_POLLS = 1000
 """Polls kept in memory while they cannot be written."""
 
 
-class TelemetryTables(BufferedDatabase):
+class TelemetryTables(Database):
     """The tables of polls, events and counters."""
 
     def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
@@ -49,14 +48,7 @@ class TelemetryTables(BufferedDatabase):
                 db.executemany(ADD_COUNT, counts)
                 db.executemany(ADD_EVENT, rows)
 
-        if self._write(write):
-            return True
-        beyond = f"max(0, (SELECT count(*) FROM polls) - {WAITING_POLLS})"
-        with self._lock:
-            self._memory.execute(
-                f"DELETE FROM polls WHERE number IN (SELECT number FROM polls ORDER BY number LIMIT {beyond})"
-            )
-        return False
+        return self._write(write) or self._forget("polls", "number", WAITING_POLLS)
 
     def polls(
         self,
@@ -77,13 +69,7 @@ class TelemetryTables(BufferedDatabase):
             " AND completed >= ? ORDER BY number DESC LIMIT ?"
         )
         most = -1 if limit is None else limit
-        stored, waiting = self._read(query, device, probe, probe, since, until, completed, most)
-        return self._decode(Run, [*waiting, *stored][:limit])[::-1]
-
-    def poll(self, poll_id: str) -> Run | None:
-        """Return one stored poll; None where there is none."""
-        stored, waiting = self._read("SELECT id, body FROM polls WHERE id = ?", poll_id)
-        return next(iter(self._decode(Run, [*stored, *waiting])), None)
+        return self._decode(Run, self._read(query, device, probe, probe, since, until, completed, most))[::-1]
 
     # Events
 
@@ -111,23 +97,20 @@ class TelemetryTables(BufferedDatabase):
     def events(self, since: float = 0.0, device: str | None = None) -> list[Event]:
         """Return the events that were last seen at `since` or later (seconds since the epoch), newest last."""
         query = f"SELECT {EVENT} FROM events WHERE last >= ? AND (device = ? OR ? IS NULL)"
-        stored, waiting = self._read(query, since, device, device)
-        found = [event_from_row(row) for row in (*stored, *waiting)]
+        found = [event_from_row(row) for row in self._read(query, since, device, device)]
         return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
 
     def dated(self, events: Iterable[Event]) -> list[Event]:
-        """Return the events; those that a clock set back would make old are dated by the time of storing."""
-        stamp, confirmed = self._clock.stamp(), self._clock.confirmed
-        return [e if e.last >= confirmed - MAX_LAG else replace(e, first=stamp, last=stamp) for e in events]
+        """Return the events, by the time of storing where the clock stood far behind (`date`)."""
+        dates = [(event, self.date(event.last)) for event in events]
+        return [event if at == event.last else replace(event, first=at, last=at) for event, at in dates]
 
     # Counters
 
     def counters(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return every counter by its name and label items, with what is only in memory so far."""
-        total: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-        stored, waiting = self._read("SELECT name, labels, value FROM counters")
-        for name, labels, value in [*stored, *waiting]:
-            if isinstance(labels, str) and is_number(value):  # one that rotted begins anew
-                key = str(name), frozenset(parse_qsl(labels, keep_blank_values=True))
-                total[key] = total.get(key, 0) + value
-        return total
+        """Return every counter by its name and label items."""
+        return {
+            (str(name), frozenset(parse_qsl(labels, keep_blank_values=True))): value
+            for name, labels, value in self._read("SELECT name, labels, value FROM counters")
+            if isinstance(labels, str) and is_number(value)  # one that rotted begins anew
+        }

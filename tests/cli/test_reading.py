@@ -15,8 +15,7 @@ import pytest
 
 from canaryd.cli.main import main
 from canaryd.model import Cause, Device, State, Verdict
-from canaryd.store.buffered import BufferedDatabase
-from canaryd.store.database import DATABASE
+from canaryd.store.database import DATABASE, Database
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
 from tests.command import canaryd, configure, in_turn
@@ -226,7 +225,7 @@ def test_what_is_said_of_a_record_that_another_process_locks_is_true(tmp_path, m
     state = recorded(tmp_path)
     monkeypatch.setattr("canaryd.store.database.BUSY_TIMEOUT", 1.0)
     monkeypatch.setattr("canaryd.report.terminal._REPLACED", {})  # where this command's record lies is for it alone
-    failed = BufferedDatabase._fail
+    failed = Database._refuse
     with contextlib.closing(sqlite3.connect(state / DATABASE, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
 
@@ -235,7 +234,7 @@ def test_what_is_said_of_a_record_that_another_process_locks_is_true(tmp_path, m
             if freed and other.in_transaction:
                 other.execute("ROLLBACK")
 
-        monkeypatch.setattr(BufferedDatabase, "_fail", fail)
+        monkeypatch.setattr(Database, "_refuse", fail)
         code = main(["ack", "cpu:0", "--reason", "seen", "--state-dir", str(state)])
     told = capsys.readouterr()
     with Store.open(state) as store:

@@ -153,10 +153,10 @@ def test_words_outlive_a_disk_that_refuses_and_a_kill(tmp_path):
     directory = tmp_path / "state"
     store = Store.open(directory, now=lambda: NOW)
     store.see_device(GPU, NOW)
-    store._database.connection.execute("PRAGMA query_only = ON")
+    store._file.execute("PRAGMA query_only = ON")
     assert store.add_ack(word("repaired", HOUR)) is False
     assert [a.kind for a in store.acks()] == ["repaired"]
-    store._database.connection.execute("PRAGMA query_only = OFF")
+    store._file.execute("PRAGMA query_only = OFF")
     assert store.add_ack(word("acknowledged", 0, NOW + DAY)) is True
     again = Store.open(directory, now=lambda: NOW)  # the other one was not closed, as after a kill
     assert [a.kind for a in again.acks(GPU.uuid)] == ["repaired", "acknowledged"]

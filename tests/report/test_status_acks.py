@@ -11,7 +11,6 @@ from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
-from canaryd.store.clock import REACHED_NOTE, STEP
 from tests.report.statuses import CPU, GPU, NOW, H, U, acknowledge, ask, run, unwrapped, verdict
 
 
@@ -143,24 +142,6 @@ def test_a_word_that_ended_leaves_the_suspicion(store):
     assert found.state is State.SUSPECT
     assert "The acknowledgement has ended" in status_text(found)
     assert "Nothing new" not in status_text(found)
-
-
-def test_a_clock_that_jumped_ends_no_acknowledgement(store):
-    """It ends by the time that has come for certain, as in verdicts; `canaryd ack` and the metrics ask the same."""
-    store.see_device(GPU, NOW)
-    store.set_note(REACHED_NOTE, repr(NOW))
-    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
-    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
-    acknowledge(store, until=NOW + 2 * STEP)
-    (one,) = status.gather(store, Config(), NOW + 30 * 86_400).devices
-    assert one.acks
-    assert one.verdict.state is State.UNKNOWN
-    cached = status.gather(store, Config(), NOW + 30 * 86_400)
-    assert status.as_of(cached, cached.now + 60).devices[0].acks
-    assert not status.as_of(cached, cached.now + 2 * STEP).devices[0].acks
-    store.set_note(REACHED_NOTE, repr(NOW + STEP))
-    assert store.certain(NOW) == NOW
-    assert not status.gather(store, Config(), NOW + 30 * 86_400).devices[0].acks
 
 
 def test_a_wrong_run_after_a_word_is_news(store):

@@ -4,7 +4,6 @@
 `kill_store.py --engine DIR PREFIX [COMMIT]` does what a daemon does through a real engine: runs with recordings,
 baselines, verdicts, events, polls and acks, one word and one name a line; it kills itself before commit number COMMIT.
 `kill_store.py --full DIR` does the same while no file may grow, then when they may again, and prints all answers.
-`kill_store.py --upgrade DIR STATEMENT` opens a store and kills itself before that statement of its migrations.
 `kill_store.py --forks` reads such arguments, a JSON list a line, and forks a process for each; it imports canaryd once.
 """
 
@@ -21,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from canaryd.facts import Comparison, Exactness, Recording
 from canaryd.model import Ack, Device, Event, Outcome, Run
-from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import Store
 
 DEVICE = "CPU-1"
@@ -81,7 +79,7 @@ def through_engine(state_dir: str, prefix: str, commit: str = "0") -> None:
     """Take turns for ever, or until just before a commit."""
     engine = begin(state_dir)
     if int(commit):
-        engine.store._database.connection.set_trace_callback(deadly(int(commit), only="COMMIT"))
+        engine.store._file.set_trace_callback(deadly(int(commit)))
     for number in itertools.count():
         for what, name, promised in turn(engine, f"{prefix}-{number}", number):
             if not promised:
@@ -89,12 +87,12 @@ def through_engine(state_dir: str, prefix: str, commit: str = "0") -> None:
             print(what, name, flush=True)
 
 
-def deadly(number: int, only: str = "") -> Callable[[str], None]:
-    """Return what SQLite calls before each statement: before that many of them the process is killed."""
+def deadly(number: int) -> Callable[[str], None]:
+    """Return what SQLite calls before each statement: before that many commits the process is killed."""
     left = itertools.count(number - 1, -1)
 
     def before(statement: str) -> None:
-        if (not only or statement == only) and next(left) == 0:
+        if statement == "COMMIT" and next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return before
@@ -133,17 +131,6 @@ def full(state_dir: str) -> None:
     engine.store.close()
 
 
-def upgrade(state_dir: str, statement: str) -> None:
-    """Open a store and die in the middle of its migrations; print "upgraded" where they have fewer statements."""
-    before = deadly(int(statement))
-    migrations = {v: lambda db, m=m: (db.set_trace_callback(before), m(db)) for v, m in MIGRATIONS.items()}
-    clocks = time.time, time.monotonic
-    with Store(Path(state_dir), clocks, 10**9, Store.open.__kwdefaults__["keep"], MIGRATIONS) as store:
-        store._database.migrations = migrations
-        store._open()
-        print("upgraded", flush=True)
-
-
 def forks() -> None:
     """Fork a process for each line of input, one after the other; print its id, what it prints, and its status."""
     import canaryd.engine.engine  # noqa: F401 - so that no child does
@@ -160,7 +147,7 @@ def forks() -> None:
 
 def main(first: str, *others: str) -> None:
     """Do what the arguments say."""
-    modes = {"--engine": through_engine, "--full": full, "--upgrade": upgrade, "--forks": forks}
+    modes = {"--engine": through_engine, "--full": full, "--forks": forks}
     modes[first](*others) if first in modes else runs(first, *others)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from canaryd.facts import Comparison, Evidence, Exactness
 from canaryd.model import Cause, Device, Event, Outcome, Run, State, Verdict
-from canaryd.store.clock import AGED_NOTE, REACHED_NOTE
+from canaryd.store.database import PASSED_NOTE
 from canaryd.store.store import Store
 
 NOW = 1_790_000_000.0
@@ -69,7 +69,6 @@ class Clock:
 
     def __init__(self, now=NOW):
         self.now = now
-        self.lived = 0.0
 
     def __call__(self):
         return self.now
@@ -85,8 +84,7 @@ def counter(store, name, **labels):
 
 def passed(store, now):
     """Let time pass for a store as if it had been pruned hour by hour."""
-    store.set_note(REACHED_NOTE, repr(now))
-    store.set_note(AGED_NOTE, repr(now))
+    store.set_note(PASSED_NOTE, repr(now))
 
 
 def fill(state_dir, runs, **options):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import Cause, Finding, State
 from canaryd.store import database
 from canaryd.store import runs as store_runs
 from canaryd.store.store import Store
-from tests.store.made import NOW, WRITER, count, counter, device, failure, ids, junk, python, run, verdict
+from tests.store.made import NOW, WRITER, counter, device, failure, ids, junk, python, run, verdict
 
 
 def test_a_full_disk_keeps_runs_in_memory_until_there_is_room(small_disk):
@@ -36,52 +35,6 @@ def test_a_full_disk_keeps_runs_in_memory_until_there_is_room(small_disk):
         assert counter(store, "probe_mismatches", device="GPU-1", probe="exact_matmul") == 30
 
 
-def test_what_a_full_database_refused_is_part_of_every_answer(store, tmp_path):
-    """Runs, counters, verdicts and devices answer from memory and disk together, and move to disk once they can."""
-    store.add_run(run("old"))
-    store.see_device(device(), NOW)
-    store.set_verdict(verdict())
-    count(store, "worker_starts", device="GPU-1")
-    before = store.verdict_history("GPU-1")
-    (pages,) = store._database.connection.execute("PRAGMA page_count").fetchone()
-    store._database.connection.execute(f"PRAGMA max_page_count = {pages}")
-    number = 0
-    while store.add_run(failure(f"new-{number}", detail=junk(3000).hex())):
-        number += 1
-    assert "full" in store.problem
-    big = tuple(
-        Finding(rule=junk(900).hex(), state=State.FAULTY, cause=Cause.HARDWARE, message=str(n)) for n in range(9)
-    )
-    assert not store.set_verdict(verdict(decided=NOW + 1))
-    assert not store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, NOW + 2, findings=big))
-    assert not store.see_device(device(index=5), NOW + 3)
-    assert not store.see_device(device("GPU-2"), NOW + 3)
-    assert not count(store, "worker_starts", 2, device="GPU-1")
-
-    def check(store):
-        assert ids(store.runs()) == ["old", *(f"new-{n}" for n in range(number + 1))]
-        assert ids(store.runs(limit=1)) == [f"new-{number}"]
-        assert store.run(f"new-{number}").wrong
-        assert [v.decided for v in store.verdict_history("GPU-1")] == [NOW + 1, NOW + 2]
-        assert store.verdicts()["GPU-1"].findings == big
-        assert store.verdict("GPU-1") == store.verdicts()["GPU-1"]
-        assert [(r.device.index, r.first_seen, r.last_seen) for r in store.devices()] == [
-            (5, NOW, NOW + 3),
-            (0, NOW + 3, NOW + 3),
-        ]
-        assert counter(store, "worker_starts", device="GPU-1") == 3
-        assert counter(store, "probe_mismatches", device="GPU-1", probe="exact_matmul") == number + 1
-
-    assert [v.decided for v in before] == [NOW]
-    check(store)
-    store._database.connection.execute("PRAGMA max_page_count = 1000000")
-    assert count(store, "worker_starts", 0, device="GPU-1")
-    assert store.problem == ""
-    check(store)
-    with Store.open(store.state_dir) as other:
-        check(other)
-
-
 def test_the_backlog_is_bounded_and_drops_failures_last(tmp_path, monkeypatch):
     """Beyond its bound the memory forgets the oldest successes first, says so, and keeps their counts."""
     monkeypatch.setattr(store_runs, "BACKLOG", 4)
@@ -100,10 +53,10 @@ def test_the_backlog_is_bounded_and_drops_failures_last(tmp_path, monkeypatch):
 def test_a_large_backlog_is_written_in_parts(store, monkeypatch):
     """More runs than one transaction takes reach the disk in order."""
     names = [f"r{n:03}" for n in range(250)]
-    store._database.connection.execute("PRAGMA max_page_count = 1")
+    store._file.execute("PRAGMA max_page_count = 1")
     for name in names:
         store.add_run(run(name))
-    store._database.connection.execute("PRAGMA max_page_count = 1000000")
+    store._file.execute("PRAGMA max_page_count = 1000000")
     assert store.add_run(run("last"))
     with Store.open(store.state_dir) as other:
         assert ids(other.runs()) == [*names, "last"]
@@ -162,15 +115,6 @@ def test_a_filesystem_remounted_read_only_and_back(small_disk):
         assert not store.problem
     with Store.open(small_disk) as store:
         assert ids(store.runs()) == ["a", "b", "c"]
-
-
-def test_an_empty_read_only_filesystem(small_disk):
-    """Without a database and without the right to make one the store works from memory."""
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with Store.open(small_disk / "state") as store:
-        assert store.problem
-        assert not store.add_run(run())
-        assert ids(store.runs()) == ["r1"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: to become another user needs root")

@@ -11,11 +11,12 @@ from canaryd.judge import node
 from canaryd.judge.recordings.baseline import EVERY, LEARN
 from canaryd.model import Event, State
 from canaryd.report import status
-from canaryd.store.clock import REACHED_NOTE
+from canaryd.store.store import Store
 from tests.store.hosts import DAY, GPU, HOUR, NOW, YEAR, run
 
 AHEAD, BACK, UNSET = NOW + YEAR, NOW - YEAR, 5000.0
 """A year ahead, a year back, and a clock that nobody has set."""
+WRONG = pytest.mark.parametrize("wrong", [AHEAD, BACK, UNSET], ids=["a year ahead", "a year back", "1970"])
 
 
 def history(store):
@@ -31,15 +32,7 @@ def history(store):
     }
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(AHEAD, id="a year ahead"),
-        pytest.param(NOW + 500 * DAY, id="500 days ahead"),
-        pytest.param(BACK, id="a year back"),
-        pytest.param(UNSET, id="1970"),
-    ],
-)
+@WRONG
 def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
     """Pruned at the jump, as the daemon does, and hourly after it: all that lay before is there afterwards."""
     host.add(wrong=True)
@@ -61,13 +54,7 @@ def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
     assert {what: names - after[what] for what, names in before.items()} == {what: set() for what in before}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(AHEAD, id="a year ahead"),
-        *(pytest.param(at, id=name) for at, name in ((BACK, "a year back"), (UNSET, "1970"))),
-    ],
-)
+@WRONG
 def test_an_event_of_a_wrong_time_is_there_when_the_time_is_right(host, wrong):
     """An Xid that was heard then accuses now, after pruning and a restart too."""
     right, host.now = host.now, wrong
@@ -93,7 +80,7 @@ def test_runs_are_dated_rightly_once_the_clock_was_set_right(host):
     assert {r.started for r in recent if r.started < AHEAD} == {host.now - HOUR, host.now - HOUR / 2, host.now}
 
 
-@pytest.mark.parametrize("wrong", [AHEAD, BACK, UNSET])
+@WRONG
 def test_learning_goes_on_through_a_jump(host, wrong):
     """Every recording counts once, whatever the clock said, and the baseline of before is the one that is compared."""
     right, (before,) = host.now, host.store.baselines()
@@ -112,17 +99,7 @@ def test_learning_goes_on_through_a_jump(host, wrong):
     assert host.verdict.state is State.UNKNOWN
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(AHEAD, id="a year ahead"),
-        pytest.param(
-            BACK,
-            id="a year back",
-        ),
-        pytest.param(UNSET, id="1970"),
-    ],
-)
+@WRONG
 def test_a_mismatch_of_a_wrong_time_stands_when_the_time_is_right(host, wrong):
     """It is seen at once, and neither the right time nor a restart clears it before it was watched for 30 days."""
     right, host.now = host.now, wrong
@@ -172,18 +149,6 @@ def test_unknown_bits_are_not_over_because_the_clock_ran_ahead(host):
     assert "recording-departed" in host.rules
 
 
-def test_a_suspicion_that_a_jump_lifted_is_back_with_the_time(host):
-    """Nothing was deleted but by pruning: what was said while the clock was wrong does not outlive it."""
-    host.add(wrong=True)
-    host.live(12 * HOUR, trials=1000)
-    right = host.now
-    host.now += YEAR
-    host.live(HOUR, trials=1000)
-    host.now = right + HOUR
-    assert host.verdict.state is State.SUSPECT
-    assert "clock-set-back" in host.rules
-
-
 def test_fresh_evidence_is_fresh_after_the_clock_was_set_back_and_goes_stale_in_time(host):
     """Runs dated in the future neither make what comes after them stale nor keep it from ever being so."""
     right, host.now = host.now, AHEAD
@@ -198,28 +163,6 @@ def test_fresh_evidence_is_fresh_after_the_clock_was_set_back_and_goes_stale_in_
     assert "stale-evidence" in {f.rule for f in verdict.findings}
 
 
-@pytest.mark.parametrize("recordings", [(), (Recording(case="c", digest="1" * 16, values=(0.5,)),)])
-@pytest.mark.parametrize("back", [3 * DAY, 300 * DAY])
-def test_runs_after_a_clock_was_set_back_are_the_newest_evidence(host, back, recordings):
-    """What is dated in the future keeps nothing healthy; what comes then does, dated by the store too, and grows old.
-
-    The clock had run ahead for days, and so was believed: recordings are dated by that for a day.
-    """
-    host.now += 300 * DAY
-    host.live(2 * DAY, recordings=recordings)
-    host.store.set_note(REACHED_NOTE, repr(host.now))
-    assert host.verdict.state is State.HEALTHY
-    host.now -= back
-    assert host.verdict.state is State.UNKNOWN
-    assert "stale-evidence" in host.rules
-    host.live(HOUR, recordings=recordings)
-    assert host.verdict.state is State.HEALTHY
-    host.restart()
-    assert host.verdict.state is State.HEALTHY
-    host.now += 3 * HOUR
-    assert host.verdict.state is State.UNKNOWN
-
-
 def test_a_verdict_from_the_future_is_not_tended_for_a_year(host):
     """The daemon ends while the clock is ahead: with the right time nobody vouches for its last verdict."""
     right, host.now = host.now, AHEAD
@@ -231,15 +174,7 @@ def test_a_verdict_from_the_future_is_not_tended_for_a_year(host):
     assert {f.rule for f in shown.verdict.findings} == {"no-evidence"}
 
 
-@pytest.mark.parametrize(
-    "judged",
-    [
-        False,
-        pytest.param(
-            True,
-        ),
-    ],
-)
+@pytest.mark.parametrize("judged", [False, True])
 def test_an_acknowledgement_from_the_future_hides_no_new_mismatch(host, judged):
     """Given while the clock ran a year ahead, it would cover whatever comes until then, judged by meanwhile or not."""
     right, host.now = host.now, AHEAD
@@ -254,7 +189,7 @@ def test_an_acknowledgement_from_the_future_hides_no_new_mismatch(host, judged):
     assert [dataclasses.replace(ack, void=False) for ack in host.store.acks()] == [word, repaired]
 
 
-@pytest.mark.parametrize("wrong", [AHEAD, BACK, UNSET])
+@WRONG
 def test_an_acknowledgement_stands_again_when_the_time_is_right(host, wrong):
     """What an operator knows is known again after a jump, and a suspect is never healthy meanwhile."""
     host.add(wrong=True)
@@ -267,16 +202,7 @@ def test_an_acknowledgement_stands_again_when_the_time_is_right(host, wrong):
     assert "acknowledged" in host.rules
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(
-            AHEAD,
-        ),
-        BACK,
-        UNSET,
-    ],
-)
+@WRONG
 def test_a_drill_of_a_wrong_time_is_no_result_of_the_next(host, wrong):
     """Its runs touch no verdict, and an hour after the clock was set right no later drill is judged by them."""
     right, host.now = host.now, wrong
@@ -289,3 +215,68 @@ def test_a_drill_of_a_wrong_time_is_no_result_of_the_next(host, wrong):
     assert "exact-mismatch" not in {f.rule for f in host.engine.drill_verdict(GPU.uuid, since=begun).findings}
     host.restart()
     assert "exact-mismatch" not in {f.rule for f in host.engine.drill_verdict(GPU.uuid, since=begun).findings}
+
+
+def test_what_came_before_a_clock_was_set_right_hides_nothing_that_comes_then(host):
+    """What is dated in the future keeps nothing healthy; what is found then does, and grows old."""
+    host.now += 300 * DAY
+    host.live(2 * DAY)
+    host.now -= 300 * DAY
+    assert host.verdict.state is State.UNKNOWN
+    host.live(HOUR)
+    assert host.verdict.state is State.HEALTHY
+    host.restart()
+    assert host.verdict.state is State.HEALTHY
+    host.now += 3 * HOUR
+    assert host.verdict.state is State.UNKNOWN
+
+
+def test_a_mismatch_of_a_clock_set_back_is_undated(host):
+    """It says what the clock showed, and is no second one beside that of a month ago."""
+    for _ in range(40 * 24):
+        host.now += HOUR
+        host.store.prune(host.now)
+    right, host.now = host.now, host.now - 39 * DAY
+    found = host.add(wrong=True)
+    assert (found.started, found.clock) == (right, right - 39 * DAY)
+    assert host.add().clock is None
+
+
+def test_a_clock_set_back_hides_no_run(tmp_path):
+    """Runs keep the order in which they came, and `since` finds those made while the clock was wrong."""
+    now = [NOW]
+    with Store.open(tmp_path, now=lambda: now[0]) as store:
+        store.add_run(run(1, NOW))
+        now[0] = NOW - 10 * YEAR
+        store.prune(now[0])
+        store.add_run(run(2, now[0], wrong=True))
+    with Store.open(tmp_path, now=lambda: now[0]) as store:
+        store.add_run(run(3, now[0], wrong=True))
+        now[0] = NOW + DAY
+        store.add_run(run(4, now[0]))
+        numbers = [r.id for r in store.runs()]
+        assert numbers == [f"run-{n:05d}" for n in (1, 2, 3, 4)]
+        assert [r.id for r in store.runs(since=NOW - 1)] == numbers
+        assert [r.id for r in store.runs(since=NOW + 1)] == numbers[3:]
+        store.prune(NOW + 2 * DAY)
+        assert [r.id for r in store.runs()] == numbers
+
+
+def test_a_clock_that_was_set_back_is_believed_after_a_day(tmp_path):
+    """Until then a wrong result has the time of storing."""
+    now = [NOW]
+    with Store.open(tmp_path, now=lambda: now[0]) as store:
+
+        def live(hours):
+            for _ in range(hours):
+                now[0] += HOUR
+                store.prune(now[0])
+
+        live(48)
+        before = store.passed
+        assert before == now[0]
+        now[0] -= 40 * DAY
+        live(23)
+        assert store.passed == before
+        live(3)
+        assert store.passed == pytest.approx(now[0], abs=HOUR)

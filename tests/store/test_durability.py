@@ -1,4 +1,4 @@
-"""History and baselines outlive kill -9, an upgrade, a full disk and a damaged file.
+"""History and baselines outlive kill -9, a full disk and a damaged file.
 
 Real processes, real files and a real engine. The other files here have the store alone.
 """
@@ -6,41 +6,27 @@ Real processes, real files and a real engine. The other files here have the stor
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import pytest
 
-from canaryd.codec import from_json, to_json
-from canaryd.config.settings import Config
-from canaryd.engine.engine import Engine
-from canaryd.facts import Doubt, Recording
-from canaryd.judge.recordings.baseline import EVERY, LEARN, Baseline
-from canaryd.model import Ack, Device, Reason, Run, State, Verdict
+from canaryd.judge.recordings.baseline import EVERY, LEARN
+from canaryd.model import State
 from canaryd.report import status
-from canaryd.store import release_0_1
-from canaryd.store.database import StoreTooNew
-from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import Store
-from tests.store.hosts import DAY, GPU, HOUR, NOW, run
+from tests.store.hosts import DAY, GPU, HOUR
 
 WRITER = Path(__file__).with_name("kill_store.py")
-STORES = Path(__file__).parents[1] / "data" / "stores"
 CPU = "CPU-1"
-HOSTS = ("h0", "h1", "h2", "h3", "h4")
-"""Runs of release 0.1.0 with a golden in doubt."""
 COMMITS = 6
 """Transactions of one turn of the writer: baselines, run, verdict, event, poll, ack."""
 
@@ -174,143 +160,6 @@ def test_a_kill_before_any_commit_leaves_what_was_promised(tmp_path, writers, co
     with Store.open(tmp_path) as store:
         assert set(promised) <= {r.id for r in recorded(store)}
         assert counted(store) == len(recorded(store))
-
-
-# --- Upgrades --------------------------------------------------------------------------------------------------------
-
-
-def old_store(place):
-    """Make the database that release 0.1.0 wrote (tests/data/stores/write.py)."""
-    place.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
-        db.executescript((STORES / "release-0.1.0.sql").read_text())
-    return place
-
-
-def bodies(place, table):
-    """Return the JSON that an older database holds in a table, facts in sentences converted."""
-    with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
-        found = [json.loads(zlib.decompress(body)) for (body,) in db.execute(f"SELECT body FROM {table}")]
-    today = {"runs": release_0_1.converted, "polls": release_0_1.converted, "baselines": Baseline.upgrade_json}
-    return [today.get(table, dict)(data) for data in found]
-
-
-def kept(value, written):
-    """Whether an object still says all that an older canaryd wrote of it; it may say more."""
-    if isinstance(written, dict):
-        return isinstance(value, dict) and all(k in value and kept(value[k], v) for k, v in written.items())
-    if isinstance(written, list):
-        return len(value) == len(written) and all(map(kept, value, written))
-    return value == written
-
-
-def test_the_store_of_the_older_release_keeps_all_it_has(tmp_path):
-    """A file that release 0.1.0 wrote: each run, poll, verdict, baseline, device, event and count is as it was."""
-    place = old_store(tmp_path)
-    tables = {"runs": Run, "devices": Device, "verdicts": Verdict, "polls": Run, "baselines": Baseline, "acks": Ack}
-    written = {table: bodies(place, table) for table in tables}
-    written["verdicts"] = [verdict for verdict in written["verdicts"] if not verdict["drill"]]
-    with Store.open(place, now=lambda: NOW) as store:
-        assert (store.problem, store.problems) == ("", [])
-        read = {
-            "runs": store.runs(drill=None),
-            "devices": [r.device for r in store.devices()],
-            "verdicts": store.verdict_history("GPU-1"),
-            "polls": store.polls("GPU-1"),
-            "baselines": store.baselines(),
-            "acks": store.acks(),
-        }
-        for table, kind in tables.items():
-            assert written[table]
-            assert [kept(to_json(v), w) for v, w in zip(read[table], written[table], strict=True)] == [True] * len(
-                written[table]
-            )
-            assert read[table] == [from_json(kind, w) for w in written[table]]
-        assert [r.id for r in store.runs(failed=True)] == ["b", "c", *HOSTS, "e30"]
-        assert [r.id for r in store.runs(drill=True)] == ["d"]
-        of = frozenset({"device": "GPU-1", "probe": "exact_matmul"}.items())
-        assert (store.counters()["probe_trials", of], store.counters()["probe_mismatches", of]) == (12.0, 6.0)
-        assert [(e.kind, e.name, e.detail, e.code) for e in store.events()] == [("xid", "31", "Xid 31", 31)]
-        assert store.note("kernel log") == "boot:7"
-        assert [(a.kind, a.reason, a.by) for a in store.acks()] == [("acknowledged", "ticket 4711", "kim")]
-        assert store.add_run(dataclasses.replace(read["runs"][0], id="new"))
-        assert store.add_ack(Ack(device="GPU-1", kind="repaired", at=NOW, reason="r"))
-        assert store.set_baselines(read["baselines"])
-    sound(place / "canaryd.db")
-
-
-def test_what_0_1_0_told_in_sentences_is_a_field(tmp_path):
-    """Place, doubt, span, repeats, the clock and a lost GPU; what a sentence does not tell stays unknown."""
-    with Store.open(old_store(tmp_path), now=lambda: NOW) as store:
-        runs = {r.id: r for r in store.runs(drill=None)}
-    (wrong,) = runs["b"].comparisons
-    assert (str(wrong.place), wrong.place.core) == ("core 3", 3)
-    found = wrong.evidence
-    assert (found.repeats, found.repeats_wrong, found.repeats_alike) == (3, 2, 2)
-    assert {axis: str(span) for axis, span in found.lines.items()} == {
-        "row": "3", "column": "= 1 mod 16", "head": "0…31 (32 distinct)"
-    }  # fmt: skip
-    assert [span.shared for span in found.lines.values()] == [True, True, False]
-    doubts = [(str(c.place), c.doubt) for name in HOSTS for c in runs[name].comparisons]
-    assert doubts == [
-        ("cores 2 and 5", Doubt.MADE_TWICE), ("core 4 twice", Doubt.MADE_TWICE), ("core 6", Doubt.DIGEST),
-        ("core 7", Doubt.ARITHMETIC), ("rack 9", Doubt.UNKNOWN),
-    ]  # fmt: skip
-    assert runs["h2"].comparisons[0].digest == "00ff"
-    assert (runs["k"].clock, dict(runs["k"].environment)) == (NOW - 9, {"load": "0.5"})
-    assert runs["l"].reason is Reason.DEVICE_LOST
-    assert {r.reason for r in runs.values() if r.id != "l"} == {Reason.NONE}
-
-
-def test_an_engine_of_today_judges_by_what_an_older_one_stored(tmp_path):
-    """The mismatch of before the upgrade accuses, and the baseline of then is held against what comes now."""
-    old_store(tmp_path)
-    store = Store.open(tmp_path, now=lambda: NOW + HOUR)
-    engine = Engine(Config(state_dir=tmp_path), store, clock=lambda: NOW + HOUR)
-    engine.recall()
-    assert "exact-mismatch" in {f.rule for f in engine.decide()["GPU-1"].findings}
-    recording = Recording(case="story", digest="f" * 16, chain={"checkpoint": "c1"}, values=(1.0,))
-    told = run(99, NOW + HOUR, probe="canary", comparisons=(), recordings=(recording,), stack={"torch": "2.13"})
-    assert engine.add(told).unknown == ("story",)
-    store.close()
-
-
-def test_the_store_of_a_newer_version_is_refused_and_not_touched(tmp_path):
-    """With both versions and what to do; nothing in the directory changes but the lock."""
-    Store.open(tmp_path).close()
-    before = (tmp_path / "canaryd.db").read_bytes()
-    words = r"version 10 of the store, this one knows 5\); upgrade canaryd, or choose another"
-    with pytest.raises(StoreTooNew, match=words):
-        Store.open(tmp_path, migrations={5: MIGRATIONS[5]})
-    assert (tmp_path / "canaryd.db").read_bytes() == before
-    assert {p.name for p in tmp_path.iterdir()} <= {"canaryd.db", "canaryd.db.lock"}
-
-
-def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path, writers):
-    """Killed before every statement of every migration: a whole version each time, with all that it had, and a copy."""
-    written = None
-    for statement in itertools.count(1):
-        place = old_store(tmp_path / str(statement))
-        written = written or bodies(place, "runs")
-        writers.begin("--upgrade", place, statement)
-        said, code = writers.rest()
-        sound(place / "canaryd.db")
-        back = tmp_path / f"back {statement}"
-        back.mkdir()
-        shutil.copy(place / "canaryd.db.version-5", back / "canaryd.db")
-        assert bodies(back, "runs") == written
-        with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-        with Store.open(place, migrations={v: m for v, m in MIGRATIONS.items() if v <= version}) as store:
-            assert to_json(store.runs(drill=None)) == to_json([from_json(Run, w) for w in written])
-        with Store.open(place) as store:
-            assert len(store.runs(drill=None)) == len(written)
-            assert store.set_note("still", "works")
-        if said:
-            break
-        assert code == -signal.SIGKILL
-    assert statement > 30, "the migration has a statement for each failure, table and column"
-    assert version == max(MIGRATIONS)
 
 
 # --- A full disk -----------------------------------------------------------------------------------------------------

@@ -54,13 +54,13 @@ def test_classes_of_software_that_no_device_runs_any_more_go_with_the_failures(t
 def test_classes_wait_in_memory_while_the_disk_refuses(store, tmp_path):
     """They are part of every answer, and are merged with those on disk when it can be written again."""
     assert store.set_met([met()])
-    (pages,) = store._database.connection.execute("PRAGMA page_count").fetchone()
-    store._database.connection.execute(f"PRAGMA max_page_count = {pages}")
+    (pages,) = store._file.execute("PRAGMA page_count").fetchone()
+    store._file.execute(f"PRAGMA max_page_count = {pages}")
     while store.add_run(failure(f"new-{pages}", detail=junk(3000).hex())):
         pages += 1
     assert not store.set_met([met(names=("float32/full/square/nt",))])
     assert set(store.met()[0].classes) == {"bfloat16/full/square/nt", "float32/full/square/nt"}
-    store._database.connection.execute("PRAGMA max_page_count = 1000000")
+    store._file.execute("PRAGMA max_page_count = 1000000")
     store.close()
     with Store.open(tmp_path / "state") as again:
         assert set(again.met()[0].classes) == {"bfloat16/full/square/nt", "float32/full/square/nt"}

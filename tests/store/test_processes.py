@@ -49,7 +49,7 @@ def test_processes_write_at_once_and_lose_nothing(tmp_path):
 def test_a_lock_held_too_long_costs_only_time(tmp_path):
     """While another process keeps the database locked a run waits in memory; later it is written."""
     with Store.open(tmp_path) as store:
-        store._database.connection.execute("PRAGMA busy_timeout = 20")
+        store._file.execute("PRAGMA busy_timeout = 20")
         with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             assert not store.add_run(run("a"))

@@ -12,8 +12,7 @@ from canaryd.judge.slower import Day
 from canaryd.model import Ack, AckKind, Outcome
 from canaryd.report import status
 from canaryd.store import notes
-from canaryd.store.clock import AGED_NOTE, REACHED_NOTE
-from canaryd.store.database import LOST_NOTE
+from canaryd.store.database import LOST_NOTE, PASSED_NOTE
 from canaryd.store.devices import VOID_NOTE
 from canaryd.store.store import Store
 from tests.store.made import NOW, count, device, event, failure, run, verdict
@@ -50,8 +49,8 @@ def read_all(store):
     (store.devices(), store.verdicts(), store.verdict("GPU-1"), store.verdict_history("GPU-1"), store.acks())
     (store.runs(), store.run("r1"), store.news(), store.failures("GPU-1", 9), store.kinds_of_failures("GPU-1"))
     (store.newest_clean("GPU-1", 1), store.older_clean("GPU-1", 1, 9), store.onsets(), store.baselines(), store.met())
-    (store.days("GPU-1"), store.summed("GPU-1", 0.0), store.polls("GPU-1"), store.poll("p1"), store.counters())
-    (store.events(), store.dated(store.events()), store.reached, store.lost, notes.released_until(store, NOW))
+    (store.days("GPU-1"), store.summed("GPU-1", 0.0), store.polls("GPU-1"), store.counters())
+    (store.events(), store.dated(store.events()), store.passed, store.lost, notes.released_until(store, NOW))
     status.gather(store, Config(), NOW, daemon=True)
     store.set_present({"GPU-1"}, NOW)
     store.prune(NOW)
@@ -77,12 +76,12 @@ def test_no_rotten_bit_ends_the_daemon(tmp_path):
 def test_a_note_that_rotted_counts_as_absent_and_is_named(tmp_path):
     """No command and no daemon ends because of a note; the store says which one was damaged."""
     whole_record(tmp_path)
-    names = (VOID_NOTE, LOST_NOTE, REACHED_NOTE, AGED_NOTE, notes.RELEASE_NOTE, notes.BUDGET_NOTE)
+    names = (VOID_NOTE, LOST_NOTE, PASSED_NOTE, notes.RELEASE_NOTE, notes.BUDGET_NOTE)
     for rotten in ("\x10", "[1]", "nan", "1e300", '{"GPU-1": {}}'):
         with Store.open(tmp_path, now=lambda: NOW) as store:
             for name in names:
                 store.set_note(name, rotten)
-            assert (store.lost, store.reached, notes.released_until(store, 0.0)) == (None, 0.0, 0.0)
+            assert (store.lost, store.passed, notes.released_until(store, 0.0)) == (None, 0.0, 0.0)
             assert not store.acks()[0].void
             assert status.gather(store, Config(), NOW, daemon=True).devices
             store.prune(NOW)
@@ -93,7 +92,7 @@ def test_a_note_that_rotted_counts_as_absent_and_is_named(tmp_path):
 def test_an_event_whose_columns_rotted_is_read_in_its_place(store):
     """A column of another type than it should have has no value, and the others keep theirs."""
     store.add_events([event(name="a"), event(name="b")])
-    store._commit(lambda db: db.execute("UPDATE events SET last = x'00', first = 1e300, kind = x'01' WHERE name = 'a'"))
+    store.commit(lambda db: db.execute("UPDATE events SET last = x'00', first = 1e300, kind = x'01' WHERE name = 'a'"))
     rotten, good = store.events()
     assert (rotten.name, rotten.first, rotten.last) == ("a", 0.0, 0.0)
     assert good == event(name="b")
@@ -103,7 +102,7 @@ def test_a_count_that_rotted_begins_anew(store):
     """The other counters stay, and the rotten one counts from 0 again."""
     count(store, "sxid_errors", device="GPU-1")
     count(store, "xid_errors", device="GPU-1")
-    store._commit(lambda db: db.execute("UPDATE counters SET value = x'00' WHERE name = 'xid_errors'"))
+    store.commit(lambda db: db.execute("UPDATE counters SET value = x'00' WHERE name = 'xid_errors'"))
     assert [name for name, _ in store.counters()] == ["sxid_errors"]
 
 
@@ -134,7 +133,7 @@ def test_a_column_of_another_type_ends_nothing(tmp_path, column):
     whole_record(tmp_path)
     with Store.open(tmp_path, now=lambda: NOW) as store:
         first = f"SELECT min(rowid) FROM {table}"
-        store._commit(lambda db: db.execute(f"UPDATE {table} SET {name} = x'10' WHERE rowid = ({first})"))
+        store.commit(lambda db: db.execute(f"UPDATE {table} SET {name} = x'10' WHERE rowid = ({first})"))
     with Store.open(tmp_path, now=lambda: NOW) as store:
         read_all(store)
         assert store.run("new")
@@ -144,6 +143,6 @@ def test_a_counter_whose_labels_rotted_is_left_out(store):
     """Labels of other names than canaryd's are no evidence of a probe."""
     store.see_device(device(), NOW)
     store.add_run(run())
-    store._commit(lambda db: db.execute("UPDATE counters SET labels = replace(labels, 'probe', 'prode')"))
+    store.commit(lambda db: db.execute("UPDATE counters SET labels = replace(labels, 'probe', 'prode')"))
     (shown,) = status.gather(store, Config(), NOW, daemon=True).devices
     assert shown.device == device()

@@ -80,12 +80,10 @@ def test_recent_runs_are_found_by_their_time(tmp_path):
     """The daemon asks for them every 15 seconds: it must not read 400 days of failures for that."""
     with Store.open(tmp_path) as store:
         said: list[str] = []
-        store._database.connection.set_trace_callback(said.append)
+        store._file.set_trace_callback(said.append)
         store.runs(since=1.0, drill=True)
         store.runs("CPU-1", since=1.0, until=2.0, failed=True, limit=5)
         asked = [statement for statement in said if "FROM runs" in statement]
-        plans = [
-            store._database.connection.execute(f"EXPLAIN QUERY PLAN {statement}").fetchall() for statement in asked
-        ]
+        plans = [store._file.execute(f"EXPLAIN QUERY PLAN {statement}").fetchall() for statement in asked]
     assert len(plans) == 2
     assert all("runs_by_age" in str(plan) for plan in plans)

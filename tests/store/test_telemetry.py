@@ -5,10 +5,9 @@ import sqlite3
 import pytest
 
 from canaryd.formatting import DAY
-from canaryd.model import Event, Outcome
+from canaryd.model import Outcome
 from canaryd.store import rows as store_rows
 from canaryd.store import telemetry
-from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.retention import used
 from canaryd.store.store import Store
 from tests.store.made import NOW, counter, event, ids, run
@@ -55,67 +54,12 @@ def test_merged_events_keep_the_first_reading_and_the_newest_fields(store):
     assert (found["xid"].code, found["xid"].fields) == (154, {"action": "none"})
 
 
-@pytest.mark.parametrize(
-    ("texts", "facts"),
-    [
-        ({"kind": "xid", "name": "31"}, {"code": 31}),
-        (
-            {"kind": "xid", "name": "145 RLW fatal reset", "detail": "NVRM: x {intr_info=0x7,unit=RLW}"},
-            {"code": 145, "fields": {"intr_info": "0x7", "unit": "RLW"}},
-        ),
-        (
-            {"kind": "xid", "name": "154", "detail": "a {b} {action=reset}"},
-            {"code": 154, "fields": {"action": "reset"}},
-        ),
-        ({"kind": "sxid", "name": "20034 fatal"}, {"code": 20034, "fields": {"severity": "fatal"}}),
-        ({"kind": "sxid", "name": "20034"}, {"code": 20034}),
-        ({"kind": "xid", "name": "soup"}, {}),
-        ({"kind": "edac", "name": "corrected", "detail": "EDAC {dimm=A1}"}, {"fields": {"dimm": "A1"}}),
-        ({"kind": "off-bus", "name": "driver", "detail": "GPU is lost"}, {}),
-        (
-            {"kind": "counter", "name": "x_total{kind=a,link=3}"},
-            {"reading": "x_total", "labels": {"kind": "a", "link": "3"}},
-        ),
-        ({"kind": "flag", "name": "clock_source", "before": "tsc"}, {"reading": "clock_source"}),
-        (
-            {"kind": "reset", "name": "driver or device", "before": "ecc_errors_total{kind=uncorrected} 2"},
-            {"reading": "ecc_errors_total", "labels": {"kind": "uncorrected"}},
-        ),
-        ({"kind": "reset", "name": "driver or device"}, {}),
-        (
-            {"kind": "condition", "name": "throttle hw_thermal"},
-            {"reading": "throttle_active", "labels": {"reason": "hw_thermal"}},
-        ),
-        ({"kind": "condition", "name": "hot", "detail": "core at 90 °C"}, {}),
-        ({"kind": "change", "name": "driver", "detail": "driver: 1 → {2}"}, {}),
-    ],
-)
-def test_an_event_that_0_1_0_stored_has_the_facts_of_its_texts_and_no_more(tmp_path, texts, facts):
-    """Its columns were texts for people: a migration takes the facts out of them, once."""
-    row = {
-        "device": "GPU-1",
-        "name": "",
-        "first": NOW,
-        "last": NOW,
-        "count": 2.0,
-        "before": "",
-        "after": "",
-        "detail": "",
-    }
-    row |= texts
-    with Store.open(tmp_path, migrations={5: MIGRATIONS[5]}) as old:
-        columns = f"INSERT INTO events (hour, {', '.join(row)}) VALUES (1, {', '.join('?' * len(row))})"
-        old._commit(lambda db: db.execute(columns, tuple(row.values())))
-    with Store.open(tmp_path) as store:
-        assert store.events() == [Event(**{**row, **facts})]
-
-
 def test_an_event_whose_facts_rotted_is_read_without_them(store):
     """What it was and when is still worth having."""
     store.add_events([event(code=31, labels={"a": "b"}, fields={"c": "d"})])
     for rotten in ("{", "[]", "7", None, b"\x00"):
         values = (rotten if rotten is not None else "", "x", rotten if rotten is not None else "null")
-        store._commit(lambda db, v=values: db.execute("UPDATE events SET labels = ?, code = ?, fields = ?", v))
+        store.commit(lambda db, v=values: db.execute("UPDATE events SET labels = ?, code = ?, fields = ?", v))
         assert store.events() == [event()]
 
 
@@ -124,7 +68,7 @@ def test_events_counters_and_notes_are_one_transaction(tmp_path):
     with Store.open(tmp_path) as store:
         assert store.add_events([event()], [("xid_errors", {"device": "GPU-1", "xid": "31"}, 1)], {"log": "boot:7"})
         with pytest.raises(sqlite3.Error):
-            store._commit(lambda db: (db.execute(store_rows.NOTE, ("log", "boot:8")), db.execute("nonsense")))
+            store.commit(lambda db: (db.execute(store_rows.NOTE, ("log", "boot:8")), db.execute("nonsense")))
     with Store.open(tmp_path) as store:
         assert store.note("log") == "boot:7"
         assert store.note("nothing") == ""
@@ -135,7 +79,7 @@ def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch)
     """A full disk costs no event, no count and no position; only the oldest of very many polls go."""
     with Store.open(tmp_path) as store:
         store.add_events([event()], notes={"log": "a:1"})
-        store._database.connection.execute("PRAGMA query_only = 1")
+        store._file.execute("PRAGMA query_only = 1")
         monkeypatch.setattr(telemetry, "WAITING_POLLS", 3)
         assert not store.add_events([event(count=4)], [("xid_errors", {"xid": "31"}, 4)], {"log": "a:5"})
         for i in range(5):
@@ -143,7 +87,7 @@ def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch)
         assert store.problem
         assert store.note("log") == "a:5"
         assert sum(e.count for e in store.events()) == 5
-        store._database.connection.execute("PRAGMA query_only = 0")
+        store._file.execute("PRAGMA query_only = 0")
         assert store.set_note("other", "x")
         assert not store.problem
     with Store.open(tmp_path) as store:
@@ -156,7 +100,7 @@ def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch)
 
 def test_polls_go_by_age_and_first_when_space_runs_out(tmp_path):
     """Old polls are forgotten; beyond the size they go before a single run does. The newest that completed stays."""
-    with Store.open(tmp_path) as store:
+    with Store.open(tmp_path, now=lambda: NOW) as store:
         lost = {"outcome": Outcome.TIMED_OUT, "probe": "nvidia_telemetry"}
         store.add_poll(run("n0", started=NOW - 30 * DAY, probe="nvidia_telemetry"), {})
         store.add_poll(run("n1", started=NOW - 20 * DAY, **lost), {})
@@ -167,6 +111,6 @@ def test_polls_go_by_age_and_first_when_space_runs_out(tmp_path):
         store.prune(NOW)
         assert ids(store.polls("GPU-1")) == ["n0", "p1", "p2"]
         assert [e.name for e in store.events()] == ["31"]
-        store.max_bytes = used(store._database.connection) - 1
+        store.max_bytes = used(store._file) - 1
         store.prune(NOW)
         assert ids(store.polls("GPU-1")) == ["n0", "p2"]

@@ -102,9 +102,7 @@ class Watcher(Engine):
         """Nothing is touched yet."""
         self.host = host
         self.carrying, self.told = "", False
-        super().__init__(
-            host.config, Store.open(host.config.state_dir, now=host.clock, monotonic=host.monotonic), clock=host.clock
-        )
+        super().__init__(host.config, Store.open(host.config.state_dir, now=host.clock), clock=host.clock)
         self.workers.start = lambda instruction_set="", *_, **__: Simulated(host, instruction_set)
         self.room = Room(lambda: None)  # simulated workers take no memory
 
@@ -162,10 +160,6 @@ class Host(Hardware):
     def clock(self) -> float:
         """Return the simulated time, in seconds since the epoch."""
         return self.now
-
-    def monotonic(self) -> float:
-        """Return the seconds since the story began, however its clock was set."""
-        return self.lived
 
     def close(self) -> None:
         """Let go of the store."""

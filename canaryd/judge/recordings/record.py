@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,8 +66,6 @@ class Record:
     now: float
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """By name."""
-    reached: float = math.inf
-    """A time that has certainly come, however wrong the clock was."""
     tested: Mapping[str, Collection[int]] = field(default_factory=dict)
     """Probe → days (UTC, since the epoch) on which it completed a run of the device."""
     wanted: Mapping[str, float] = field(default_factory=dict)

@@ -264,9 +264,9 @@ def _cleared(record: Record, baseline: Baseline) -> bool:
         for b in record.baselines.values()
         if variant_of(b) == variant_of(baseline) and b.first > baseline.strange_at
     ]
-    days, now = record.tested.get(baseline.probe, ()), min(record.now, record.reached)
+    days = record.tested.get(baseline.probe, ())
     fresh = freshness(record.policy, record.wanted[baseline.probe]) if baseline.probe in record.wanted else 0.0
-    watched = is_over(baseline.strange_at, now, record.policy.watch, days, fresh)
+    watched = is_over(baseline.strange_at, record.now, record.policy.watch, days, fresh)
     return watched and outlasts(baseline.since + sum(later), baseline.trials, baseline.strange)
 
 

@@ -115,7 +115,7 @@ def _status(text: Any) -> Status:
     one = DeviceStatus(
         device=device, present=True, verdict=verdict, events=(event,), acks=(ack,), evidence={text(): NOW}
     )
-    return Status(now=NOW, certain=NOW, daemon=True, released_until=0.0, devices=(one,), problems=(text(),))
+    return Status(now=NOW, daemon=True, released_until=0.0, devices=(one,), problems=(text(),))
 
 
 def _page(data: bytes) -> None:

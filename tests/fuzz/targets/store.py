@@ -106,10 +106,11 @@ def _rows(data: bytes) -> None:
     """Rows of every table, with a body that rotted before or after it was packed."""
     choices = Choices(data)
     store = _store()
-    db = store._memory
+    db = store._copy
+    assert db is not None
     for table in ("runs", "devices", "verdicts", "baselines", "acks", "days", "met"):
         db.execute(f"DELETE FROM {table}")
-    store._problems.clear()
+    store.said.clear()
     store.add_run(RUN)
     store.see_device(DEVICE, NOW)
     store.set_verdict(VERDICT)
@@ -167,9 +168,9 @@ def _imported(data: bytes) -> None:
     choices = Choices(data)
     text = choices.rest().decode("utf-8", "replace") if choices.flag() else dumps(warped(EXPORTED, choices))
     store = _store()
-    store._memory.execute("DELETE FROM baselines")
-    store._memory.execute("DELETE FROM met")
-    store._memory.execute("DELETE FROM devices")
+    assert store._copy is not None
+    for table in ("baselines", "met", "devices"):
+        store._copy.execute(f"DELETE FROM {table}")
     if choices.flag():
         store.see_device(DEVICE, NOW)
     with in_time(len(text)):

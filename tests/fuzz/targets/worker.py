@@ -200,7 +200,8 @@ def _stored(run: Run) -> None:
     store = _stores[0]
     store.add_run(run)
     assert store.run(run.id) == run
-    store._memory.execute("DELETE FROM runs")
+    assert store._copy is not None
+    store._copy.execute("DELETE FROM runs")
 
 
 def described(series: Series) -> None:
