@@ -92,12 +92,13 @@ class Evidence:
         self._recalled: set[str] = set()
         """Devices whose record has been read from the store."""
         self._generation: int | None = None
-        """`Store.generation` when it was read; None before."""
+        """`Store.generation` when it was read; None before the first try, -1 after one that failed."""
 
     @property
     def outdated(self) -> bool:
-        """Whether another database has taken the place of the one that was read, as when a disk is mounted late."""
-        return self._generation not in (None, self._host.store.generation)
+        """Whether a database can be read that has not been: it was locked, or took the place of the one before."""
+        store = self._host.store
+        return self._generation not in (None, store.generation) and not store.unreadable
 
     def recall(self) -> None:
         """Read the runs of new devices from the store, and of those that could not be read before.
@@ -120,8 +121,7 @@ class Evidence:
         for uuid in devices:
             if uuid not in self._recalled:
                 self._runs[uuid] = self._load(uuid, before.get(uuid, ()))
-        self._recalled = self._recalled & devices.keys() if store.unreadable else set(devices)
-        self._generation = generation
+        self._recalled, self._generation = set(devices), -1 if store.unreadable else generation
 
     def of(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""

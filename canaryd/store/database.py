@@ -57,10 +57,6 @@ class StoreTooNew(RuntimeError):
     """A newer canaryd wrote the database; it is left as it is."""
 
 
-class _TooOld(Exception):
-    """Release 0.1.0 wrote the database, which is not converted: its argument is the version."""
-
-
 class _Replaced(OSError):
     """Another file took the place of the one just written."""
 
@@ -76,6 +72,7 @@ class Database:
         """Open nothing yet; `now` is the clock in seconds since the epoch."""
         self.state_dir = state_dir
         self.path = state_dir / DATABASE
+        self._log = Path(f"{self.path}-wal")
         self.for_reading = for_reading
         """Open read-only: never create, repair, migrate or lock. What is written stays in memory."""
         self.problem = ""
@@ -377,7 +374,7 @@ class Database:
         if self._file is not None:
             moved = self._is_moved()
             self._replaced |= moved
-            if moved or (self._read_only and (self._may_write() or (self._resting and _log(self.path).exists()))):
+            if moved or (self._read_only and (self._may_write() or (self._resting and self._log.exists()))):
                 self._close_file()
         if self._file is not None:
             return self._file
@@ -431,14 +428,13 @@ class Database:
             if self.path.exists():
                 with _rotten_text():
                     return self._open_and_migrate()
-            if why := self._why_missing():
-                self._set_aside(why)
-        except _TooOld as old:
-            self._set_aside("canaryd 0.1.0 wrote it, and its records are not converted", f"version-{old}")
+            why = self._why_missing()
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            self._set_aside(f"damaged ({error})")
+            why = f"damaged ({error})"
+        if why:
+            self._set_aside(why)
         self._create()
         return self._open_and_migrate()
 
@@ -449,7 +445,10 @@ class Database:
         db = self._open("mode=rw", read_only=False)
         version = self._check_version(db)
         if 0 < version < min(MIGRATIONS):
-            raise _TooOld(version)
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._set_aside("canaryd 0.1.0 wrote it, and its records are not converted", f"version-{version}")
+            self._create()
+            return self._open_and_migrate()
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok" or not version:
             raise sqlite3.DatabaseError(verdict if version else "it has no tables")
@@ -644,10 +643,6 @@ def _expect_file(path: Path) -> None:
             raise OSError(errno.ENXIO, NOT_PLAIN, str(path))
 
 
-def _log(path: Path) -> Path:
-    return Path(f"{path}-wal")
-
-
 def _is_resting(path: Path) -> bool:
     """Return whether no process has a database with a write-ahead log open. Raises what stands in the way of reading.
 
@@ -657,7 +652,7 @@ def _is_resting(path: Path) -> bool:
         head = file.read(20)
     if not head:
         raise sqlite3.DatabaseError("it is empty")
-    return head[18:] == WAL and not _log(path).exists()
+    return head[18:] == WAL and not Path(f"{path}-wal").exists()
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def test_a_read_that_fails_once_is_made_good(tmp_path, monkeypatch):
     store = engine.store
     again = Engine(engine.config, store)
     failures = store.failures
-    monkeypatch.setattr(store, "failures", lambda *a: store._fail_to_read(sqlite3.OperationalError("locked")) or [])
+    monkeypatch.setattr(store, "failures", lambda *a: store._lose(sqlite3.OperationalError("locked")) and [])
     again.recall()
     assert verdict(again).state is State.UNKNOWN
     assert "record-unread" in {finding.rule for finding in verdict(again).findings}

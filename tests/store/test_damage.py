@@ -11,7 +11,7 @@ from canaryd.store import devices
 from canaryd.store import rows as store_rows
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
-from tests.store.made import NOW, WRITER, fill, ids, junk, python, run, verdict
+from tests.store.made import NOW, fill, ids, junk, run, verdict
 
 
 def damage(path, offset, size):
@@ -39,22 +39,6 @@ def test_nothing_set_aside_is_ever_overwritten(tmp_path):
         Store.open(tmp_path, now=lambda: NOW).close()
     kept = sorted(p.read_bytes()[:6] for p in tmp_path.glob("*.corrupt-*"))
     assert kept == [b"first ", b"second"]
-
-
-def test_a_damaged_header_is_found_at_opening(tmp_path):
-    """A real database whose first page rotted is set aside with its log."""
-    writer = python(WRITER, tmp_path, "a")
-    writer.stdout.readline()
-    writer.kill()
-    writer.communicate()
-    log = (tmp_path / "canaryd.db-wal").read_bytes()
-    damage(tmp_path / "canaryd.db", 0, 4096)
-    damage(tmp_path / "canaryd.db-wal", 0, len(log))
-    with Store.open(tmp_path, now=lambda: NOW) as store:
-        assert store.runs() == []
-        assert store.add_run(run())
-    names = {p.name.replace("canaryd.db.corrupt-20260921T141320Z", "X") for p in tmp_path.glob("*.corrupt-*")}
-    assert {"X", "X-wal"} <= names
 
 
 def test_damage_in_the_middle_is_found_at_opening(tmp_path):

@@ -213,11 +213,6 @@ def truncated(path):
         file.truncate(path.stat().st_size // 2 + 100)
 
 
-def emptied(path):
-    """Leave a file without a byte, as a crash of some filesystems does."""
-    path.write_bytes(b"")
-
-
 DAMAGES = [overwritten, truncated]
 
 
@@ -231,28 +226,6 @@ def damaged(host, how):
     host.store.see_device(GPU, host.now)
     host.restart()
     return host
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_file_is_kept_and_the_store_goes_on(host, how):
-    """Set aside whole, named with its place; new evidence is stored, and the fresh file is sound."""
-    before = None
-
-    def damage(path):
-        nonlocal before
-        how(path)
-        before = path.read_bytes()
-
-    damaged(host, damage)
-    (problem,) = host.store.problems
-    (aside,) = host.place.glob("canaryd.db.corrupt-*Z")
-    assert str(aside) in problem
-    assert aside.read_bytes() == before
-    host.live(HOUR)
-    assert not host.store.problem
-    assert len(host.store.runs()) == 2
-    assert problem in status.gather(host.store, host.engine.config, host.now).problems
-    sound(host.place / "canaryd.db")
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -288,9 +261,3 @@ def test_a_lost_history_ends_with_an_operators_word_or_with_the_watch(host):
     assert "history-lost" in host.rules
     host.say("acknowledged", "looked at", host.now + DAY)
     assert "history-lost" not in host.rules
-
-
-def test_a_file_without_a_byte_is_damage_and_not_a_beginning(host):
-    """A crash of the machine may leave it so: what it held is gone, and that is said."""
-    damaged(host, emptied)
-    assert host.store.problems
