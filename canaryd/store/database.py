@@ -276,7 +276,7 @@ class Database:
             for again in (True, False):
                 try:
                     with _rotten_text():
-                        return work((reads and (self._copy or self._file)) or self._connect())
+                        return work((reads and again and (self._copy or self._file)) or self._connect())
                 except _Replaced:
                     if not again:
                         raise

@@ -142,8 +142,11 @@ EVIDENCE = {
     "more than an hour ahead": lambda: (
         ask(run(-3601, right())), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
     ),
-    "dated ahead by the store, two hours and a second old by the clock": lambda: (
-        ask(run(-DAY, right(), clock=NOW - 7201)), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
+    "undated, and so never fresh": lambda: (
+        ask(run(-DAY, right(), clock=NOW - 60)), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
+    ),
+    "undated, and a newer one by the clock": lambda: (
+        ask(run(-DAY, right(), clock=NOW - 3 * HOUR), fresh()), HEALTHY, Cause.NONE, {"clock-set-back"},
     ),
     "the future hides no staleness": lambda: (
         ask(run(-DAY, right()), run(7201, right())), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
