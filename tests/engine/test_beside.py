@@ -72,15 +72,18 @@ def test_what_waited_in_the_own_memory_is_no_news(tmp_path):
         assert [r.id for r in other.news()] == [made(2).id, made(4).id]
 
 
-def test_what_another_process_stores_in_the_place_of_a_lost_record_is_news(tmp_path):
-    """The runs of the new database are numbered anew."""
+def test_a_record_in_the_place_of_a_lost_one_is_another_generation(tmp_path):
+    """All of it is read anew, and what comes then is news, whatever its numbers are."""
     with Store.open(tmp_path) as store:
         for number in range(5):
             store.add_run(made(number))
         store.path.unlink()
         with Store.open(tmp_path) as other:
             other.add_run(made(7))
-        assert [r.id for r in store.news()] + [r.id for r in store.news()] == [made(7).id]
+            store.changes()
+            assert (store.generation, [r.id for r in store.runs()], store.news()) == (2, [made(7).id], [])
+            other.add_run(made(8))
+        assert [r.id for r in store.news()] == [made(8).id]
 
 
 def test_a_record_that_comes_back_is_no_news(tmp_path):

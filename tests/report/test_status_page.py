@@ -455,12 +455,12 @@ def test_the_page_answers_like_every_route(served):
 def test_a_record_that_cannot_be_read_is_the_answer(tmp_path):
     """Waiting does not help; only where nothing is on record yet, the daemon knows all."""
     state = tmp_path / "state"
-    with Store.open(state) as store:
-        with out_of_reach(state):
-            seen = status.gather(store, Config(), NOW, daemon=True, evidence={}, itself=True)
+    Store.open(state).close()
+    with out_of_reach(state), Store.open(state) as store:
+        seen = status.gather(store, Config(), NOW, daemon=True, evidence={}, itself=True)
         words = " ".join(" ".join(Read(status_page.render(seen, NOW).decode()).words).split())
-        assert f"UNKNOWN whether this node's numbers are right: {store.failure}" in words
-        assert "cannot read" in store.failure
+        assert f"UNKNOWN whether this node's numbers are right: {store.unreadable}" in words
+        assert "cannot read" in store.unreadable
         assert "Do now: Make the stored record readable, then ask again" in words
     new = tmp_path / "new"
     new.symlink_to(tmp_path / "nowhere")
