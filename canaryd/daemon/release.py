@@ -42,9 +42,7 @@ class Releases:
     def check(self) -> None:
         """Let go of every device or take them back, as `canaryd release` asks; answer when it is done."""
         engine, until = self._engine, self._store.note_time(RELEASE_NOTE)
-        if self._store.unreadable:
-            until = self._until  # what was asked for last still holds
-        self._until = until
+        self._until = until = self._until if self._store.unreadable else until  # what was asked for last still holds
         if until > time.time():
             clock = f"{datetime.fromtimestamp(until, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
             if not engine.released:
