@@ -6,6 +6,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
+from canaryd.config.settings import StoreConfig
 from canaryd.formatting import DAY
 from canaryd.store.database import Database
 from canaryd.store.runs import KIND
@@ -39,13 +40,13 @@ SPARE = "number NOT IN (SELECT max(number) FROM polls WHERE completed GROUP BY d
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How long runs are kept, in seconds since they were stored.
+    """How long runs are kept, in seconds since they were stored: `StoreConfig` in canaryd/config/settings.py sets it.
 
     A failure is a run with wrong results or unknown bits, or one that did not complete and was not skipped.
     """
 
-    successes: float = 14 * DAY
-    failures: float = 400 * DAY
+    successes: float = StoreConfig().keep_successes
+    failures: float = StoreConfig().keep_failures
 
 
 DEFAULT = Retention()

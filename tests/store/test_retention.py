@@ -22,8 +22,8 @@ def test_failures_are_kept_longer_than_successes_and_drills_shortest(store):
     passed(store, NOW + 1.1 * DAY)
     store.prune(NOW + 1.1 * DAY)
     assert ids(store.runs(drill=None)) == ["ok", "skipped", "wrong", "crashed"]
-    passed(store, NOW + 14.1 * DAY)
-    store.prune(NOW + 14.1 * DAY)
+    passed(store, NOW + 45.1 * DAY)
+    store.prune(NOW + 45.1 * DAY)
     assert ids(store.runs()) == ["wrong", "crashed"]
     passed(store, NOW + 401 * DAY)
     store.prune(NOW + 401 * DAY)
