@@ -1,4 +1,4 @@
-"""`canaryd` and `python -m canaryd`; an internal error exits with unknown, never with the status of a verdict."""
+"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with `UNKNOWN`, never like a verdict."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNKNOWN = 3
 
 
 class Lossy(io.FileIO):
-    """A standard stream that never raises: what cannot be written is lost, and the first error is kept."""
+    """A standard stream whose writes never raise: data that cannot be written is dropped. It keeps the first error."""
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write as much as the stream takes, waiting for it; where it takes nothing any more, lose the data."""
+        """Write as much as the stream accepts, and wait for it. Drop the data if the stream accepts no more."""
         try:
             while (written := super().write(data)) is None:
                 select.select([], [self], [])  # another process has made it non-blocking
@@ -32,7 +32,7 @@ class Lossy(io.FileIO):
 
 
 def main() -> int:
-    """Run the command line; an internal error exits with unknown and prints its traceback."""
+    """Run the command line and return its exit status. An internal error prints its traceback and returns `UNKNOWN`."""
     while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed one's number must not pass to a database
         pass
     os.close(unused)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _text(raw: Lossy, replaced: TextIO | None) -> io.TextIOWrapper:
-    """Return a stream of text like `replaced`, which is None where it was closed."""
+    """Return a text stream over `raw` with the encoding of `replaced`, or UTF-8 for None (a closed stream)."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=replaced.encoding if replaced else "utf-8",

@@ -1,4 +1,4 @@
-"""Model objects to JSON and back, strictly: nothing unknown, nothing of another type."""
+"""Convert model objects to JSON data and back. Unknown fields and wrong types are refused."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from canaryd.facts import SHARED, shared
 from canaryd.model import Finding
 
 ITEMS = 64
-"""Items of the largest mapping of short texts or whole numbers that is kept once (ours)."""
+"""Largest number of items in a mapping that is cached, so that equal mappings share memory (ours)."""
 T = TypeVar("T")
 
 
 def to_json(value: Any, *, sparse: bool = False) -> Any:
-    """Turn a model object into what `json.dumps` takes: dataclasses to objects, enums to their values.
+    """Return a model object as data for `json.dumps`: a dataclass becomes an object, an enum its value.
 
-    `sparse`: without the fields that have their defaults, which `from_json` puts back. Every later release reads what
-    was stored so: no default of such a class may ever change.
+    `sparse` leaves out the fields that have their defaults, and `from_json` puts them back. Every later release reads
+    such stored data: no default of such a class may ever change.
     """
     kind: object = type(value)
     return _encoder(kind, sparse)(value)
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """Return a document as the bytes that digests are taken over: sorted names, no spaces, UTF-8."""
+    """Return a document as the bytes over which digests are computed: sorted names, no spaces, UTF-8."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")
 
 
 @functools.cache
 def _encoder(kind: Any, sparse: bool) -> Callable[[Any], Any]:
-    """Return what turns values of type `kind` into JSON data. Made once: a run has thousands of values."""
+    """Return the function that converts values of type `kind`. It is cached: a run has thousands of values."""
     if dataclasses.is_dataclass(kind):
         defaults = {f.name: _default(f) for f in dataclasses.fields(kind)}
         if sparse:
@@ -58,23 +58,23 @@ def _encoder(kind: Any, sparse: bool) -> Callable[[Any], Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field; for one without, what equals no value."""
+    """Return the default of a field, or `MISSING`, which equals no value, if the field has no default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def finding_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding as `check --json` and `history --json` print it: a state is a severity there."""
+    """Return a finding as `check --json` and `history --json` print it, with its state under the name "severity"."""
     shown = ("rule", "probe", "cause", "message", "action", "evidence", "repro", "runs", "rivals", "characterised")
     return {"severity": finding.state.value} | {name: to_json(getattr(finding, name)) for name in shown}
 
 
 def from_json(kind: type[T], data: Any) -> T:
-    """Rebuild a model object of type `kind`; the inverse of `to_json`.
+    """Return a model object of type `kind`, rebuilt from the data that `to_json` returned.
 
-    Raises `ValueError` naming the place where the data does not have the wanted shape. Unknown fields are refused: they
-    mean that the writer is newer than the reader, and dropping them in silence would lose evidence.
+    Raises `ValueError` with the path to the value that has the wrong shape. Unknown fields are refused: they mean that
+    the writer is newer than the reader, and a reader that dropped them would lose evidence.
     """
     wanted: Any = kind
     try:
@@ -85,7 +85,7 @@ def from_json(kind: type[T], data: Any) -> T:
 
 
 class _UnfitError(ValueError):
-    """Data does not have the wanted shape; on its way out it learns where."""
+    """Raised for data of the wrong shape. Each caller adds its own step to `path`."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -95,7 +95,7 @@ class _UnfitError(ValueError):
 
 @functools.cache
 def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return what rebuilds a value of type `kind` from JSON data. Made once: a start reads thousands of runs."""
+    """Return the function that rebuilds a value of type `kind`. It is cached: a start reads thousands of runs."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda data: data

@@ -1,4 +1,4 @@
-"""What a worker reports: readings, comparisons, recordings, log records. Plain data of the standard library alone."""
+"""The data that a worker reports: readings, comparisons, recordings, log records. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -11,69 +11,69 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 SHARED = 64
-"""Characters of the longest text that `shared` looks up (ours)."""
+"""Largest number of characters in a text that `shared` caches (ours)."""
 UNITS = ("core", "sm")
-"""Of `Place.unit`: parts of a device that can be wrong alone."""
+"""Values of `Place.unit` for parts of a device that can be wrong while the other parts are right."""
 LISTED = 4
-"""Units of a place that are listed; of more their number is told."""
+"""Most units of a place that are listed by number. Longer lists are shown as a count."""
 Sentence = Annotated[str, "sentence"]
-"""Text for people. No rule, state or page may depend on its wording; a test changes every one of them."""
+"""A text for people. No rule, state or page may depend on its wording: a test changes the wording of every one."""
 
 
 class Subject(str, enum.Enum):
-    """What a comparison examined."""
+    """What a comparison tested: the device, the golden, or the comparator."""
 
     DEVICE = "device"
     """The result that the device under test computed."""
     HOST = "host"
-    """The golden itself, made twice on the host, on two cores where it has them (or in two ways), that must agree."""
+    """The golden itself. The host makes it twice, on two cores if possible (or in two ways), and the two must agree."""
     COMPARATOR = "comparator"
-    """The device's comparison of result and golden, repeated by the host on the same bytes."""
+    """The comparison on the device. The host repeats the comparison of result and golden on the same bytes."""
 
 
 class Doubt(str, enum.Enum):
-    """What put a golden or a comparison in doubt: for comparisons whose subject is not the device."""
+    """The reason to doubt a golden or a comparison. Used only where the subject is not the device."""
 
     NONE = ""
     MADE_TWICE = "made_twice"
-    """The host made operands or golden twice and got two results."""
+    """The host made the operands or the golden twice, and the two differ."""
     ARITHMETIC = "arithmetic"
-    """Integer and float64 arithmetic of the host gave two goldens."""
+    """The host's integer arithmetic and its float64 arithmetic gave different goldens."""
     DIGEST = "digest"
     """The golden differs from the one that ships with canaryd."""
     COMPARATOR = "comparator"
     """Device and host compared the same bytes and disagree."""
     UNKNOWN = "unknown"
-    """A record of release 0.1.0 that does not tell."""
+    """A record of release 0.1.0, which does not contain the reason."""
 
 
 class Exactness(str, enum.Enum):
-    """How a golden is right (docs/goldens.md)."""
+    """The reason why a golden is the right answer (docs/goldens.md)."""
 
     UNIVERSAL = "U"
-    """Every partial sum and the output are exactly representable: one bit pattern on every healthy device."""
+    """Every partial sum and the output are exactly representable: every healthy device gives the same bits."""
     ROUNDED = "R"
-    """The sum is exact and rounded once to the output type: assumes one round-to-nearest-even."""
+    """The sum is exact, and is rounded once to the output type. Assumes a single round-to-nearest-even."""
     MARGIN = "M"
-    """Decided by a margin that no healthy device's rounding crosses; no bit pattern is prescribed."""
+    """The answer has a margin larger than the rounding of any healthy device. The bits themselves may differ."""
 
 
 TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
-"""Readings: results that a run compared; what equal results share; the software that a server says it is."""
+"""Names of readings: number of compared results; hash that equal results share; server software as reported."""
 SELF_TEST = "vendor_selftest"
-"""Reading: what a vendor's own self-test says of one of its tests."""
+"""Name of the reading with the result of one test of a vendor's own self-test."""
 DEVICE_SECONDS, HOST_SECONDS = "device_seconds", "host_seconds"
-"""Readings: how long a run used its device, and how long the processor while the device waited."""
+"""Names of readings: seconds a run used its device; seconds it used the processor while the device waited."""
 SPEEDS = "speed_"
-"""How readings of a speed begin, whatever they measure."""
+"""Prefix of the names of all readings that measure a speed."""
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Formats that the canary model runs in, widest first."""
+"""Number formats in which the canary model runs, widest first."""
 
 
 class _Keyed:
-    """The key of a reading, computed once; in a slot, because a dictionary would double its memory."""
+    """Base class with a slot that caches a reading's key. An instance dictionary would double the memory."""
 
     __slots__ = ("_key",)
     _key: str
@@ -81,18 +81,18 @@ class _Keyed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading(_Keyed):
-    """A fact with a unit. What could not be read is listed in `Run.absent` instead, with its reason."""
+    """A measured value with its unit. A value that could not be read is listed in `Run.absent` with the reason."""
 
     name: str
     value: float | int | str | bool
     unit: str = ""
-    """Base unit ("seconds", "bytes", "celsius", "1") or "" for text."""
+    """The base unit ("seconds", "bytes", "celsius", "1"), or "" if the value is a text."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What tells readings of one name apart, e.g. {"sensor": "core"}."""
+    """Labels that distinguish readings of the same name, e.g. {"sensor": "core"}."""
 
     @property
     def key(self) -> str:
-        """The name with its labels, as Prometheus would write it without quotes: "temperature_celsius{sensor=core}"."""
+        """The name with its labels, as Prometheus writes it but without quotes: "temperature_celsius{sensor=core}"."""
         try:
             return self._key
         except AttributeError:
@@ -102,33 +102,33 @@ class Reading(_Keyed):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:
-    """A reading that a device gave before, and that its driver failed to give in a poll."""
+    """A reading that a device gave earlier, but that its driver failed to give in this poll."""
 
     reading: Reading
-    """As it was last."""
+    """The last value that was read."""
     at: float
-    """When the newest poll that had it began, in seconds since the epoch."""
+    """Start of the newest poll that contained the reading, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where something was computed, in the vendor's own terms. `str(place)` is how people read it."""
+    """The place where something was computed, in the vendor's own terms. `str(place)` is the text for people."""
 
     unit: str = ""
-    """"core", "sm", "threads", "thread", "memory", "link" or "device"; "" where it is not known."""
+    """One of "core", "sm", "threads", "thread", "memory", "link" and "device"; or "" if it is not known."""
     numbers: tuple[int, ...] = ()
-    """Which cores or SMs: of a golden those that made it, of results those that computed equally many and were all
-    right, or all wrong. Of "threads", how many; of a link its two ends, the sender first. A golden that one core made
-    twice names that core twice."""
+    """The cores or SMs: those that made a golden (a core that made it twice is named twice), or those that computed
+    results, if each computed equally many and all were right or all wrong. For "threads", the number of threads. For
+    "link", its two ends, the sender first."""
 
     @property
     def core(self) -> int | None:
-        """The single core; None where there were several or it is not known."""
+        """The number of the core, or None if there were several cores or it is not known."""
         return self.numbers[0] if self.unit == "core" and len(self.numbers) == 1 else None
 
     @property
     def is_unit(self) -> bool:
-        """Whether it is a single core or SM."""
+        """Whether the place is one single core or SM."""
         return self.unit in UNITS and len(self.numbers) == 1
 
     def __str__(self) -> str:
@@ -153,22 +153,22 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """What the wrong indices along one axis share."""
+    """What the indices of the wrong elements have in common along one axis."""
 
     first: int
     last: int
     distinct: int
-    """How many different indices there are."""
+    """Number of different indices."""
     period: int = 0
-    """The largest power of two by which all of them leave the same remainder; 0 where there is none."""
+    """The largest power of two that divides all differences of the indices, or 0 if there is none."""
 
     @property
     def shared(self) -> bool:
-        """Whether all wrong indices are one line or one residue: a place that two faults could share."""
+        """Whether all wrong indices are equal or have one remainder, so that two faults can share the place."""
         return self.distinct == 1 or self.period > 0
 
     def __str__(self) -> str:
-        """Return e.g. "17", "= 3 mod 16", "0…31 (32 distinct)"."""
+        """Return the span as text: "17", "= 3 mod 16", "0…31 (32 distinct)"."""
         if self.distinct == 1:
             return str(self.first)
         if self.period:
@@ -177,74 +177,74 @@ class Span:
 
 
 class Cell(str, enum.Enum):
-    """What a wrong word of memory turned out to be."""
+    """The kind of fault that a wrong word of memory has."""
 
     STUCK = "stuck"
-    """A bit of it has one value whatever is written."""
+    """A bit of the word always has the same value, whatever is written."""
     ALIAS = "alias"
-    """Another address reaches the same word."""
+    """Another address accesses the same word."""
     COUPLED = "coupled"
-    """It changes when another word is written."""
+    """The word changes when another word is written."""
     LEAKING = "leaking"
-    """It loses its value while nobody writes."""
+    """The word loses its value although nobody writes."""
     FLIPPED = "flipped"
-    """It held something else, and was right once it was written again: a write that went wrong, or a passing flip."""
+    """The word held a wrong value, and was right after it was written again: a failed write or a passing flip."""
     TRANSFER = "transfer"
-    """It was right when it was read again: the read went wrong, not the memory."""
+    """The word was right when it was read again: the first read was wrong, not the memory."""
 
     @property
     def lasts(self) -> bool:
-        """Whether the memory itself is broken there."""
+        """Whether this kind means that the memory itself is broken."""
         return self not in (Cell.FLIPPED, Cell.TRANSFER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrongMemory:
-    """Where in memory wrong words lie, and what they are."""
+    """The location of wrong words in memory, and their kinds of fault."""
 
     cells: Mapping[str, int]
-    """`Cell` → words, of those that were examined."""
+    """Name of a `Cell` → number of words of this kind, among the words that were examined."""
     rose: int
-    """Bits that were read 1 instead of 0, in the words that were examined."""
+    """Number of bits that were read as 1 instead of 0, in the examined words."""
     fell: int
-    """Bits that were read 0 instead of 1."""
+    """Number of bits that were read as 0 instead of 1, in the examined words."""
     allocation: int
-    """Bytes of the allocation."""
+    """Size of the allocation in bytes."""
     offset: int
-    """Bytes from the allocation's start to the first wrong word."""
+    """Offset of the first wrong word from the start of the allocation, in bytes."""
     address: int | None
-    """Virtual address of the first wrong word, in the address space of a process that has ended; None: not told."""
+    """Virtual address of the first wrong word, in a process that has ended; or None if the address is not known."""
     physical: int | None = None
-    """Physical address of the first wrong word on the host; None where the system does not tell it."""
+    """Physical address of the first wrong word on the host, or None if the system does not reveal it."""
     partner: int | None = None
-    """Bytes from the first wrong word to the one that it is coupled with or an alias of; None where none was found."""
+    """Bytes from the first wrong word to the word that it is coupled with or an alias of, or None if none was found."""
 
 
 class Way(str, enum.Enum):
-    """Which way data went that did not arrive as it was sent."""
+    """The route of data that arrived wrong."""
 
     TO_DEVICE = "to_device"
     TO_HOST = "to_host"
     BETWEEN = "between"
-    """From one device to another, or from one core to another."""
+    """From one device to another device, or from one core to another core."""
     TOGETHER = "together"
-    """Between all of a group in one operation."""
+    """Between all members of a group, in one collective operation."""
 
 
 class Culprit(str, enum.Enum):
-    """What was wrong with data that did not arrive as it was sent."""
+    """The part that caused wrong data in a transfer."""
 
     TRANSFER = "transfer"
-    """The way: sender and receiver held the right data when they wrote it themselves."""
+    """The route: sender and receiver held the right data when each wrote it itself."""
     MEMORY = "memory"
-    """The memory at the receiving end: it did not hold what its own device wrote there either."""
+    """The receiver's memory: it also lost the data that its own device wrote there."""
     SOURCE = "source"
-    """The sender no longer held what it had to send."""
+    """The sender: it no longer held the data that it had to send."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrongTransfer:
-    """Where wrong data was on its way, and what was wrong."""
+    """The route of wrong data, and the part that caused it."""
 
     way: Way
     culprit: Culprit
@@ -252,166 +252,166 @@ class WrongTransfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What one wrong result looked like: enough to see the pattern, and to recompute the inputs from the seed."""
+    """Details of one wrong result: enough to see the pattern, and to recompute the inputs from the seed."""
 
     wrong: int
-    """Elements whose bits differ."""
+    """Number of elements whose bits differ from the golden."""
     total: int
-    """Elements compared."""
+    """Number of elements that were compared."""
     first: tuple[tuple[tuple[int, ...], str, str], ...]
-    """Up to 64 wrong elements, in order: (index, expected bits as hex, observed bits as hex)."""
+    """The first wrong elements, at most 64, in order: (index, expected bits as hex, observed bits as hex)."""
     bits: Mapping[str, int]
-    """Bit position (0 = lowest) → in how many wrong elements it was flipped, over at most 65,536 of them."""
+    """Bit position (0 = lowest) → number of wrong elements with this bit flipped, among at most 65,536 elements."""
     zeroed: int
-    """Wrong elements whose observed bits are all zero (or only the sign)."""
+    """Number of wrong elements whose observed bits are all zero (the sign excepted)."""
     nonfinite: int
-    """Wrong elements observed as NaN or infinity."""
+    """Number of wrong elements that were observed as NaN or infinity."""
     lines: Mapping[str, Span]
-    """Axis of the result ("row", "column", …) → what the wrong indices share along it."""
+    """Axis of the result ("row", "column", …) → what the wrong indices have in common along this axis."""
     pattern: Sentence
-    """The difference in words."""
+    """The pattern of the difference, in words."""
     repeats: int = 0
-    """Fresh uploads of the same operands that were tried afterwards."""
+    """Number of times that the same operands were uploaded and computed again after the wrong result."""
     repeats_wrong: int = 0
-    """How many of these were wrong too."""
+    """Number of these repeats that were wrong too."""
     repeats_alike: int | None = None
-    """How many were wrong in the same elements with the same bits; None where that was not compared."""
+    """Number of repeats that were wrong in the same elements with the same bits, or None if that was not compared."""
     memory: WrongMemory | None = None
-    """Where in memory, where memory itself was under test."""
+    """The location in memory, if memory itself was under test; else None."""
     transfer: WrongTransfer | None = None
-    """Which way, where transfers were under test."""
+    """The route of the data, if transfers were under test; else None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One golden against what was computed, over one upload of the operands. A fact: only the judge concludes."""
+    """The comparison of one golden with the results of one upload of the operands. A fact: only the judge concludes."""
 
     case: str
-    """Stable name of what was run, e.g. "bfloat16/cancel/decode/nt"."""
+    """Stable name of the test case, e.g. "bfloat16/cancel/decode/nt"."""
     shape: str
     """Sizes, e.g. "M=32 N=1024 K=256"."""
     seed: int
-    """Seed of the operands; with `case` and `shape` it reproduces them bit for bit."""
+    """Seed of the operands. Seed, `case` and `shape` together reproduce the operands bit for bit."""
     exactness: Exactness
     subject: Subject = Subject.DEVICE
     place: Place = Place()
-    """Where it ran, as far as known; of a golden, which cores made it."""
+    """The place where the results were computed, as far as known; for a golden, the cores that made it."""
     doubt: Doubt = Doubt.NONE
-    """What was in doubt, where the subject is not the device."""
+    """The reason for doubt, if the subject is not the device."""
     trials: int = 1
-    """Results compared with this upload."""
+    """Number of results that were compared."""
     wrong_trials: int = 0
-    """Results with at least one wrong bit."""
+    """Number of results with at least one wrong bit."""
     evidence: Evidence | None = None
-    """Present exactly when `wrong_trials` > 0."""
+    """Details of a wrong result; None exactly if `wrong_trials` is 0."""
     digest: str = ""
-    """64-bit order-sensitive digest (hex) of the first observed result; "" where it was not taken."""
+    """64-bit order-sensitive digest (hex) of the first observed result, or "" if none was computed."""
     uploads: int = 1
-    """Uploads that it stands for: several where clean ones were summed up."""
+    """Number of uploads in this comparison: more than one if clean comparisons were summed up."""
     characterised: bool = True
-    """Whether canaryd ships this class as exact on this device; else a device must have met it before it accuses."""
+    """Whether canaryd ships this class as exact on this device. Otherwise a device must meet it before it accuses."""
     peer: str = ""
-    """Uuid of the device at the other end, where data went between two devices; "" for everything else."""
+    """Uuid of the other device, if data was sent between two devices; else ""."""
 
     @property
     def wrong(self) -> bool:
-        """True when any trial had a wrong bit."""
+        """Whether any result had a wrong bit."""
         return self.wrong_trials > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What a case gave whose right answer nobody knows beforehand: compared with what it gave before. A fact."""
+    """The output of a case whose right answer is not known in advance: it is compared with earlier outputs. A fact."""
 
     case: str
-    """Stable name of what was run, e.g. "completions/reef/fresh"."""
+    """Stable name of the test case, e.g. "completions/reef/fresh"."""
     digest: str
-    """64-bit digest (hex) over everything exact: tokens, and all raw values as they were delivered."""
+    """64-bit digest (hex) of everything exact: tokens, and all raw values as they were delivered."""
     chain: Mapping[str, str] = field(default_factory=dict)
-    """Link → fingerprint: what may change the bits for a good reason, beside the run's stack. See `LINKS`."""
+    """Link (see `LINKS`) → fingerprint of something that may rightly change the bits, in addition to the stack."""
     condition: str = ""
-    """"idle" or "loaded" where it is known whether others were served at the same time; "" where not."""
+    """"idle" or "loaded", depending on whether the server had other requests; "" if that is not known."""
     tokens: tuple[str, ...] = ()
-    """What was generated, one entry per position: ids as text, or the tokens' own text where there are no ids; empty
-    for a kernel's result."""
+    """The generated tokens, one per position: ids as text, or the tokens' own text if there are no ids. Empty for the
+    result of a kernel."""
     values: tuple[float | None, ...] = ()
-    """Natural logarithm of each token's probability; of a kernel's result one value per tile, row by row. None where it
-    is not given or not finite."""
+    """Natural logarithm of each token's probability, or for a kernel one value per tile, row by row. None if a value
+    was not given or is not finite."""
     margins: tuple[float | None, ...] = ()
-    """The best token's log probability minus the second best's, per position; None where not known."""
+    """For each position, the best token's log probability minus the second best's; None where that is not known."""
     text: str = ""
-    """It in words, at most 4,096 characters."""
+    """The output in words, at most 4,096 characters."""
     finish: str = ""
-    """Why it ended: "length", "stop", …"""
+    """The reason why the output ended: "length", "stop", …"""
 
     @property
     def of_kernel(self) -> bool:
-        """Whether it is a kernel's result, and no answer that a person could read."""
+        """Whether this is the result of a kernel and not an answer that a person could read."""
         return bool(self.values) and not (self.tokens or self.text or self.finish)
 
     @functools.cached_property
     def chain_id(self) -> str:
-        """Twelve hex digits that equal chains share."""
+        """Twelve hex digits that are equal for equal chains."""
         return stack_id(self.chain)
 
 
 LINKS = ("dtype", "checkpoint", "config", "tokenizer", "template", "prompt", "settings", "server", "client", "kernel")
-"""The chain of boundaries from weights to answer, in the order in which a change is looked for; another dtype also
-changes the bytes of the checkpoint."""
+"""The links of a recording's chain, from weights to answer, in the order in which a change is searched for. A change of
+dtype also changes the checkpoint's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A part of a probe that was not run, and why."""
+    """A part of a probe that was not run, and the reason."""
 
     case: str
     reason: Sentence
     late: bool = False
-    """Whether nothing but time was lacking: the budget was spent."""
+    """Whether the only reason was that the time budget was used up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """One line of the kernel log that touches the health of a device, taken apart but not judged."""
+    """One line of the kernel log about the health of a device, parsed but not judged."""
 
     boot: str
     """The kernel's boot id."""
     sequence: int
-    """The record's number within that boot."""
+    """The record's number within its boot."""
     at: float
-    """Seconds since the epoch."""
+    """Time of the record, in seconds since the epoch."""
     kind: str
     """"xid", "sxid", "mce", "edac", "aer", "pcie", "off-bus", "oom", "nvme", "amdgpu", "thermal", …"""
     name: str = ""
-    """Within the kind: the Xid's code, the severity of an AER report."""
+    """A name within the kind: the code of an Xid, the severity of an AER report."""
     bus_id: str = ""
-    """The PCI function it names, e.g. "0000:65:00.0"; "" where it names none."""
+    """The PCI function in the line, e.g. "0000:65:00.0", or "" if the line has none."""
     text: str = ""
-    """The line without names of processes."""
+    """The line, without names of processes."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What was decoded from it, e.g. {"link": "12", "unit": "RLW_SRC_TRACK"}."""
+    """Values decoded from the line, e.g. {"link": "12", "unit": "RLW_SRC_TRACK"}."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogPosition:
-    """How far the kernel log has been read."""
+    """The position up to which the kernel log has been read."""
 
     boot: str
     sequence: int
-    """Number of the newest record that was read; -1 before the first."""
+    """Number of the newest record that was read, or -1 before the first."""
     lost: int = 0
-    """Records that went by unread, since this reader began."""
+    """Number of records that were lost unread since this reader began."""
     garbled: int = 0
-    """Lines that are no records, since this reader began."""
+    """Number of lines since this reader began that are not valid records."""
 
 
 def printable(text: str) -> str:
-    """Return a text that is safe on a terminal and in a log: what a part calls itself may hold control characters."""
+    """Return a text with "?" for every control character: a device's own name may contain some that harm a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def beginning(text: str, length: int) -> str:
-    """Return a text as one line of at most `length` characters; a longer one ends after a word, with "…"."""
+    """Return a text as one line of at most `length` characters. A longer text is cut after a word, and "…" is added."""
     line = " ".join(text.split())
     if len(line) <= length:
         return line
@@ -421,9 +421,9 @@ def beginning(text: str, length: int) -> str:
 
 
 def whole(value: Any, depth: int = 100) -> Any:
-    """Return JSON data whose texts can be stored: JSON can spell half a surrogate pair, and UTF-8 cannot write it.
+    """Return JSON data whose texts UTF-8 can store: half a surrogate pair, which JSON allows, becomes "?".
 
-    Raises `ValueError` for what is nested deeper than `depth`: whoever walks through it later would fail.
+    Raises `ValueError` if the data is nested deeper than `depth`: functions that walk through it later would fail.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
@@ -440,25 +440,25 @@ def _known(text: str) -> str:
 
 
 def shared(text: str) -> str:
-    """Return an equal text, the same object as often as it can be: what run after run says is kept once.
+    """Return an equal text, the same object for equal texts where possible, so that repeated texts take memory once.
 
-    `sys.intern` would do, but some releases of Python 3.12 never give back what it has seen.
+    `sys.intern` is not used: some releases of Python 3.12 never free the texts that it has seen.
     """
     return _known(text) if len(text) <= SHARED else text
 
 
 def reading_key(name: str, labels: Mapping[str, str]) -> str:
-    """Return what tells a reading from every other, e.g. "temperature_celsius{sensor=core}"."""
+    """Return the key of a reading: its name with its labels, e.g. "temperature_celsius{sensor=core}"."""
     inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
     return f"{name}{{{inside}}}" if inside else name
 
 
 def stack_id(stack: Mapping[str, str]) -> str:
-    """Return twelve hex digits that equal stacks share (SHA-256 of the sorted items)."""
+    """Return twelve hex digits that are equal for equal stacks (SHA-256 of the sorted items)."""
     return _digest(tuple(sorted(stack.items())))
 
 
 @functools.lru_cache(maxsize=512)
 def _digest(items: tuple[tuple[str, str], ...]) -> str:
-    """Return `stack_id` of sorted items. Kept: thousands of runs have the same few stacks."""
+    """Return the `stack_id` of sorted items. It is cached: thousands of runs have the same few stacks."""
     return hashlib.sha256(json.dumps(items, separators=(",", ":")).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and those of the state directory, which another user may own."""
+"""Write files completely or not at all, and access the state directory safely when another user owns it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import quote
 
 _SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
-"""Machine → number of Linux's call: it changes this thread, where the C library's function changes all threads."""
+"""Machine → number of Linux's system call setgroups. It changes this thread; the C library's changes all threads."""
 NOT_PLAIN = "it is a link, a pipe or a device, and no plain file"
 
 
 def write_whole(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Put `data` at `path` in one step: a reader, and a machine that loses power, sees the old file or the new one.
+    """Write `data` to `path` in one step: a reader sees the old file or the new one, also after a power loss.
 
-    `mode`: its rights (default: those that the umask gives). Raises `OSError`; nothing is left behind then.
+    `mode`: permissions of the file (default: from the umask). On failure it raises `OSError` and leaves no file behind.
     """
     part = path.with_name(f".{path.name}.{os.urandom(4).hex()}")  # no collector reads it: it is no *.prom
     try:
@@ -41,11 +41,11 @@ def write_whole(path: Path, data: bytes, mode: int | None = None) -> None:
 
 @contextlib.contextmanager
 def owners_rights(directory: Path) -> Iterator[None]:
-    """Let root do with files only what the owner of a directory may, in this thread, until this ends.
+    """Limit root, in this thread and within this context, to the file permissions of a directory's owner.
 
-    Whatever canaryd opens below the state directory it opens so, SQLite's own files too: the owner may put links there
-    that lead anywhere. What root makes belongs to the owner. Nothing changes for other users, where root is the owner,
-    and where no directory is. Raises `OSError` where root cannot take these rights.
+    canaryd opens everything below the state directory in this way, SQLite's own files too: the owner may have put links
+    there that lead anywhere. Files that root creates belong to the owner. Nothing changes for other users, where root
+    is the owner, or where the directory does not exist. Raises `OSError` if root cannot take these permissions.
     """
     try:
         owner = directory.stat() if os.geteuid() == 0 else None
@@ -85,7 +85,7 @@ def _library() -> Any:
 
 
 def _switch(name: str, number: int) -> int:
-    """Set whose rights to files this thread has; return whose it had, root's where no system call can. -1 only asks."""
+    """Set the user or group id for this thread's file access; return the former id, or 0 if that is impossible."""
     call = getattr(_library(), name, None)
     return call(number) & 0xFFFFFFFF if call else 0
 
@@ -97,12 +97,12 @@ def _set_groups(groups: Sequence[int]) -> None:
 
 
 def allowed(path: Path, mode: int) -> bool:
-    """Return whether a file may be used so, with the rights that this thread has now."""
+    """Return whether this thread may now access a file with `mode` (as in `os.access`)."""
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open a file by no symbolic link, and wait for no pipe. Raises `OSError` where it is something else."""
+    """Open a regular file; follow no symbolic link and wait for no pipe. Raises `OSError` for anything else."""
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -116,7 +116,7 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def recall(directory: str, name: str) -> Any:
-    """Return what `keep` kept below the state directory under a name; None for nothing, and for what is damaged."""
+    """Return the value that `keep` stored under a name, or None if there is none or it is damaged."""
     path = Path(directory) / _file_name(name)
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if directory:
@@ -126,9 +126,9 @@ def recall(directory: str, name: str) -> Any:
 
 
 def keep(directory: str, name: str, value: Any) -> None:
-    """Keep a value for later processes; None forgets it. Without the right to, it is only asked for again.
+    """Store a value for later processes; None deletes it. Without permission, do nothing: the value is asked for again.
 
-    `directory` is one in the state directory, or "" for nowhere.
+    `directory` is a directory inside the state directory, or "" to store nothing.
     """
     if not directory:
         return

@@ -1,4 +1,4 @@
-"""Times, durations, quantities and paragraphs as text, the same in every command and page."""
+"""Format times, durations, quantities and paragraphs as text, the same in every command and page."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 WIDTH = 80
-"""Columns of text where standard output is not a terminal."""
+"""Width of text in columns if standard output is not a terminal."""
 WIDEST = 110
-"""Columns of text at most: longer lines are hard to read."""
+"""Largest width of text in columns: longer lines are hard to read."""
 NARROWEST = 40
-"""Columns below which text is not wrapped any further."""
+"""Smallest width in columns to which text is wrapped."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "bytes per second": "B/s", "flops per second": "FLOP/s"}
-"""Units that take a prefix ("1.98 GHz"), and their symbols."""
+"""Unit that takes a prefix ("1.98 GHz") → its symbol."""
 PLAIN = {"celsius": "°C", "watts": "W", "1": ""}
-"""Units that take no prefix, and their symbols; any other unit is its own symbol."""
+"""Unit that takes no prefix → its symbol. Any other unit is its own symbol."""
 
 
 def columns() -> int:
-    """Return how many columns text may use on this terminal: `WIDEST` at most."""
+    """Return the width of text on this terminal in columns, at most `WIDEST`."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
 
 
 def wrapped(lead: str, text: str, width: int | None = None, *, whole: bool = False) -> list[str]:
-    """Return a text as lines of at most `width` columns (default: the terminal's), the first of which begins `lead`.
+    """Return a text as lines of at most `width` columns (default: the terminal's). The first line begins with `lead`.
 
-    A word that is longer is broken, unless the words stay `whole` because they are to be copied.
+    A longer word is broken. With `whole` no word is broken, because people copy it.
     """
     room, hang = columns() if width is None else width, " " * len(lead)
     return textwrap.wrap(
@@ -39,7 +39,7 @@ def wrapped(lead: str, text: str, width: int | None = None, *, whole: bool = Fal
 
 
 def folded(text: str, width: int) -> str:
-    """Return a text whose lines have at most `width` columns; a word, such as a path to copy, is never broken."""
+    """Return a text whose lines have at most `width` columns. A long word, such as a path to copy, is never broken."""
     lines = []
     for line in text.split("\n"):
         hang = " " * (len(line) - len(line.lstrip()) + 2)
@@ -51,28 +51,28 @@ def folded(text: str, width: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about a word that is not known: the known one that is nearest, or nothing."""
+    """Return the end of a message about an unknown word: the most similar known word, or "" if none is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 KINDS = ("cpu", "gpu", "cuda", "rocm", "hip", "xpu", "npu", "mps", "tpu", "endpoint")
-"""Words with which the name of a device begins, here or elsewhere."""
+"""First words of device names, in canaryd and in other software."""
 
 
 def did_you_mean_device(word: str, known: Iterable[str]) -> str:
-    """Return what `did_you_mean` does, but never a device of another kind: "gpu0" is not "cpu:0"."""
+    """Return the same as `did_you_mean`, but never a device of another kind: "gpu0" does not suggest "cpu:0"."""
     kind = word.rstrip("0123456789:.").lower()
     return did_you_mean(word, (name for name in known if kind not in KINDS or name.startswith(kind)))
 
 
 def format_time(at: float, *, seconds: bool = True) -> str:
-    """Return a time (seconds since the epoch) as local time; as seconds where no calendar has it."""
+    """Return a time (seconds since the epoch) as local time, or as a number if it is outside the calendar."""
     return _calendar(at, seconds, lambda utc: utc.astimezone())
 
 
 def format_utc(at: float, *, seconds: bool = True) -> str:
-    """Return a time that names its zone, for what is stored and may be read in another one."""
+    """Return a time in UTC with the zone in the text, because stored text may be read in another time zone."""
     return f"{_calendar(at, seconds, lambda utc: utc)} UTC"
 
 
@@ -85,13 +85,13 @@ def _calendar(at: float, seconds: bool, zoned: Callable[[datetime], datetime]) -
 
 
 def time_zone() -> str:
-    """Return the zone of the times that `format_time` writes: "UTC", "UTC+02:00"."""
+    """Return the time zone that `format_time` uses: "UTC", "UTC+02:00"."""
     offset = f"{datetime.now(tz=timezone.utc).astimezone():%z}"
     return "UTC" if offset == "+0000" else f"UTC{offset[:3]}:{offset[3:5]}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in the largest unit of which there are two: "90 seconds", "36 hours", "12 days"."""
+    """Return a duration in the largest unit that gives at least 2: "90 seconds", "36 hours", "12 days"."""
     for size, unit in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds // size:g} {unit}"
@@ -100,7 +100,7 @@ def format_duration(seconds: float) -> str:
 
 
 def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Return the divisor and the symbol for values of a unit: ("hertz", 1.98e9) gives (1e9, "GHz")."""
+    """Return the divisor and symbol for values up to `largest`: ("hertz", 1.98e9) gives (1e9, "GHz")."""
     if unit not in SCALED:
         return 1.0, PLAIN.get(unit, unit)
     size, prefix = next((p for p in PREFIXES if abs(largest) >= p[0]), PREFIXES[-1] if largest else (1.0, ""))
@@ -108,7 +108,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def number(value: float) -> str:
-    """Return a number to three digits, without an exponent as long as that is readable."""
+    """Return a number with three digits, without an exponent while that is readable."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 

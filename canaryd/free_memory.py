@@ -1,4 +1,4 @@
-"""How much memory of the host could be taken now."""
+"""Measure how much of the host's memory is available now."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def available(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
-    """Return the bytes of memory that this process and its children could still take; None if it is not known.
+    """Return the bytes of memory that this process and its children can still take, or None if that is not known.
 
-    The least of what the kernel estimates for the host (proc_meminfo(5), MemAvailable) and of what is left to each
-    control group above this process (cgroup v2: memory.max less memory.current, whose inactive files can be dropped).
+    The smallest of the kernel's estimate for the host (proc_meminfo(5), MemAvailable) and the room in each control
+    group above this process (cgroup v2: memory.max less memory.current, whose inactive files can be dropped).
     """
     host = of_host(proc / "meminfo")
     found = [] if host is None else [host]
@@ -25,7 +25,7 @@ def available(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -
 
 
 def of_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes that the kernel can give without swapping; None where it does not say."""
+    """Return the bytes that the kernel can give without swapping, or None if the kernel does not report them."""
     with contextlib.suppress(OSError, AttributeError):
         text = meminfo.read_text(encoding="ascii")
         return int(re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)[1]) << 10  # type: ignore[index]
@@ -33,7 +33,7 @@ def of_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _groups(root: Path, proc: Path) -> list[Path]:
-    """Return the control group of this process and those above it."""
+    """Return the directories of this process's control group and of all groups above it."""
     try:
         text = (proc / "self/cgroup").read_text(encoding="utf-8")
     except OSError:

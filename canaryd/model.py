@@ -1,7 +1,7 @@
-"""What canaryd keeps and concludes: device, event, run, finding, acknowledgement, verdict.
+"""The data that canaryd stores and concludes: device, event, run, finding, acknowledgement, verdict.
 
-Plain, frozen data of the standard library alone, because a worker under another interpreter reads the same file. What
-workers report is in canaryd.facts; canaryd.codec is the only way to JSON and back.
+Plain, frozen data of the standard library alone, because a worker under another interpreter reads the same file. The
+data that workers report is in canaryd.facts; only canaryd.codec converts both to JSON and back.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from canaryd.facts import Cell, Comparison, Place, Reading, Recording, Sentence,
 
 
 class Outcome(str, enum.Enum):
-    """What became of the worker process that was asked for a run; says nothing about the device's numbers."""
+    """How the worker process of a run ended. It says nothing about the device's numbers."""
 
     COMPLETED = "completed"
     """The probe ran to its end; its comparisons say whether the numbers were right."""
     SKIPPED = "skipped"
-    """The probe could not apply here and said why (no torch, no such kernel); nothing was measured."""
+    """The probe cannot run here and gave the reason (no torch, no such kernel). Nothing was measured."""
     ERRORED = "errored"
     """The probe raised an exception, or no worker could be started for it."""
     CRASHED = "crashed"
@@ -35,11 +35,11 @@ class Outcome(str, enum.Enum):
     UNKILLABLE = "unkillable"
     """The worker survived SIGKILL (uninterruptible sleep); it was abandoned, not waited for."""
     GARBLED = "garbled"
-    """The worker answered something that is not the protocol."""
+    """The worker's answer did not follow the protocol."""
 
 
 class Reason(str, enum.Enum):
-    """Why a run did not complete, where more is known than its outcome."""
+    """The reason why a run did not complete, if more is known than its outcome."""
 
     NONE = ""
     STOPPED = "stopped"
@@ -47,13 +47,13 @@ class Reason(str, enum.Enum):
     DEVICE_LOST = "device_lost"
     """The driver says that the device no longer answers."""
     NO_CASE = "no_case"
-    """The probe has none of the cases that were asked for. Where a person typed them: no evidence, and not stored."""
+    """The probe has none of the requested cases. If a person typed them, the run is no evidence and is not stored."""
     BUDGET = "budget"
     """The budget, or another user of the device, prevented the run: neither a fault nor evidence."""
 
 
 class State(str, enum.Enum):
-    """May I trust this device's numbers? Ordered from best to worst by `severity`."""
+    """The answer to "may I trust this device's numbers?". `severity` orders the states from best to worst."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"
@@ -68,7 +68,7 @@ class State(str, enum.Enum):
 
 
 class Cause(str, enum.Enum):
-    """Whose fault it is. `NONE` only where there is nothing to explain."""
+    """The part that is at fault. `NONE` is used only if there is nothing to explain."""
 
     NONE = "none"
     HARDWARE = "hardware"
@@ -81,98 +81,98 @@ class Cause(str, enum.Enum):
 TORCH = "torch"
 """The runtime of every device whose backend names no other."""
 RUNTIMES = (TORCH, "mlx", "onnx", "webgpu", "jax")
-"""Ways to a device, each one file of canaryd/worker/runtime."""
+"""Software through which a device is reached. Each has a file in canaryd/worker/runtime."""
 ENDPOINT = "endpoint"
 """The backend of a server that answers on behalf of devices."""
 EXACT_ENDPOINT = "exact_endpoint"
-"""What probes name among their backends to test a server of an exact canary, whose right answers are known."""
+"""Word in `ProbeSpec.backends` for servers of an exact canary, whose right answers are known."""
 UNDRIVEN, KERNEL_DRIVER = "undriven", "kernel_driver"
-"""`Device.detail` keys of a PCI function that looks like an accelerator: why nothing drives it; its kernel driver."""
+"""`Device.detail` keys of a PCI function that looks like an accelerator: reason why no driver has it; kernel driver."""
 UNIDENTIFIED = "unidentified"
-"""`Device.detail` key, beside `UNDRIVEN`, of a device that its driver counts and cannot identify."""
+"""`Device.detail` key, used with `UNDRIVEN`, of a device that its driver counts but cannot identify."""
 ON_THE_BUS = "PCI-"
-"""Beginning of the uuid that stands for what is at an address of the PCI bus; the address follows."""
+"""Prefix of the uuid of an unknown device at a PCI address; the address follows."""
 UNSEEN, UNSEEN_CODE = "unseen", "unseen_code"
-"""`Device.detail` keys of a GPU that its driver lists and torch does not show: why, in torch's words; CUDA's error."""
+"""`Device.detail` keys of a GPU that its driver lists but torch does not: torch's reason in words; CUDA's error."""
 SHARED = "shared_uuid"
-"""`Device.detail` key of a device to which torch gives the uuid of another one: that uuid."""
+"""`Device.detail` key of a device for which torch reports the uuid of another device; the value is that uuid."""
 NO_CUDA, NO_CUDA_CODE = "no_cuda", "no_cuda_code"
-"""Parts of the stack that a worker tells where its torch shows no GPU: why, in torch's words; CUDA's error."""
+"""Keys of the stack of a worker whose torch shows no GPU: torch's reason in words; CUDA's error code."""
 PROHIBITED, EXCLUSIVE = "prohibited", "exclusive"
-"""A compute mode in which nobody may compute; the beginning of those in which one process may."""
+"""The compute mode in which no process may compute; the prefix of the modes in which only one process may."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Keyed by `uuid`, never by index."""
+    """One device under test, usually an accelerator. Its key is `uuid`, never the index."""
 
     uuid: str
     """Serial-like identity, e.g. "GPU-5f1c…" or "CPU-90ab…"."""
     backend: str
-    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"; "mlx-cpu", "onnx-cuda" and so on where another runtime than torch
-    reaches it; "endpoint" for a server that answers on behalf of devices."""
+    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"; "mlx-cpu", "onnx-cuda" and so on for another runtime than torch;
+    "endpoint" for a server that answers on behalf of devices."""
     index: int
-    """The backend's own ordinal at the time of discovery; it may change, the uuid may not."""
+    """The backend's own number of the device at discovery. It may change; the uuid may not."""
     model: str
     """The vendor's product name."""
     weak_identity: bool = False
-    """True where the uuid does not name the physical part (a virtual machine's CPU): never yields an RMA dossier."""
+    """Whether the uuid does not name the physical part (a virtual machine's CPU). Such a device gets no RMA dossier."""
     instruction_sets: tuple[str, ...] = ()
-    """CPUs and MLX: execution paths that the runtime can be told to use, its own choice or the strict one first."""
+    """For CPUs and MLX: execution paths that the runtime can be told to use, its own choice or the strict one first."""
     detail: Mapping[str, str] = field(default_factory=dict)
-    """Further identity: serial, bus address, driver, memory, visible cores."""
+    """Further details: serial number, bus address, driver, memory, visible cores."""
     torch_index: int | None = None
-    """How torch under the stack under test numbers it; None where that torch does not reach it."""
+    """The index in torch of the stack under test, or None if that torch does not reach the device."""
     parent: str = ""
     """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
     card: str = ""
     """The uuid of the device that is the same physical part, seen by torch or the vendor's driver; "" for that device
-    itself, and where nobody can tell."""
+    itself, and if the part is not known."""
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What siblings share: backend and model."""
+        """Backend and model, which are equal for siblings."""
         return self.backend, self.model
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a card or a processor itself: no instance of one, and none through another runtime."""
+        """Whether this is a card or a processor itself: no instance of one, and not seen through another runtime."""
         return not (self.parent or self.card)
 
     @property
     def part(self) -> str:
-        """The uuid of the physical part: instances of one divided device share it, and runtimes that reach it."""
+        """The uuid of the physical part, the same for all instances of a divided device and for all its runtimes."""
         return self.parent or self.physical
 
     @property
     def physical(self) -> str:
-        """The uuid under which it is locked and budgeted: of two runtimes on one device only one computes at a time."""
+        """The uuid for locks and budgets: if two runtimes reach one device, only one computes at a time."""
         return self.card or self.uuid
 
     @property
     def runtime(self) -> str:
-        """The runtime through which it is tested: one of `RUNTIMES`."""
+        """The runtime through which the device is tested: one of `RUNTIMES`."""
         name, dash, _ = self.backend.partition("-")
         return name if dash else TORCH
 
     @property
     def unit(self) -> str:
-        """What its runtime drives: "cpu", "cuda", "coreml"; for torch the backend."""
+        """The unit that the runtime drives: "cpu", "cuda", "coreml"; for torch the backend."""
         return self.backend.partition("-")[2] or self.backend
 
     @property
     def is_endpoint(self) -> bool:
-        """Whether it is a server and no part of this host."""
+        """Whether this is a server and not a part of this host."""
         return self.backend == ENDPOINT
 
     @property
     def tested_as(self) -> str:
-        """What a probe names among its backends to test it: the backend, or `EXACT_ENDPOINT`."""
+        """The name that a probe lists among its backends to test this device: the backend, or `EXACT_ENDPOINT`."""
         return EXACT_ENDPOINT if self.is_endpoint and self.detail.get("exact") else self.backend
 
     @property
     def name(self) -> str:
-        """What people type: "cpu:0", "cuda:3", "cuda:3.1" for an instance of a divided device, "endpoint:main"."""
+        """The name that people type: "cpu:0", "cuda:3", "cuda:3.1" for a device's instance, "endpoint:main"."""
         if self.is_endpoint:
             return self.uuid
         instance = self.detail.get("instance", "")
@@ -180,21 +180,21 @@ class Device:
 
 
 class EventKind:
-    """Kinds of events that canaryd finds itself; those of lines of the kernel log are `LogRecord.kind`."""
+    """Kinds of events that canaryd itself finds. Events of the kernel log have the kinds of `LogRecord.kind`."""
 
     COUNTER, COUNTER_FELL, FLAG, CONDITION = "counter", "counter-fell", "flag", "condition"
-    """Of a reading: it rose, fell or changed, or it held for a while."""
+    """Events of a reading: it rose, it fell, it changed, or a condition held for a while."""
     RESET, BOOT, CHANGE, RELEASE = "reset", "boot", "change", "release"
-    """Of the device, the host, a part of the stack, and canaryd's hold on the devices."""
+    """A reset of the device, a boot of the host, a change in the stack, a release of the devices by canaryd."""
     OFF_BUS = "off-bus"
-    """The device does not answer on its bus: the driver says so, or the kernel log."""
+    """The device does not answer on its bus, according to the driver or the kernel log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened to a device: an Xid, a counter that rose, a reset, a driver that changed.
 
-    Equal ones within an hour are one event with a count.
+    Equal events within an hour are stored as one event with a count.
     """
 
     device: str
@@ -202,39 +202,39 @@ class Event:
     kind: str
     """One of `EventKind`, or a `LogRecord.kind`."""
     name: str
-    """Within the kind: a `Reading.key`, a component, a code. Events of equal device, kind and name are merged."""
+    """A name within the kind: a `Reading.key`, a component, a code. Equal device, kind and name are merged."""
     first: float
-    """Seconds since the epoch."""
+    """Time of the first occurrence, in seconds since the epoch."""
     last: float
     count: float = 1.0
-    """Occurrences; for a counter, by how much it rose."""
+    """Number of occurrences; for a counter, the amount by which it rose."""
     before: str = ""
-    """The value before; for an Xid, its first place on the chip."""
+    """The value before the event; for an Xid, its first place on the chip."""
     after: str = ""
-    """The value after; for an Xid, its newest place on the chip."""
+    """The value after the event; for an Xid, its newest place on the chip."""
     detail: Sentence = ""
-    """The newest one in words. For people: every fact in it is in a field too."""
+    """The newest occurrence in words. For people: a field has every fact in it too."""
     code: int | None = None
     """The number of an Xid or SXid; None for other kinds."""
     reading: str = ""
-    """Name of the reading that shows it: what rose, fell or changed; "" where no reading does."""
+    """Name of the reading that rose, fell or changed, or "" if the event does not come from a reading."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels of that reading."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What was decoded from the newest line of the kernel log (`LogRecord.fields`)."""
+    """Values decoded from the newest line of the kernel log (`LogRecord.fields`)."""
 
 
 MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
-"""In `Run.environment`: the worker shared its GPU with other processes through NVIDIA's MPS; how busy others kept the
-accelerator just before a run that timed out; the same, where no identical one is known to have been as busy."""
+"""`Run.environment` keys: the worker shared its GPU with other processes through NVIDIA's MPS; how busy others kept
+the accelerator just before a run that timed out; the same, if no identical one is known to have been as busy."""
 
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
-"""The mapping of every run that has none of its own: thousands of empty ones take more than a megabyte."""
+"""One empty mapping for all runs without data: thousands of separate ones would take more than a megabyte."""
 
 
 class _Known:
-    """What a run knows of itself once it was asked: in slots, because a dictionary of its own takes more than a run."""
+    """Slots for values that a run computes once. An instance dictionary would take more memory than the run."""
 
     __slots__ = ("_stack_id", "_wrong")
     _stack_id: str
@@ -243,76 +243,76 @@ class _Known:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run(_Known):
-    """One execution of one probe on one device: outcome, facts, environment. Stored; never changed afterwards."""
+    """One execution of one probe on one device: outcome, facts, environment. A stored run never changes."""
 
     id: str
-    """Sorts by start time; see `new_run_id` of the supervisor."""
+    """Unique id; ids sort by start time. See `new_run_id` of the supervisor."""
     device: str
     """`Device.uuid`."""
     probe: str
     probe_version: int
     started: float
-    """Seconds since the epoch."""
+    """Start time, in seconds since the epoch."""
     seconds: float
-    """Wall time of the probe, the worker's start excluded."""
+    """Wall time of the probe in seconds, without the worker's start."""
     outcome: Outcome
     level: str = "standard"
     seed: int = 0
     instruction_set: str = ""
-    """CPUs only: the execution path the worker was told to use."""
+    """For CPUs only: the execution path that the worker had to use."""
     readings: tuple[Reading, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     recordings: tuple[Recording, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     absent: Mapping[str, Sentence] = field(default_factory=lambda: NOTHING)
-    """Reading name → why it could not be read."""
+    """Name of a reading → the reason why it could not be read."""
     codes: Mapping[str, int] = field(default_factory=lambda: NOTHING)
-    """Reading name → the driver's code for that, where it gave one."""
+    """Name of an absent reading → the driver's error code, if there was one."""
     unread: tuple[Unread, ...] = ()
-    """Of a poll: the readings that the driver failed to give, though it gave them before."""
+    """For a poll: the readings that the driver failed to give, although it gave them earlier."""
     stack: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    """The software the result may depend on: torch, driver, BLAS, flags, visible cores, instruction set."""
+    """The software on which the result may depend: torch, driver, BLAS, flags, visible cores, instruction set."""
     environment: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    """Conditions: host, load, temperature, clocks where known."""
+    """The conditions of the run: host, load, and temperature and clocks if known."""
     detail: Sentence = ""
-    """Traceback, signal, the last lines of what the worker printed; "" when there is nothing to say."""
+    """A traceback, a signal, or the last lines that the worker printed; "" if there is nothing to report."""
     reason: Reason = Reason.NONE
-    """Why it did not complete, where more is known than the outcome."""
+    """The reason why the run did not complete, if more is known than the outcome."""
     clock: float | None = None
-    """What the clock showed, in seconds since the epoch, where the store did not believe it and dated the run by its
-    own time; None where `started` is what the clock showed."""
+    """The time that the clock showed (seconds since the epoch), if the store did not believe the clock and dated the
+    run itself; None if `started` is the time of the clock."""
     repro: str = ""
     """A command that repeats this run on any machine with such a device."""
     drill: str = ""
-    """Name of the injected fault when this run is a drill; drills are a world of their own."""
+    """Name of the injected fault if this run is a drill, else "". Drills never mix with real runs."""
     confirms: str = ""
-    """Id of the run whose mismatch this run was started to confirm."""
+    """Id of the run whose mismatch this run must confirm, or ""."""
     trigger: str = ""
-    """What called for this run before its time, e.g. "Xid 31"; "" for the clock."""
+    """The event that caused this run before its scheduled time, e.g. "Xid 31"; "" for a scheduled run."""
     cases: tuple[str, ...] = ()
-    """The cases it was limited to; empty for a whole run."""
+    """The cases to which the run was limited; empty for a whole run."""
     unknown: tuple[str, ...] = ()
-    """The cases whose recordings were beyond what was known of them when the run was stored."""
+    """The cases whose recordings were outside the baseline when the run was stored."""
     learnt: tuple[str, ...] = ()
-    """The cases whose recordings a baseline was learnt from: they say nothing beside it."""
+    """The cases whose recordings became part of a baseline. Compared with that baseline they prove nothing."""
     baselining: bool = False
-    """Whether it was asked to show every legitimate mode, for the judge had no complete baseline."""
+    """Whether the run had to show every legitimate mode, because the judge had no complete baseline."""
     intensity: str = ""
-    """How a retest loaded the device: one of `INTENSITIES`; "" for a run as usual."""
+    """The way in which a retest loaded the device, one of `INTENSITIES`; "" for a normal run."""
 
     @property
     def whole(self) -> bool:
-        """Whether it looked at all that its probe looks at: only then does it stand for the device's state."""
+        """Whether the run tested everything that its probe tests. Only such a run represents the device's state."""
         return not (self.confirms or self.cases or self.intensity)
 
     @property
     def repeat(self) -> str:
-        """The command that repeats this run where it is on record; `repro` does so elsewhere, and for a drill."""
+        """The command that repeats this run from the record, or for a drill `repro`, which works on any machine."""
         return self.repro if self.drill else f"canaryd check --repeat {self.id}"
 
     @property
     def wrong(self) -> tuple[Comparison, ...]:
-        """Comparisons that found a wrong bit."""
+        """The comparisons that found a wrong bit."""
         try:
             return self._wrong
         except AttributeError:
@@ -321,22 +321,22 @@ class Run(_Known):
 
     @property
     def failed(self) -> bool:
-        """Whether it found something wrong or unknown, or did not come to its end; skipping is no failure."""
+        """Whether the run found something wrong or unknown, or did not complete. A skipped run did not fail."""
         return bool(self.wrong or self.unknown) or self.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
 
     @property
     def trials(self) -> int:
-        """Results of the device that were compared in this run."""
+        """Number of the device's results that were compared in this run."""
         return sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE)
 
     @property
     def uploads(self) -> int:
-        """Uploads of operands to the device whose results were compared in this run."""
+        """Number of uploads of operands whose results were compared in this run."""
         return sum(c.uploads for c in self.comparisons if c.subject is Subject.DEVICE)
 
     @property
     def stack_id(self) -> str:
-        """Twelve hex digits that equal stacks share."""
+        """Twelve hex digits that are equal for equal stacks."""
         try:
             return self._stack_id
         except AttributeError:
@@ -345,12 +345,12 @@ class Run(_Known):
 
 
 INTENSITIES = ("repeated", "content", "steady", "pulsed", "idle")
-"""How a retest asks harder than the run that called for it: the same bytes many times, other content, under steady
-load, under load that comes and goes, and after the device has idled."""
+"""Ways in which a retest is harder than the run that caused it: the same bytes many times, other content, steady load,
+load that comes and goes, and after the device was idle."""
 
 
 class Suspect(str, enum.Enum):
-    """What else than the cause that was found could explain wrong results."""
+    """Another possible explanation of wrong results, besides the cause that was found."""
 
     HOST = "host"
     SOFTWARE = "software"
@@ -359,11 +359,11 @@ class Suspect(str, enum.Enum):
 
 
 class Shown(str, enum.Enum):
-    """What speaks for or against another explanation."""
+    """The kind of evidence for or against another explanation."""
 
     NOTHING = ""
     RIGHT = "right"
-    """`Rival.by` computed the same data correctly; nobody named: another result matched the reference."""
+    """`Rival.by` computed the same data correctly. If `by` is empty, another result matched the reference."""
     RARER = "rarer"
     """`Rival.by` fail far less often."""
     ALIKE = "alike"
@@ -378,45 +378,45 @@ class Shown(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """Another explanation of what a finding says, and why it was rejected or is still open."""
+    """Another explanation for a finding, and the evidence that rejects it or leaves it open."""
 
     cause: Cause
     why: Sentence
     rejected: bool
-    """False while it is open."""
+    """Whether the explanation was rejected; otherwise it is still open."""
     what: Suspect | None = None
-    """Which explanation it is; None in findings of recordings, and in those that an older release stored."""
+    """The explanation; None in findings about recordings, and in findings that an older release stored."""
     shown: Shown = Shown.NOTHING
-    """What speaks against it, or for it while it is open."""
+    """The evidence against the explanation, or for it while it is open."""
     by: tuple[str, ...] = ()
-    """Names of the devices that show it."""
+    """Names of the devices that gave the evidence."""
 
 
 class Ground(str, enum.Enum):
-    """On what ground a fault counts as confirmed."""
+    """The kind of repetition that confirmed a fault."""
 
     RETESTS = "retests"
-    """Every retest that is asked for failed."""
+    """All the required retests failed."""
     DAY = "day"
     """Two independent runs failed within a day."""
     WEEK = "week"
     """Three runs failed within a week."""
     PLACE = "place"
-    """It failed twice at the same place."""
+    """Two results were wrong at the same place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Confirmation:
-    """How a fault was confirmed."""
+    """The confirmation of a fault."""
 
     ground: Ground
     why: Sentence
-    """The same in words, without a full stop."""
+    """The confirmation in words, without a full stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """How many of several were wrong."""
+    """A number of things, and how many of them were wrong."""
 
     wrong: int = 0
     of: int = 0
@@ -424,7 +424,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceTally:
-    """How many results of one place were wrong, in the runs that failed."""
+    """Number of wrong results at one place, in the runs that failed."""
 
     place: Place
     wrong: int
@@ -437,25 +437,25 @@ class ProbeTally:
 
     wrong: int
     of: int
-    """Results up to the newest wrong one, under the same conditions."""
+    """Number of results up to the newest wrong one, under the same conditions."""
     runs: int
-    """Runs with a wrong result, retests included."""
+    """Number of runs with a wrong result, including retests."""
     retests: Tally
-    """Completed retests of these runs, and how many of them failed too."""
+    """Number of completed retests of these runs, and how many of them failed too."""
     places: tuple[PlaceTally, ...] = ()
-    """Single cores or SMs that computed in these runs, sound ones too, by number; empty where none is known."""
+    """Single cores or SMs that computed in these runs, also the right ones, by number; empty if none is known."""
     bits: tuple[int, ...] = ()
     """Every flipped bit that was recorded (0 = lowest), ascending."""
     cells: tuple[Cell, ...] = ()
-    """What wrong words of memory turned out to be, in the order of `Cell`; empty where memory was not under test."""
+    """Kinds of fault of the wrong words of memory, in the order of `Cell`; empty if memory was not under test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """How to repeat a wrong result on another device: the options of `canaryd check`."""
+    """Options of `canaryd check` that repeat a wrong result on another device."""
 
     device: str
-    """Name of an identical device of this node against which nothing speaks, or a backend: any node has its own."""
+    """Name of a sound identical device of this node; or a backend, if the other device is on another node."""
     probe: str
     case: str
     seed: int
@@ -463,38 +463,38 @@ class Elsewhere:
     instruction_set: str = ""
     intensity: str = ""
     seconds: float = 0.0
-    """For how long, so that a fault as frequent as here is missed with a probability of 5 %; 0.0 where one run is
-    enough."""
+    """Seconds for which to repeat, so that a fault as frequent as here is missed with a probability of 5 %; 0.0 if one
+    run is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrongResults:
-    """What wrong results amount to: the numbers that every report gives of them."""
+    """A summary of wrong results: the numbers that every report gives."""
 
     probes: Mapping[str, ProbeTally]
-    """Never empty."""
+    """Name of the probe → its wrong results; never empty."""
     why: Sentence = ""
-    """What the cause rests on, or what would settle it."""
+    """The evidence for the cause, or what would decide it."""
     confirmed: tuple[Confirmation, ...] = ()
-    """Empty while it is not confirmed."""
+    """The confirmations; empty while the fault is not confirmed."""
     to_come: int = 0
-    """Automatic retests that are still to come."""
+    """Number of automatic retests that have not run yet."""
     elsewhere: Elsewhere | None = None
-    """How to find the cause on another device; None where that would not tell."""
+    """How to find the cause on another device; None if that would not help."""
 
     @property
     def all(self) -> Tally:
-        """The results of all probes."""
+        """The results of all probes, and how many were wrong."""
         return _sum(self.probes.values())
 
     @property
     def runs(self) -> int:
-        """Runs with a wrong result, retests included."""
+        """Number of runs with a wrong result, including retests."""
         return sum(t.runs for t in self.probes.values())
 
     @property
     def retests(self) -> Tally:
-        """Completed retests of these runs, and how many of them failed too."""
+        """Number of completed retests of these runs, and how many of them failed too."""
         return _sum(t.retests for t in self.probes.values())
 
     @property
@@ -514,7 +514,7 @@ class WrongResults:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """What wrong words of memory turned out to be; empty unless every probe tested memory."""
+        """Kinds of fault of the wrong words of memory; empty unless every probe tested memory."""
         found = {cell for t in self.probes.values() for cell in t.cells}
         return tuple(c for c in Cell if c in found) if all(t.cells for t in self.probes.values()) else ()
 
@@ -526,89 +526,89 @@ def _sum(tallies: Iterable[Tally | ProbeTally | PlaceTally]) -> Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Characterised:
-    """By what a class of exact cases counts as exact, so that a mismatch accuses the device."""
+    """The proof that a class of exact cases is exact, so that a mismatch accuses the device."""
 
     name: str
     """The class: the case without its sizes, e.g. "bfloat16/cancel/decode/nt"."""
     by: str
-    """"shipped", "characterise" (accepted by an operator), "itself", "sibling", "witness" or "contradiction"."""
+    """The proof: "shipped", "characterise" (by an operator), "itself", "sibling", "witness" or "contradiction"."""
     devices: tuple[str, ...] = ()
-    """Uuids of the devices that met it; empty for "shipped"."""
+    """Uuids of the devices that met the class's golden; empty for "shipped"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What is wrong, and what to do now."""
+    """One thing that is wrong, and what to do now."""
 
     rule: str
     """Stable kebab-case name of the judge's rule, e.g. "exact-mismatch-confirmed"."""
     state: State
-    """The state this finding alone calls for."""
+    """The state that this finding alone would give the device."""
     cause: Cause
     message: Sentence
-    """What was seen: one short sentence."""
+    """What was observed: one short sentence."""
     action: Sentence = ""
-    """What to do now: one short sentence; "" where there is nothing to do."""
+    """What to do now: one short sentence; "" if there is nothing to do."""
     evidence: tuple[Sentence, ...] = ()
-    """What it rests on, one sentence each: elements, bits, confirmation, dates. Shown on request."""
+    """The evidence, one sentence each: elements, bits, confirmation, dates. Shown on request."""
     probe: str = ""
     repro: str = ""
     runs: tuple[str, ...] = ()
-    """Ids of the runs it rests on."""
+    """Ids of the runs that are the evidence."""
     rivals: tuple[Rival, ...] = ()
     """The other causes that were considered."""
     characterised: tuple[Characterised, ...] = ()
-    """By what the classes that it accuses the device of count as exact; at most 16 of them."""
+    """The proofs that the classes in which the device was wrong are exact; at most 16 of them."""
     acknowledged: bool = False
-    """Whether it would be suspect but for an operator who knows of it."""
+    """Whether the finding would make the device suspect if an operator had not acknowledged it."""
     since: float = 0.0
-    """When the first run that it rests on began, in seconds since the epoch; 0.0 where it rests on none."""
+    """Start of the first run of the evidence, in seconds since the epoch; 0.0 if there is no such run."""
     wrong: WrongResults | None = None
-    """What the wrong results amount to that it rests on; None where it is about something else."""
+    """The summary of the wrong results; None if the finding is about something else."""
 
 
 class AckKind:
-    """What an operator may say of a device."""
+    """Kinds of statements that an operator can make about a device."""
 
     ACKNOWLEDGED, SOFTWARE, REPAIRED, REPLACED = "acknowledged", "software", "repaired", "replaced"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ack:
-    """An operator's word on a device: a fault is known or was the software's, or the part was repaired or replaced."""
+    """An operator's statement about a device: a known fault, a fault of the software, a repair or a replacement."""
 
     device: str
     """`Device.uuid`."""
     kind: str
     """One of `AckKind`."""
     at: float
-    """Seconds since the epoch."""
+    """Time of the statement, in seconds since the epoch."""
     reason: str
     until: float = 0.0
-    """When an acknowledgement ends; 0.0 for what does not end."""
+    """Time at which an acknowledgement ends (seconds since the epoch); 0.0 for a statement that does not end."""
     by: str = ""
-    """Who said so, as far as the system knows."""
+    """The user who made the statement, as far as the system knows."""
     rules: tuple[str, ...] = ()
-    """The rules that spoke of a suspicion when it was said: what is acknowledged."""
+    """The rules that made the device suspect at the time of the statement: only these are acknowledged."""
     void: bool = False
-    """Whether it was dated in the future when canaryd read it: the clock had run ahead, and it never counts."""
+    """Whether the statement was dated in the future when canaryd read it: the clock was wrong, and it never counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A device's state and cause, with the findings that led there."""
+    """A device's state and cause, with the findings that are the reasons."""
 
     device: str
     state: State
     cause: Cause
     findings: tuple[Finding, ...]
     decided: float
-    """When, in seconds since the epoch."""
+    """Time of the decision, in seconds since the epoch."""
     since: float
-    """When the device entered this state."""
+    """Time at which the device entered this state, in seconds since the epoch."""
     drill: bool = False
 
     @property
     def doubted(self) -> bool:
-        """Whether something speaks against the device, known to an operator or not: it is nobody's standard."""
+        """Whether anything speaks against the device, acknowledged or not. Such a device is no reference for others."""
         return self.state.severity >= State.SUSPECT.severity or any(f.acknowledged for f in self.findings)

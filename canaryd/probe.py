@@ -38,40 +38,40 @@ __all__ = [
 ]
 
 LEVELS = ("quick", "standard", "deep")
-"""How thoroughly to test, in ascending order."""
+"""Levels of thoroughness, in ascending order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSpec:
-    """What the framework must know about a probe before it runs. Assign one to `SPEC` at module level."""
+    """The properties of a probe that the framework needs before a run. Assign one to `SPEC` at module level."""
 
     name: str
     """Snake case, equal to the file's stem. Never change it after publication."""
     summary: str
-    """One line: what it tests."""
+    """One line that says what the probe tests."""
     version: int = 1
-    """Raise it whenever the numbers of a healthy device may change."""
+    """Version of the probe. Increase it whenever the numbers of a healthy device may change."""
     backends: tuple[str, ...] = ("*",)
-    """Backends it applies to; ("*",) for all of its runtimes."""
+    """Backends on which the probe runs; ("*",) for all backends of its runtimes."""
     runtimes: tuple[str, ...] = (TORCH,)
-    """Runtimes through which it can test; ("*",) for all. A probe that calls torch itself keeps the default."""
+    """Runtimes through which the probe can test; ("*",) for all. A probe that calls torch itself keeps the default."""
     period: float = 1800.0
     """Seconds between two runs under `canaryd run`."""
     budget: Mapping[str, float] = field(default_factory=lambda: {"quick": 2.0, "standard": 20.0, "deep": 120.0})
-    """Level → seconds of work that a run should aim at."""
+    """Level → seconds of work that a run should take."""
     timeout: float = 60.0
     """Seconds that a run may take beyond its budget before the worker is killed."""
     every_instruction_set: bool = False
-    """True: on CPUs, levels above quick run it once for each instruction set."""
+    """True: on CPUs, at levels above quick, the probe runs once for each instruction set."""
     numeric: bool = True
-    """True: runs under `worker.python`, with torch. False: under canaryd's own interpreter (telemetry, endpoints)."""
+    """True: it runs under `worker.python`, with torch. False: under canaryd's interpreter (telemetry, endpoints)."""
     telemetry: bool = False
-    """True: reads what the device reports. It is polled with all other telemetry, and not every run is kept."""
+    """True: the probe reads what the device reports. It is polled with all other telemetry; not every run is stored."""
     opt_in: bool = False
-    """True: runs only if the configuration enables it."""
+    """True: the probe runs only if the configuration enables it."""
     group: bool = False
-    """True: uses all devices of a backend at once, or all cores. It runs in `canaryd check` from level standard on, and
-    never beside a server."""
+    """True: the probe uses all devices of a backend, or all cores, at once. It runs in `canaryd check` from level
+    standard on, and never while a server uses the device."""
     order: int = 50
     """Position within a series, ascending: cheap and informative probes first."""
 
@@ -90,23 +90,23 @@ class ProbeSpec:
 
 
 class Skip(Exception):
-    """Raise it to end a run that does not apply here; the argument is the reason that people will read."""
+    """Raised by a probe to end a run that cannot be done here. The argument is the reason, as people will read it."""
 
     reason = Reason.NONE
-    """What the judge has to know of it."""
+    """The `Reason` that the judge gets."""
 
 
 NEAREST = 3
-"""Names of cases that are suggested for one that does not exist."""
+"""Number of similar case names that are suggested for an unknown one."""
 
 
 class NoCase(Skip):
-    """Raise it where a probe has none of the cases that `ctx.cases` asks for."""
+    """Raised if a probe has none of the cases in `ctx.cases`."""
 
     reason = Reason.NO_CASE
 
     def __init__(self, asked: Sequence[str], names: Iterable[str]) -> None:
-        """Make the message; `names` are the cases that the probe has on this device."""
+        """Set the message; `names` are the cases that the probe has on this device."""
         stable = list(dict.fromkeys(name.partition("@")[0] for name in names))
         near = dict.fromkeys(n for want in asked for n in difflib.get_close_matches(want, stable, NEAREST))
         self.nearest = tuple(near)[:NEAREST] or tuple(stable[:1])
@@ -116,65 +116,65 @@ class NoCase(Skip):
 
 @dataclass(frozen=True, kw_only=True)
 class Absent:
-    """A reading that this device or machine does not have, and why. Never yield a zero instead."""
+    """A reading that this device or machine does not have, and the reason. Never yield a zero instead."""
 
     name: str
-    """The `Reading.name`, or the `Reading.key` if only some of its labels are missing."""
+    """The `Reading.name`, or the `Reading.key` if the reading is absent only with these labels."""
     reason: str
     code: int = 0
-    """The driver's code for it, where one was given."""
+    """The driver's error code, or 0 if there was none."""
 
 
 Fact = Union[Reading, Comparison, Recording, Skipped, Absent]
-"""What `run` may yield."""
+"""The types that `run` may yield."""
 
 
 @dataclass(kw_only=True)
 class Context:
-    """What a probe gets. Take time, randomness and settings only from here."""
+    """The input of a probe. Take time, randomness and settings only from here."""
 
     device: Device
     level: str
     seed: int
-    """Seed of this run's new operands."""
+    """Seed for the new operands of this run."""
     budget: float
-    """Seconds that this run should aim at."""
+    """Seconds that this run should take."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The probe's own settings in the configuration."""
+    """The probe's own settings from the configuration."""
     cases: tuple[str, ...] = ()
-    """Run only these cases (confirmation, `--case`); empty for all."""
+    """The only cases to run (for a confirmation, or `--case`); empty for all."""
     peers: tuple[Device, ...] = ()
-    """Of a probe that tests a group: the other devices of it, which no other run uses meanwhile."""
+    """The other devices of the group, if the probe tests a group. No other run uses them meanwhile."""
     drill: str = ""
     """Name of the fault to inject into one result; "" for none."""
     baselining: bool = False
-    """True: the judge has no baseline of these recordings yet; repeat each case so that all its modes show."""
+    """True: the judge has no baseline of these recordings yet. Repeat each case so that all its modes show."""
     memory: str = ""
-    """A directory that outlives the worker, for results that take long to compute; "" where there is none."""
+    """A directory that remains after the worker ends, for results that take long to compute; "" if there is none."""
     room: int = 0
-    """Bytes that the run may take on the device and on the host, beside a server; 0 where it has them to itself."""
+    """Bytes that the run may take on the device and on the host while a server uses them; 0 if no server does."""
     intensity: str = ""
-    """How a retest is harder: one of `canaryd.model.INTENSITIES`; "" for a normal run."""
+    """The way in which a retest is harder, one of `canaryd.model.INTENSITIES`; "" for a normal run."""
     pace: Callable[[], None] = lambda: None
     """Call it between trials. In a retest under load or after idling it loads the device, or lets it idle, for a
     moment, and never past the deadline. In every other run it does nothing."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
-    """Report how far the run is (0…1) and what it is doing."""
+    """Call it to report the progress of the run (0…1) and what it is doing."""
     clock: Callable[[], float] = time.monotonic
     deadline: float = field(init=False)
     """Value of `clock()` at which the budget is used up."""
 
     def __post_init__(self) -> None:
-        """Start the budget."""
+        """Start the budget: set `deadline`."""
         self.deadline = self.clock() + self.budget
 
     @property
     def left(self) -> float:
-        """Seconds of budget left, never negative."""
+        """Seconds left in the budget, never negative."""
         return max(0.0, self.deadline - self.clock())
 
     def late(self, case: str, before: str = "its turn") -> Skipped:
-        """Return that a part was left out, because the budget was spent `before`."""
+        """Return the fact that a case was left out because the budget was used up before `before`."""
         return Skipped(case=case, reason=f"the budget of {self.budget:g} s was spent before {before}", late=True)
 
 

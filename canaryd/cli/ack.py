@@ -1,4 +1,4 @@
-"""`canaryd ack`: an operator acknowledges a fault, a cause, a repair or a replacement."""
+"""`canaryd ack`: an operator acknowledges a fault or its cause, or records a repair or a replacement."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from canaryd.store.locks import user_name
 from canaryd.store.store import Store
 
 DEFAULT = 7 * 86_400.0
-"""Seconds for which a fault is acknowledged unless another time is given."""
+"""Default time in seconds for which a fault is acknowledged."""
 LONGEST = 400 * 86_400.0
-"""Seconds for which a fault may be acknowledged: as long as failures are kept."""
+"""Longest time in seconds for which a fault can be acknowledged: failures are kept for this time."""
 
 
 def add_parsers(commands: Commands) -> None:
@@ -54,7 +54,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def ack_command(options: argparse.Namespace, settings: Config) -> int:
-    """Store an operator's acknowledgement; return the exit code."""
+    """Store an operator's acknowledgement and return the exit code."""
     with open_record(settings, to_change=True) as store:
         known = {r.device.uuid: r.device for r in store.devices()}
         device = one_device("ack", options.device, known)
@@ -88,7 +88,7 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
-    """Return what is wrong with the options, as a sentence; `current` is the acknowledgement in force."""
+    """Return a sentence about the mistake in the options, or "" for none; `current` is the acknowledgement in force."""
     if not options.reason.strip():
         return "give the reason with --reason; it is kept as evidence"
     if options.end and current is None:
@@ -99,7 +99,7 @@ def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
 
 
 def _case(store: Store, settings: Config, device: Device, known: Mapping[str, Device], now: float) -> Case:
-    """Return what is on record about the wrong results of a device, as the daemon judges it."""
+    """Return the records about a device's wrong results as a case, the same that the daemon judges."""
     given = acks.heeded(store.acks(), now)
     probes = sorted({r.probe for r in store.runs(device.uuid, failed=True) if r.wrong})
     runs = {}
@@ -113,7 +113,7 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
 
 
 def _effect(ack: Ack, device: Device, verdict: Verdict | None) -> str:
-    """Return what an acknowledgement changes, as a sentence; `verdict` is the one that it is about."""
+    """Return a sentence about what an acknowledgement changes; `verdict` is the verdict that it is about."""
     if ack.kind == AckKind.REPAIRED:
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
     if ack.kind == AckKind.SOFTWARE:

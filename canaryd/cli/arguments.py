@@ -1,4 +1,4 @@
-"""What the parsers of all commands share: argument types, common options, exit statuses."""
+"""Parts that the parsers of all commands share: argument types, common options, exit statuses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EXIT_STATUS = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknow
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says a mistake in one sentence and exits with `USAGE`."""
+    """An argument parser that reports a mistake in one sentence and exits with `USAGE`."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the mistake as one sentence, and exit; the usage is one --help away."""
+        """Print a mistake as one sentence and exit. The usage is not printed: --help shows it."""
         say(f'{self.prog}: {message}; type "{self.prog} --help"', sys.stderr)
         self.exit(USAGE)
 
@@ -31,15 +31,15 @@ class Commands:
     """The commands of a parser."""
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
-        """There is none yet."""
+        """Prepare the parser `top` for commands; none is added yet."""
         self._commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
 
     def add(
         self, name: str, function: Callable[..., int], told: str, description: str = "", *, epilog: str | None = None
     ) -> argparse.ArgumentParser:
-        """Return the parser of a command, with the options that every command takes.
+        """Add a command and return its parser, which already has the options of every command.
 
-        `told`: what the list of commands says of it; `description`: what its own help says, where that is more.
+        `told`: its line in the list of commands; `description`: the text of its own help, if that is longer.
         """
         lines = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
         description = description or f"{told[0].upper()}{told[1:]}."
@@ -65,7 +65,7 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 
 def add_wait(command: argparse.ArgumentParser) -> None:
-    """Add --wait, in seconds."""
+    """Add --wait, a time in seconds."""
     command.add_argument(
         "--wait",
         type=duration,
@@ -76,12 +76,12 @@ def add_wait(command: argparse.ArgumentParser) -> None:
 
 
 def add_verbose(command: argparse.ArgumentParser, what: str) -> None:
-    """Add -v; `what` names what it shows."""
+    """Add -v; `what` is the text for help about what it shows."""
     command.add_argument("-v", "--verbose", action="store_true", help=f"show {what} too")
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return the type of an argument that is written as in the configuration."""
+    """Return an argument type that reads a text as the configuration file does."""
 
     def parsed(text: str) -> T:
         try:
@@ -93,18 +93,18 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 duration, listen = _argument(values.parse_duration), _argument(values.parse_listen)
-"""The seconds of "30m"; host and port of "HOST:PORT"."""
+"""Argument types: "30m" becomes seconds; "HOST:PORT" becomes host and port."""
 
 
 def directory(text: str) -> Path:
-    """Return a directory; that of "", as from an unset variable of a script, would be the working directory."""
+    """Return a path. Refuse "", as from an unset variable of a script: it would be the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("names no directory; leave the option out for the default")
     return Path(text)
 
 
 def seed(text: str) -> int:
-    """Return a seed: what JSON carries without loss, 0 to 2**53 - 1."""
+    """Return a seed from 0 to 2**53 - 1, the range of whole numbers that JSON stores exactly."""
     if not re.fullmatch(r"[0-9]{1,16}", text) or int(text) >= 2**53:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write a whole number from 0 to 2**53 - 1")
     return int(text)

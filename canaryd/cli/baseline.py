@@ -1,4 +1,4 @@
-"""`canaryd baseline`: list, accept and move the baselines of recorded cases."""
+"""`canaryd baseline`: list, accept, export and import the baselines of recorded cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.baselines/1"
 MOST = 10**9
-"""Largest count that an imported file may hold: a larger one is a mistake."""
+"""Largest count allowed in an imported file: a larger one must be a mistake."""
 
 DESCRIPTION = """\
 Manage baselines: the earlier results of tests that have no known right answer.
@@ -69,27 +69,27 @@ def add_parsers(commands: Commands) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which baselines a command applies to; "" for all."""
+    """The baselines that a command applies to; "" in a field selects all."""
 
     device: str = ""
-    """Uuid or name."""
+    """Uuid or name of the device."""
     probe: str = ""
     case: str = ""
     """A case or the beginning of its path."""
 
     def picks(self, device: Device, probe: str, case: str) -> bool:
-        """Whether a case of a device is selected."""
+        """Return whether a case of a device is selected."""
         named = self.device in ("", device.uuid, device.name)
         return named and self.probe in ("", probe) and (not self.case or cases.is_within(case, self.case))
 
 
 class Listed(NamedTuple):
-    """A baseline, its device and who has confirmed it."""
+    """A baseline, its device, and the witness that confirmed it."""
 
     device: Device
     baseline: Baseline
     witness: str
-    """"nobody" where it is unwitnessed."""
+    """Name of the witness, or "nobody"."""
 
 
 def chosen(store: Store, selection: Selection) -> list[Listed]:
@@ -120,7 +120,7 @@ def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[D
     """Add every selected unknown result to its baseline; return each device, its baseline and the number added.
 
     The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because
-    the chain changed is accepted without adding a result.
+    the chain changed is accepted without an added result.
     """
     changed = []
     for device in (r.device for r in store.devices()):
@@ -147,7 +147,7 @@ def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[D
 
 
 def _awaits_acceptance(all_: Sequence[Baseline], one: Baseline) -> bool:
-    """Whether a baseline was learnt on another chain than an earlier one, and nobody has accepted it yet."""
+    """Return whether a baseline was learnt on another chain than an earlier one and is not accepted yet."""
     same = [b for b in all_ if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
     return one.complete and not one.accepted and any(b.first < one.first for b in same)
 
@@ -156,10 +156,10 @@ EXPORTED = "name the file that canaryd baseline export wrote"
 
 
 def import_document(store: Store, text: str) -> tuple[int, int]:
-    """Import a text that `document` made; return how many baselines are new, and how many were known already.
+    """Import a text that `document` made; return the number of new baselines and the number already known.
 
-    Those of a device of this host become its own; others are witnesses for devices of the same model. So do the classes
-    of exact cases that devices met. Raises `ValueError` and imports nothing where the text is not such a document.
+    Baselines of a device of this host become its own. Others are witnesses for devices of the same model. The same is
+    true for classes of exact cases that devices met. For any other text, raises `ValueError` and imports nothing.
     """
     try:
         data = whole(json.loads(text))
@@ -181,7 +181,7 @@ def import_document(store: Store, text: str) -> tuple[int, int]:
 
 
 def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
-    """Rebuild one exported record of the classes that a device met."""
+    """Return one exported record of the classes that a device met, rebuilt from JSON data."""
     try:
         one = from_json(Met, data)
     except (TypeError, ValueError) as error:
@@ -194,7 +194,7 @@ def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
 
 
 def met_by(store: Store, selection: Selection) -> list[Met]:
-    """Return the classes of exact cases that the selected devices met, those of imported devices too."""
+    """Return the classes of exact cases that the selected devices met, including imported devices."""
     named = {r.device.uuid: r.device.name for r in store.devices()}
     return [
         met
@@ -204,7 +204,7 @@ def met_by(store: Store, selection: Selection) -> list[Met]:
 
 
 def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
-    """Rebuild one exported baseline; one of another host must name the model of its device."""
+    """Return one exported baseline, rebuilt from JSON data. One of another host must contain its device's model."""
     fields = {f.name for f in dataclasses.fields(Baseline)}
     where = f"baselines[{number}]"
     if not isinstance(data, dict):
@@ -231,11 +231,11 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
 
 
 LEAST_TELLING = ("last seen", "results", "confirmed by", "samples", "repeats")
-"""Columns of the list that a narrow terminal does without, the first that goes first."""
+"""Columns of the list that are left out on a narrow terminal, in the order in which they are left out."""
 
 
 def table(found: Sequence[Listed], width: int = 0) -> str:
-    """Return baselines as text, one line each; columns that do not fit `width` are left out, 0 for none."""
+    """Return baselines as text, one line each. Columns beyond `width` are left out; 0 means no limit."""
     if not found:
         return "no baseline matches; canaryd learns baselines while it runs (docs/baselines.md)"
     rows = [_row(one) for one in found]
@@ -285,7 +285,7 @@ def document(found: Sequence[Listed], met: Sequence[Met] = ()) -> dict[str, Any]
 
 
 def baseline_command(options: argparse.Namespace, settings: Config) -> int:
-    """List, accept, export or import baselines; return the exit code."""
+    """List, accept, export or import baselines, and return the exit code."""
     selection = Selection(device=options.device, probe=options.probe, case=options.case)
     why = options.reason.strip()
     if options.what == "import":

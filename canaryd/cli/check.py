@@ -41,19 +41,19 @@ from canaryd.store.notes import daemon_runs
 from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
-"""Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes each."""
+"""Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes them."""
 GATHER_FAULTS = ("wrong-row", "stale-row", "wrong-column")
-"""Faults of the gather of fresh operands, in exact_matmul; canaryd/worker/runtime/faulty.py describes each."""
+"""Faults of the gather of fresh operands, for exact_matmul; canaryd/worker/runtime/faulty.py describes them."""
 MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
-"""Faults of memory that it can inject into memory_sweep; canaryd/worker/memory/faults.py describes each."""
+"""Faults of memory, for memory_sweep; canaryd/worker/memory/faults.py describes them."""
 TRANSFER_FAULTS = ("to-device", "to-host", "device-memory")
-"""Faults of copies that it can inject into host_transfer; canaryd/worker/links/transfers.py describes each."""
+"""Faults of copies, for host_transfer; canaryd/worker/links/transfers.py describes them."""
 LINK_FAULTS = ("wrong-link",)
-"""The same of collectives; canaryd/worker/links/group.py."""
+"""Faults of links, for collectives; canaryd/worker/links/group.py describes them."""
 OWN_FAULTS = {"memory_sweep": MEMORY_FAULTS, "host_transfer": TRANSFER_FAULTS, "collectives": LINK_FAULTS}
-"""Probe → faults that are its alone."""
+"""Probe → faults that only this probe can inject."""
 PROBE_FAULTS = {"exact_matmul": (*FAULTS, *GATHER_FAULTS), **OWN_FAULTS}
-"""Probe → the faults that it can inject; canaryd's other probes can inject `FAULTS`."""
+"""Probe → all faults that it can inject. canaryd's other probes can inject `FAULTS`."""
 DRILL_EXIT_STATUS = (
     "exit status: 2 the fault was caught, as it must be, 3 it was not, or nothing could be tested, 64 usage error"
 )
@@ -150,7 +150,7 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
 
 
 def check_command(options: argparse.Namespace, settings: Config) -> int:
-    """Test devices now and print one verdict each; return the exit code."""
+    """Test devices now, print one verdict for each, and return the exit code."""
     if options.report and not may_write("--report", options.report, pipes=True):
         return USAGE
     if options.textfile and not may_write("--textfile", options.textfile):
@@ -183,7 +183,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter, again: Run | None) -> Result | int:
-    """Find the devices and test those that were asked for; return the result, or the exit code of a refusal."""
+    """Find the devices and test the requested ones; return the result, or the exit code if the test was refused."""
     engine.discover(complain, keep=True)
     if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
         complain(f"check: --repeat {again.id}: it tested {again.device}, which this host does not have")
@@ -202,7 +202,7 @@ def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinte
 
 
 def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter, *, stopped: bool) -> int:
-    """Print and write what a check found; return the exit code."""
+    """Print the results of a check and write its files; return the exit code."""
     if options.case and result.without_case:
         printer.clear()
         complain(_no_case(options.case, result.without_case))
@@ -223,7 +223,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
 
 
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
-    """Return a sentence for each device and probe that was named and does not exist."""
+    """Return a sentence for each requested device or probe that does not exist."""
     host, there = device_names(engine.devices), sorted(engine.entries)
     return [
         *(
@@ -240,7 +240,7 @@ def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> 
 
 
 def _unable(fault: str, probes: Sequence[str]) -> list[str]:
-    """Return a sentence for each of canaryd's own probes that was named and cannot inject the fault."""
+    """Return a sentence for each requested probe of canaryd that cannot inject the fault."""
     found = []
     for name in probes:
         able = PROBE_FAULTS.get(name, FAULTS)
@@ -250,7 +250,7 @@ def _unable(fault: str, probes: Sequence[str]) -> list[str]:
 
 
 def _no_case(cases: Sequence[str], runs: Sequence[Run]) -> str:
-    """Return that no probe has any of `cases`, with the nearest that there are."""
+    """Return a message that no probe has any of `cases`, with the most similar cases that exist."""
     there = dict.fromkeys(left_out.case for run in runs for left_out in run.skipped)
     near = dict.fromkeys(name for case in cases for name in difflib.get_close_matches(case, there, NEAREST))
     probes = ", ".join(dict.fromkeys(run.probe for run in runs))
@@ -274,7 +274,7 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
 
 
 def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
-    """Return the probes that a drill runs unless others are named."""
+    """Return the probes that a drill runs by default."""
     if own := tuple(probe for probe, faults in OWN_FAULTS.items() if fault in faults):
         return own
     probes = {ENDPOINT: "endpoint_canary", EXACT_ENDPOINT: "exact_endpoint"}
@@ -282,7 +282,7 @@ def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
 
 
 def _write_files(result: Result, report: Path | None, textfile: Path | None) -> bool:
-    """Write the files that were asked for; return whether each is written."""
+    """Write the requested files; return whether all of them were written."""
     written = not report or write_report(report, json.dumps(as_json(result), indent=2) + "\n")
     if textfile:
         from canaryd.report import textfile as metrics  # noqa: PLC0415  a check need not pay for the exposition

@@ -1,4 +1,4 @@
-"""What several commands share: opening the store, progress, errors, signals."""
+"""Functions that several commands share: opening the store, progress, errors, signals."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
 MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir"
-"""What to do where a command cannot store what it found."""
+"""Advice for a command that cannot store its results."""
 RELEASE_PERIOD = 1.0
-"""Seconds between two looks at what `canaryd release` asks for."""
+"""Seconds between two checks for a `canaryd release`."""
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings given on the command line, which win over the file."""
+    """Return the settings from the command line, which replace those of the file."""
     given = {"state_dir": options.state_dir.absolute()} if options.state_dir else {}
     return given | ({"listen": options.listen} if getattr(options, "listen", None) else {})
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text, its commands as this user types them.
+    """Print a text, with its commands written as this user has to type them.
 
-    On a terminal its lines are folded; elsewhere they stay whole for other programs.
+    On a terminal its lines are folded. Elsewhere they stay whole, because programs read them.
     """
     stream = stream or sys.stdout
     watched = stream is not None and stream.isatty()
@@ -53,21 +53,21 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def complain(*lines: str) -> None:
-    """Print lines to standard error, each after "canaryd: "."""
+    """Print lines to standard error, each with the prefix "canaryd: "."""
     for line in lines:
         say(f"canaryd: {line}", sys.stderr)
 
 
 def use_color() -> bool:
-    """Whether standard output is a terminal that knows colours, and NO_COLOR does not forbid them (no-color.org)."""
+    """Return whether standard output is a terminal with colours and NO_COLOR is not set (no-color.org)."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
-    """Whether a file can be written, as far as this can be checked beforehand; complain where not.
+    """Return whether a file can be written, as far as this can be known in advance; complain if not.
 
-    It is replaced as a whole, which takes a right to its directory, and must never make a file of a device such as
-    /dev/null. `pipes`: a pipe or device may be named, and is written to.
+    A file is replaced as a whole, which needs write permission for its directory. A device such as /dev/null must never
+    be replaced by a file. `pipes`: allow a pipe or device, which is written to and not replaced.
     """
     try:
         plain = _is_replaced(path)
@@ -81,12 +81,12 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a file is replaced as a whole. What the caller has open, such as /dev/stdout, is written to."""
+    """Return whether a file is replaced as a whole. A file that the caller has open, such as /dev/stdout, is not."""
     return (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc")
 
 
 def write_report(path: Path, text: str) -> bool:
-    """Write the text of --report; return whether it is written, and complain where the disk refuses."""
+    """Write the text for --report; return whether it was written, and complain if not."""
     try:
         if _is_replaced(path):
             old = path.stat() if path.exists() else None
@@ -102,7 +102,7 @@ def write_report(path: Path, text: str) -> bool:
 
 
 def open_store(settings: Config, *, for_reading: bool = False) -> Store:
-    """Open the store that the settings name; see `Store.open`."""
+    """Open and return the store of the settings; see `Store.open`."""
     return Store.open(
         settings.state_dir,
         max_bytes=settings.store.max_size,
@@ -112,14 +112,14 @@ def open_store(settings: Config, *, for_reading: bool = False) -> Store:
 
 
 class Unstored(Exception):
-    """What a command was to store is not on disk; the message says why."""
+    """Raised if a command could not store its change on disk; the message is the reason."""
 
 
 @contextlib.contextmanager
 def open_to_change(settings: Config) -> Iterator[Store]:
-    """Open the store for a change. Raises `Unstored` where that is not on disk when the store is closed.
+    """Open the store for a change. Raises `Unstored` if the change is not on disk after the store is closed.
 
-    Only then is it certain: closing tries once more what the disk refused before.
+    Only then is it certain: closing retries what the disk refused earlier.
     """
     with open_store(settings) as store:
         yield store
@@ -129,9 +129,9 @@ def open_to_change(settings: Config) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]:
-    """Open what is recorded and create nothing; `to_change` allows writing to a record that exists.
+    """Open the existing record, and create nothing. `to_change` allows writing to it.
 
-    Raises `Unreadable` where the record cannot be read: a command must not take it for an empty one. Raises `Unstored`.
+    Raises `Unreadable` if the record cannot be read: a command must not treat it as empty. Raises `Unstored` as above.
     """
     with open_store(settings, for_reading=True) as store:
         if store.unreadable:
@@ -148,13 +148,13 @@ def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]
 
 
 def refuse_beside_daemon(store: Store, devices: Sequence[Device]) -> None:
-    """Raise `Unreadable` where a daemon runs and this user may not take the locks of the devices."""
+    """Raise `Unreadable` if a daemon runs and this user may not take the locks of the devices."""
     if daemon_runs(store) and (names := [d.name for d in devices if not store.may_lock(d.uuid)]):
         raise Unreadable(f"cannot lock {', '.join(names)} beside the daemon as user {user_name()}: use sudo")
 
 
 def is_released(command: str, store: Store) -> bool:
-    """Whether the devices are released, so that nothing may touch them; complain where they are."""
+    """Return whether the devices are released, so that nothing may use them; complain if they are."""
     now = time.time()
     if not (daemon_runs(store) and (until := released_until(store, now))):
         return False
@@ -185,7 +185,7 @@ def stopped_by_release(engine: Engine) -> Iterator[None]:
 
 
 class ProgressPrinter:
-    """Progress on standard error: one moving line on a terminal, a plain line per finished run elsewhere."""
+    """Prints progress to standard error: one moving line on a terminal, else a plain line per finished run."""
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty()
@@ -209,7 +209,7 @@ class ProgressPrinter:
             print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
 
     def waiting(self, holder: str) -> None:
-        """Show which process holds the device."""
+        """Show which process holds the device that is waited for."""
         self._line(f"waiting: {holder}")
 
     def clear(self) -> None:
@@ -224,7 +224,7 @@ class ProgressPrinter:
 
 
 def _summary(run: Run) -> str:
-    """Return the outcome of a run in one line."""
+    """Return the outcome of a run as one line."""
     wrong = f", {sum(c.wrong_trials for c in run.comparisons):,} WRONG" if run.wrong else ""
     why = f": {reason_of(run)}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
     ended = "completed" if run.outcome is Outcome.COMPLETED else OUTCOMES[run.outcome][1]
@@ -232,18 +232,18 @@ def _summary(run: Run) -> str:
 
 
 def device_names(devices: Mapping[str, Device]) -> str:
-    """Return the names of devices, for a message."""
+    """Return the names of devices as a text for a message."""
     ordered = sorted(devices.values(), key=lambda d: (d.backend, d.index, d.name))
     return ", ".join(d.name for d in ordered) or "none"
 
 
 def nearest_device(name: str, known: Mapping[str, Device]) -> str:
-    """Return the end of a message about a device that is not known: the one whose name or uuid is nearest."""
+    """Return the end of a message about an unknown device: the known one with the most similar name or uuid, or ""."""
     return did_you_mean_device(name, [word for d in known.values() for word in (d.name, d.uuid)])
 
 
 def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device | None:
-    """Return the device of `known` that `name` names; None, with a complaint, where it is none or several."""
+    """Return the device of `known` with this name; complain and return None if there is none or several."""
     found, _ = choose(known, [name])
     if len(found) == 1:
         return found[0]
@@ -257,7 +257,7 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
 
 
 def stop_on_signals(engine: Engine, doing: str = "command") -> None:
-    """Stop the engine on SIGINT, which a person at the terminal sends, and SIGTERM; `doing` names what they end."""
+    """Stop the engine on SIGINT (from a person at the terminal) and SIGTERM; `doing` names what is stopped."""
 
     def stop(number: int, frame: Any) -> None:  # noqa: ARG001  the signature is Python's
         # In a thread of its own: the engine's lock may be held by the code that this signal interrupted.

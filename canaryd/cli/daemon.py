@@ -21,7 +21,7 @@ from canaryd.store.locks import Busy
 from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
 
 RELEASE_PATIENCE = 30.0
-"""Seconds that `canaryd release` waits until the daemon, and every command beside it, has let go."""
+"""Seconds that `canaryd release` waits until the daemon and all other commands have released the devices."""
 
 
 def add_parsers(commands: Commands) -> None:
@@ -51,7 +51,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def run_command(options: argparse.Namespace, settings: Config) -> int:
-    """Run the daemon; return the exit code."""
+    """Run the daemon and return the exit code."""
     from canaryd.daemon.daemon import Daemon  # noqa: PLC0415  a check need not pay for the scheduler and the exposition
 
     manager = systemd.take(os.environ)
@@ -68,7 +68,7 @@ def run_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def release_command(options: argparse.Namespace, settings: Config) -> int:
-    """Ask the daemon to let go of every device, and return when it has."""
+    """Ask the daemon to release every device, wait until it has, and return the exit code."""
     with open_record(settings, to_change=True) as store:
         if not settings.state_dir.exists():
             complain(f"release: nothing is recorded in {settings.state_dir}: name the daemon's with --state-dir")

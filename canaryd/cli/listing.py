@@ -1,4 +1,4 @@
-"""`canaryd config`, `canaryd devices` and `canaryd probes`: what is configured, and what there is to test."""
+"""`canaryd config`, `canaryd devices` and `canaryd probes`: show the configuration, and what can be tested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def config_command(options: argparse.Namespace) -> int:
-    """Check the configuration, or print an example or the schema."""
+    """Check the configuration, or print an example or the schema; return the exit code."""
     if options.what == "example":
         print(load.example(), end="")
     elif options.what == "schema":
@@ -51,7 +51,7 @@ def config_command(options: argparse.Namespace) -> int:
 
 
 def _check_config(loaded: Config) -> int:
-    """Say what is wrong with a configuration that can be loaded; what `canaryd run` would go without is unknown."""
+    """Print what is wrong with a configuration that can be loaded, and return the exit code."""
     if loaded.tls != TlsConfig():
         Tls(loaded.tls)
     if loaded.worker.python and (problem := permissions.unusable(loaded.worker.python)):
@@ -66,7 +66,7 @@ def _check_config(loaded: Config) -> int:
 
 
 def probes_command(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
-    """List the probes; return the exit code."""
+    """List the probes and return the exit code."""
     engine = make_engine(settings, open_store(settings, for_reading=True))
     for name, entry in sorted(engine.entries.items(), key=lambda item: item[1].spec.order):
         say(f"{name:<20} {entry.spec.summary}  ({entry.file.source}: {entry.file.path})")
@@ -75,7 +75,7 @@ def probes_command(options: argparse.Namespace, settings: Config) -> int:  # noq
 
 
 def devices_command(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
-    """List the devices as JSON; return the exit code."""
+    """List the devices as JSON and return the exit code."""
     with open_record(settings) as store:
         engine = make_engine(settings, store)
         found = [to_json(d) | {"present": u in engine.present} for u, d in engine.devices.items()]

@@ -1,4 +1,4 @@
-"""The command line: the only package that parses arguments, prints and exits."""
+"""The command line: only this package parses arguments, prints and exits."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ MODULES = {
     "probes": "listing",
     "config": "listing",
 }
-"""Command → the module of this package that has it. Only that one is loaded: all take a quarter of a short command."""
+"""Command → its module in this package. Only this module is loaded: all of them take a quarter of a short command."""
 GROUP = "canaryd.commands"
-"""Entry points of other distributions: command → a module with `add_parsers`."""
+"""Entry-point group of other distributions: command → a module with `add_parsers`."""
 LAB = ("canary", "capture", "characterise", "compare", "pack")
-"""Commands of the lab, which is installed on its own."""
+"""Commands of the lab, a separate distribution."""
 
 
 def parser(command: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, or of the module that has this command."""
+    """Return the parser of the whole command line, or only of the module that has `command`."""
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
     commands = Commands(top)
@@ -59,7 +59,7 @@ def parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def _modules(command: str) -> dict[str, str]:
-    """Return command → module: of this one if canaryd's core has it, else of all that are installed."""
+    """Return command → module: only for `command` if canaryd's core has it, else for all installed commands."""
     if command in MODULES:
         return {command: f"canaryd.cli.{MODULES[command]}"}
     own = {name: f"canaryd.cli.{module}" for name, module in MODULES.items()}
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _own(options: argparse.Namespace, loaded: Config) -> list[str]:
-    """Return the options that a printed command needs too: the files that were named and are not the default."""
+    """Return the options that a printed command must repeat: named files that are not the default."""
     own = []
     if options.config and options.config.absolute() != load.SYSTEM_FILE:
         own += ["--config", str(options.config.absolute())]

@@ -1,4 +1,4 @@
-"""`canaryd check --repeat RUN`: what to test and how, from a run on record."""
+"""`canaryd check --repeat RUN`: repeat a recorded run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from canaryd.model import Run
 from canaryd.store.store import Store
 
 FROM_RUN = ("device", "probe", "case", "seed", "instruction_set", "intensity", "level")
-"""Options of `check` that a run on record gives."""
+"""Options of `check` whose values come from the recorded run."""
 
 
 def recorded(options: argparse.Namespace, store: Store) -> Run | None:
-    """Return the run that --repeat names, and set the options as it had them; None, with a complaint, for none."""
+    """Return the run of --repeat, and set `options` to its values; complain and return None if there is none."""
     given = [o for o in FROM_RUN if getattr(options, o) != options.parser.get_default(o)]
     run = store.run(options.repeat)
     if given:

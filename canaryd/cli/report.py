@@ -39,9 +39,9 @@ def add_parsers(commands: Commands) -> None:
 
 
 def report_command(options: argparse.Namespace, settings: Config) -> int:
-    """Write the dossier and print where it is; return the exit code.
+    """Write the dossier, print its path, and return the exit code.
 
-    A worker recomputes the operands of the failures, where one can be started.
+    A worker recomputes the operands of the failures, if one can be started.
     """
     with open_record(settings) as store:
         recorded = {r.device.uuid for r in store.devices()}  # those that are gone too; nothing is known of others

@@ -1,4 +1,4 @@
-"""`canaryd status`, `canaryd history` and `canaryd gate`: what the store knows, without touching a device."""
+"""`canaryd status`, `canaryd history` and `canaryd gate`: show the record, without access to a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canaryd.report import gate, history, status, status_text
 from canaryd.store.store import Store
 
 HISTORY = 30 * 86_400.0
-"""Seconds back that `canaryd history` looks unless another time is given."""
+"""Default length of a `canaryd history`, in seconds before now."""
 GATE_EXIT_STATUS = (
     'exit status: always 0 unless the configuration has "enforcement: act" (the default is log) and nothing silences '
     "it: then 0 pass, 2 fail, 3 unknown. In any case 64 for a usage or configuration error"
@@ -34,7 +34,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def _open(options: argparse.Namespace, settings: Config) -> AbstractContextManager[Store]:
-    """Open the record to show it; with --json one that cannot be read is a problem in the object."""
+    """Open the record for reading. With --json, an unreadable record becomes a problem in the printed object."""
     return open_store(settings, for_reading=True) if options.json else open_record(settings)
 
 
@@ -50,7 +50,7 @@ def _add_status(commands: Commands) -> None:
 
 
 def status_command(options: argparse.Namespace, settings: Config) -> int:
-    """Print the stored verdicts; return the exit code."""
+    """Print the stored verdicts and return the exit code."""
     with _open(options, settings) as store:
         found = status.gather(store, settings)
     if options.json:
@@ -76,7 +76,7 @@ def _add_history(commands: Commands) -> None:
 
 
 def history_command(options: argparse.Namespace, settings: Config) -> int:
-    """Print what happened to devices; return the exit code."""
+    """Print what happened to devices and return the exit code."""
     now = time.time()
     with _open(options, settings) as store:
         known = {r.device.uuid: r.device for r in store.devices()}
@@ -132,7 +132,7 @@ def _add_gate(commands: Commands) -> None:
 
 
 def gate_command(options: argparse.Namespace, settings: Config) -> int:
-    """Print whether this node may take work; return the exit code."""
+    """Print whether this node may take work, and return the exit code."""
     devices = tuple(name for given in options.device for name in given.split(",") if name)
     if options.device and not devices:
         complain("gate --device: names no device; write e.g. cuda:3, or leave it out to ask about every device")

@@ -1,4 +1,4 @@
-"""The thresholds that several rules share; those of single rules are constants in the rules' files.
+"""The thresholds that several rules share. Thresholds of a single rule are constants in that rule's file.
 
 docs/thresholds.md lists both, with source and false-alarm rate.
 """
@@ -21,16 +21,16 @@ class JudgePolicy:
         DURATION, '"2h"', "A device is unknown when its newest evidence is older than this and than three periods."
     )
     confirm_runs: ClassVar[int] = 3
-    """New processes that must all repeat a mismatch to confirm it."""
+    """Number of new processes that must all repeat a mismatch to confirm it."""
     repeat_window: ClassVar[float] = 86_400.0
-    """Two mismatches within this time make a device faulty."""
+    """Seconds within which two mismatches make a device faulty."""
     repeat_gap: ClassVar[float] = 60.0
-    """Mismatches closer together than this count as one, because they may have one cause."""
+    """Seconds below which two mismatches count as one, because they may have one cause."""
     week_count: ClassVar[int] = 3
-    """Mismatches within `week` that make a device faulty."""
+    """Number of mismatches within `week` that make a device faulty."""
     week: ClassVar[float] = 7 * 86_400.0
     watch: ClassVar[float] = 30 * 86_400.0
-    """A suspect device stays suspect for at least this long."""
+    """Seconds for which a suspect device stays suspect, at least."""
     GONE: ClassVar[Mapping[str, str]] = fixed(
         confirm_runs="3", repeat_window="24h", repeat_gap="60s", week_count="3", week="7d", watch="30d"
     )

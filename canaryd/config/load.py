@@ -20,11 +20,11 @@ from canaryd.config.values import PATH
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 MAX_FILE_BYTES = 1 << 20
 MADE = ("state_dir",)
-"""Settings whose path canaryd makes where it is missing."""
+"""Settings whose directory canaryd creates if it is missing."""
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; `problems` has one line per mistake, in file order."""
+    """Raised if the configuration cannot be used; `problems` has one line per mistake, in file order."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -32,7 +32,7 @@ class ConfigError(Exception):
 
 
 def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
-    """Read `path`, else the file that $CANARYD_CONFIG names, else `system_file`; without it, return the defaults.
+    """Return the settings in `path`, else in the file of $CANARYD_CONFIG, else in `system_file`, else the defaults.
 
     Raises `ConfigError` with all mistakes at once, each as "FILE:LINE: setting: what was given; what to write".
     """
@@ -55,10 +55,10 @@ def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
 
 
 def _read(file: Path, by: str) -> bytes:
-    """Return the content of a configuration file; `by` says who named it.
+    """Return the content of a configuration file; `by` says who named the file.
 
-    Raises `FileNotFoundError`, and `ConfigError` where the file cannot be read, is too large, or where users other than
-    root and this one could have written it: it names programs to run, and decides who may read the evidence.
+    Raises `FileNotFoundError`. Raises `ConfigError` if the file cannot be read, is too large, or could be written by
+    users other than root and this one: it names programs to run, and decides who may read the evidence.
     """
     try:
         with file.open("rb") as stream:
@@ -80,7 +80,7 @@ def _read(file: Path, by: str) -> bytes:
 
 
 def _check_rules(config: Config, notes: Notes) -> None:
-    """Note settings that do not go together, unless one of them is wrong by itself."""
+    """Note settings that contradict each other, unless one of them is already noted as wrong."""
     wrong = {where for _, where, _ in notes.problems}
     for where, text in list(_contradictions(config, notes.lines, wrong)):
         if where not in wrong:
@@ -88,7 +88,7 @@ def _check_rules(config: Config, notes: Notes) -> None:
 
 
 def _contradictions(config: Config, given: Collection[str], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (setting, what is wrong with it) for settings that do not go together."""
+    """Yield (setting, message) for settings that contradict each other."""
     store = config.store
     if config.worker.python and config.worker.command:
         yield "worker.python", "worker.python and worker.command are both set; remove one"
@@ -109,7 +109,7 @@ def _contradictions(config: Config, given: Collection[str], wrong: Collection[st
 
 
 def _bad_command(command: str) -> str:
-    """Return what is wrong with a command that starts a server, "" for nothing."""
+    """Return a message about a mistake in a command that starts a server, or "" if there is none."""
     sample = 'write e.g. command: "vllm serve {model} --port {port}"'
     try:
         words = shlex.split(command)
@@ -126,11 +126,11 @@ def _bad_command(command: str) -> str:
 
 
 ANSWERS = "expected.json"
-"""The file of an exact canary that has its right answers; canaryd/worker/exact_canary/expected.py reads it."""
+"""File of an exact canary with the right answers; canaryd/worker/exact_canary/expected.py reads it."""
 
 
 def missing_files(config: Config) -> list[str]:
-    """Return a line for each setting that names a missing file or program; `load` does not check that."""
+    """Return a line for each setting whose file or program is missing; `load` does not check that."""
     missing = [
         f"{where}: {value} does not exist; create it, or correct the setting"
         for where, value in _named_files(config, "")
@@ -166,7 +166,7 @@ def _named_files(section: Any, where: str) -> Iterator[tuple[str, Path]]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the configuration file, for editors; `load` checks more."""
+    """Return the JSON Schema (draft 2020-12) of the configuration file, for editors. `load` checks more."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "canaryd.yaml"}
     return {**head, **Section(Config).schema()}
 

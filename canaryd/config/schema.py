@@ -1,7 +1,7 @@
 """Declare, read and describe settings: strict YAML, with every mistake noted at its line.
 
 A dataclass whose fields are made by `setting` and `section` is a schema: each field has its kind, its default as YAML
-text, and a description. Validation, defaults, the JSON Schema and the commented example are made from these alone.
+text, and a description. Validation, defaults, the JSON Schema and the commented example are made from these.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes with their lines, without the aliases, tags, octal and base-60 numbers and dates of YAML 1.1."""
+    """Composes nodes with their lines, without YAML 1.1's aliases, tags, dates, octal and base-60 numbers."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML's own attribute
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node. Raises `MarkedYAMLError` for what a configuration file does not need."""
+        """Return one composed node. Raises `MarkedYAMLError` for YAML that a configuration file does not need."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self.depth += 1
         problem = ""
@@ -79,12 +79,12 @@ def _compose(text: str) -> yaml.Node | None:
 
 
 def _type(node: yaml.Node) -> str:
-    """Return "str", "bool", "int", "float", "null", "seq" or "map"."""
+    """Return the type of a node: "str", "bool", "int", "float", "null", "seq" or "map"."""
     return str(node.tag).rpartition(":")[2]
 
 
 def _given(node: yaml.Node) -> str:
-    """Return what was given: the first half of "…; wanted …"."""
+    """Return the first half of the message "…; wanted …": the value that was given."""
     kind = _type(node)
     if kind == "str":
         return f"{quoted(node.value)} is text"
@@ -99,14 +99,14 @@ def _join(where: str, key: str) -> str:
 
 
 def _is_heading(node: yaml.Node) -> bool:
-    """Whether nothing is set below a key: all that stood there is commented out."""
+    """Return whether a key has no settings below it, because all of them are commented out."""
     return _type(node) == "null" or (
         isinstance(node, yaml.MappingNode) and all(_is_heading(value) for _, value in node.value)
     )
 
 
 class Notes:
-    """What was noted while a file was read: mistakes as (line, setting, message), and the line of each setting."""
+    """Notes made while a file is read: mistakes as (line, setting, message), and the line of each setting."""
 
     def __init__(self) -> None:
         self.problems: list[tuple[int, str, str]] = []
@@ -117,20 +117,20 @@ class Notes:
         self.problems.append((node.start_mark.line + 1, where, message))
 
     def add_at(self, where: str, message: str) -> None:
-        """Note a mistake at the line of a setting, or of its section."""
+        """Note a mistake at the line of a setting, or at the line of its section if the setting is not in the file."""
         places = (where, where.rpartition(".")[0], where.partition(".")[0])
         line = next((self.lines[place] for place in places if place in self.lines), 1)
         self.problems.append((line, where, message))
 
     def told(self, file: Path) -> list[str]:
-        """Return the mistakes in a file in its order, each as "FILE:LINE: setting: message"."""
+        """Return the mistakes in the order of the file, each as "FILE:LINE: setting: message"."""
         found = sorted(self.problems, key=lambda problem: problem[0])
         return [printable(f"{file}:{line}: {f'{where}: ' if where else ''}{text}") for line, where, text in found]
 
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-        """Yield (key as typed, key node, value node); note keys that are given twice or are not names.
+        """Yield (key as typed, key node, value node). Note keys that are given twice or are not names.
 
-        A heading without a setting, as in the shipped file, gives nothing: the same key may be given below it.
+        A heading without settings, as in the shipped file, yields nothing: the same key may be given again below it.
         """
         first: dict[str, int] = {}
         times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -148,7 +148,7 @@ class Notes:
 
 
 def document(data: bytes, notes: Notes) -> yaml.Node | None:
-    """Compose the file's only document; None where it is empty, or is not YAML and a problem was noted."""
+    """Return the file's only document as a node; None if the file is empty, or has a mistake, which was noted."""
     try:
         return _compose(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -172,27 +172,27 @@ def document(data: bytes, notes: Notes) -> yaml.Node | None:
 
 
 class _Kind(Protocol):
-    """The type of a setting."""
+    """The type of a setting. Subclasses read and describe values."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Return the value, or note what is wrong (and return None where nothing is usable)."""
+        """Return the value, or note the mistake (and return None if nothing is usable)."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of what the file may hold."""
+        """Return the JSON Schema of the allowed values."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """One value, of one of the YAML types named."""
+    """A setting with one value, of one of the named YAML types."""
 
     wanted: str
     parse: Callable[[str], Any]
-    """Returns the value of the text as typed; raises `ValueError` with the whole message."""
+    """Function that returns the value of the text as typed; raises `ValueError` with the whole message."""
     json: Mapping[str, Any]
     types: tuple[str, ...] = ("str",)
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Parse the text as typed."""
+        """Return the value parsed from the text as typed."""
         if _type(node) not in self.types:
             notes.add(node, where, f"{_given(node)}; wanted {self.wanted}")
             return None
@@ -203,30 +203,30 @@ class Scalar:
             return None
 
     def schema(self) -> dict[str, Any]:
-        """Describe the value."""
+        """Return the JSON Schema of the value."""
         return dict(self.json)
 
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list; read as a tuple."""
+    """A setting with a list of values; it is read as a tuple."""
 
     item: Scalar
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read every item, so that all mistakes are noted."""
+        """Return the items as a tuple. All of them are read, so that all mistakes are noted."""
         if not isinstance(node, yaml.SequenceNode):
             return notes.add(node, where, f"{_given(node)}; wanted a list in [brackets], each item {self.item.wanted}")
         return tuple(self.item.read(item, f"{where}[{i}]", notes) for i, item in enumerate(node.value))
 
     def schema(self) -> dict[str, Any]:
-        """Describe the list."""
+        """Return the JSON Schema of the list."""
         return {"type": "array", "items": self.item.schema()}
 
 
 @dataclass(frozen=True)
 class Variables:
-    """A mapping of names that follow a pattern, such as environment variables."""
+    """A setting with a mapping whose names follow a pattern, such as environment variables."""
 
     value: Scalar
     name: str = "[A-Za-z_][A-Za-z0-9_]*"
@@ -234,7 +234,7 @@ class Variables:
     advice: str = "not a variable's name; write letters, digits and _"
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read names and their values."""
+        """Return the names with their values."""
         if not isinstance(node, yaml.MappingNode):
             return notes.add(node, where, f"{_given(node)}; wanted {self.wanted}")
         values = {}
@@ -245,17 +245,17 @@ class Variables:
         return values
 
     def schema(self) -> dict[str, Any]:
-        """Describe names and values."""
+        """Return the JSON Schema of names and values."""
         names = {"pattern": f"^{self.name}$"}
         return {"type": "object", "propertyNames": names, "additionalProperties": self.value.schema()}
 
 
 @dataclass(frozen=True)
 class Free:
-    """A mapping for a probe alone: plain JSON values, because it is sent to the worker."""
+    """A setting that only a probe understands: plain JSON values, because they are sent to the worker."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read anything that JSON can hold."""
+        """Return any mapping that JSON can store."""
         if not isinstance(node, yaml.MappingNode):
             return notes.add(node, where, f"{_given(node)}; wanted a mapping of the probe's own settings")
         return self._plain(node, where, notes)
@@ -277,18 +277,18 @@ class Free:
             return notes.add(node, where, str(error))
 
     def schema(self) -> dict[str, Any]:
-        """Describe a mapping."""
+        """Return the JSON Schema of any mapping."""
         return {"type": "object"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping with known keys: the settings of one dataclass."""
+    """A setting that is a mapping with known keys: the settings of one dataclass."""
 
     cls: type[Any]
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read the known settings; note the others."""
+        """Return the dataclass with the known settings; note unknown keys as mistakes."""
         settings = _settings(self.cls)
         each = next((f for f in settings.values() if isinstance(f.metadata["kind"], Each)), None)
         known = sorted(name for name, f in settings.items() if f is not each)
@@ -318,7 +318,7 @@ class Section:
         return self.cls(**values, **({each.name: named} if each is not None else {}))
 
     def schema(self) -> dict[str, Any]:
-        """Describe the section and all below it."""
+        """Return the JSON Schema of the section and all its settings."""
         properties: dict[str, Any] = {}
         extra: dict[str, Any] = {"additionalProperties": False}
         for name, setting in _settings(self.cls).items():
@@ -335,10 +335,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Each(Section):
-    """Every other key of the section is a name; its value has the settings of `cls`."""
+    """A section in which every unknown key is a name; the value of the name has the settings of `cls`."""
 
     of: str = "probes"
-    """What the names stand for."""
+    """The kind of things that the names denote."""
     name = "[a-z][a-z0-9_]{0,62}"
 
 
@@ -357,7 +357,7 @@ def _read_setting(setting: dataclasses.Field[Any], node: yaml.Node, where: str, 
 
 
 def setting(kind: _Kind, default: str, doc: str, *, sample: str = "", factory: Callable[[], Any] | None = None) -> Any:
-    """Declare a setting. `default` and `sample` are YAML text; `example()` shows `sample` if there is one."""
+    """Return a dataclass field for a setting. `default` and `sample` (shown by `example()`) are YAML text."""
     notes = Notes()
     node = _compose(default)
     assert node is not None, doc
@@ -369,40 +369,40 @@ def setting(kind: _Kind, default: str, doc: str, *, sample: str = "", factory: C
 
 
 def section(cls: type[Any], doc: str) -> Any:
-    """Declare a mapping with the settings of `cls`."""
+    """Return a dataclass field that is a mapping with the settings of `cls`."""
     return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
 
 
 def fixed(**values: str) -> dict[str, str]:
-    """Return what is said of former settings that now have one value each: a class has it as `GONE`."""
+    """Return messages for `GONE` about former settings whose value is now fixed: name → message."""
     return {name: f"no setting any more: it is always {value}; delete the line" for name, value in values.items()}
 
 
 SPELLED = ("str", "bool", "int", "float")
-"""YAML types of a value that is parsed as typed, so that the message for a bare 900 can name the missing unit."""
+"""YAML types whose text is parsed as typed, so that the message about a bare 900 can say that the unit is missing."""
 
 
 def read_filled(text: str) -> str:
-    """Return a text that is not empty. Raises `ValueError`."""
+    """Return the text. Raises `ValueError` if it is empty."""
     if not text:
         raise ValueError('"" is empty; write a value or remove it')
     return text
 
 
 def read_boolean(text: str) -> bool:
-    """Return the value of a text that YAML takes for a boolean."""
+    """Return the boolean value of a text that YAML accepts as a boolean."""
     return text.lower() in _TRUE
 
 
 def read_integer(text: str) -> int:
-    """Return a whole number of at most 19 characters. Raises `ValueError`."""
+    """Return a text as a whole number. Raises `ValueError` above 19 characters."""
     if len(text) > 19:  # beyond 64 bits, JSON readers disagree
         raise ValueError(f"{quoted(text)[1:-1]} is too long for a whole number; write at most 19 digits")
     return int(text)
 
 
 def read_number(text: str) -> float:
-    """Return a finite number. Raises `ValueError`."""
+    """Return a text as a number. Raises `ValueError` if it is not finite."""
     number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if not math.isfinite(number):
         raise ValueError(f"{quoted(text)[1:-1]} is not a finite number; write e.g. 0.1")
@@ -410,7 +410,7 @@ def read_number(text: str) -> float:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, escaped and shortened, for a message of one line; without a password before an "@"."""
+    """Return a text in quotes for a one-line message: escaped, shortened, and without a password before an "@"."""
     text = bare(text)
     return printable(json.dumps(text if len(text) <= 60 else text[:59] + "…", ensure_ascii=False))
 
@@ -419,7 +419,7 @@ BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
 
 
 def example_lines(cls: type[Any], indent: str) -> Iterator[str]:
-    """Yield the lines of a commented example of `cls`: prose after "# ", settings after a bare "#"."""
+    """Yield the lines of a commented example of `cls`: prose begins with "# ", settings begin with "#"."""
     for name, setting in _settings(cls).items():
         meta = setting.metadata
         section = isinstance(meta["kind"], Section)

@@ -1,6 +1,6 @@
 """The settings of canaryd, as frozen dataclasses.
 
-They are the schema: validation, defaults, `json_schema()` and `example()` are made from them.
+Validation, defaults, `json_schema()` and `example()` are made from these dataclasses.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
 
 
 def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
-    """Return the state directory: /var/lib/canaryd for root, for users without a home, and for all once it exists.
+    """Return /var/lib/canaryd if it exists, and for root or a user without a home; else a path in the user's home.
 
-    A person's command then shares locks and history with the daemon. Where it cannot write, it says that it runs
-    unrecorded.
+    Once it exists, a person's command shares locks and history with the daemon. If it cannot write there, it says that
+    it runs unrecorded.
     """
     if STATE_DIRECTORY.exists():
         return STATE_DIRECTORY
@@ -62,7 +62,7 @@ def _runtime(packages: str, name: str, directory: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimesConfig:
-    """Runtimes beside torch, each under an interpreter of its own."""
+    """Other runtimes than torch, each with its own interpreter."""
 
     mlx: str | None = _runtime("mlx", "MLX", "mlx")
     onnx: str | None = _runtime("onnxruntime, onnx", "ONNX Runtime", "onnx")
@@ -71,13 +71,13 @@ class RuntimesConfig:
 
     @property
     def each(self) -> Mapping[str, str]:
-        """Runtime → interpreter, of those that are named."""
+        """Runtime → interpreter, for the runtimes that have one."""
         return {name: python for name in RUNTIMES if (python := getattr(self, name, None))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """How workers are started. At most one of `python` and `command` is given."""
+    """How to start workers. At most one of `python` and `command` is given."""
 
     python: str | None = setting(
         PROGRAM,
@@ -105,7 +105,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """One probe's section; None leaves the probe's own choice."""
+    """Settings of one probe; None means the probe's own default."""
 
     enabled: bool | None = setting(
         BOOLEAN,
@@ -129,7 +129,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbesConfig:
-    """Where probes are found, and the settings of each by name."""
+    """The directories of probes, and the settings of each probe by name."""
 
     directories: tuple[Path, ...] = setting(
         ListOf(PATH),
@@ -145,13 +145,13 @@ class ProbesConfig:
 
     @property
     def enabled(self) -> tuple[str, ...]:
-        """The probes that are switched on by name."""
+        """Names of the probes that are explicitly enabled."""
         return tuple(name for name, probe in self.each.items() if probe.enabled)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-    """One model server."""
+    """Settings of one model server."""
 
     url: str = setting(
         URL, "null", "Address of its OpenAI-compatible API; required.", sample='"http://127.0.0.1:8000/v1"', factory=str
@@ -211,7 +211,7 @@ class EndpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointsConfig:
-    """The model servers to test, by name. A name without settings is a heading, not an endpoint."""
+    """The model servers to test, by name. A name without settings is ignored."""
 
     each: Mapping[str, EndpointConfig] = field(
         default_factory=dict,
@@ -226,7 +226,7 @@ class EndpointsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """When probes run, and how thoroughly they test."""
+    """The times at which probes run, and how thoroughly they test."""
 
     level: str = setting(
         LEVEL,
@@ -238,7 +238,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """What canaryd run may take from a device that serves. docs/budget.md has the reason for each number."""
+    """Limits on what `canaryd run` takes from a device that serves. docs/budget.md has the reason for each number."""
 
     share: float = setting(
         SHARE, "0.005", "Largest fraction of an hour of device time, or of a CPU's cores, that rounds may use."
@@ -266,7 +266,7 @@ class BudgetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """How telemetry is read and judged. docs/thresholds.md has source and false-alarm rate of each number."""
+    """Settings for reading and judging telemetry. docs/thresholds.md has source and false-alarm rate of each number."""
 
     kernel_log: Path = setting(PATH, '"/dev/kmsg"', "The kernel log, or a file with records in its format.")
     xids: Mapping[str, str] = setting(
@@ -278,11 +278,11 @@ class TelemetryConfig:
         sample='{"31": none}',
     )
     settle: ClassVar[float] = 3600.0
-    """Seconds after which a condition that comes and goes has ended when it was not seen."""
+    """Seconds after the last sighting at which a condition that comes and goes has ended."""
     throttle: ClassVar[float] = 60.0
-    """Seconds throttled by heat or power within `settle` that make a device degraded."""
+    """Seconds of throttling by heat or power within `settle` that make a device degraded."""
     corrected_per_day: ClassVar[int] = 1000
-    """Corrected memory errors of an accelerator in a day that make it degraded."""
+    """Corrected memory errors of an accelerator in a day that make the accelerator degraded."""
     dimm_corrected_per_day: ClassVar[int] = 10
     """Corrected errors of one memory module in a day that make the host degraded."""
     GONE: ClassVar[Mapping[str, str]] = fixed(
@@ -303,7 +303,7 @@ class StoreConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """Which devices are watched."""
+    """Selection of the devices that are watched."""
 
     include: tuple[str, ...] = setting(
         ListOf(FILLED), "[]", "Devices to watch, by uuid, name or backend. Default: all.", sample='["cuda", "cpu:0"]'
@@ -324,7 +324,7 @@ class DevicesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig:
-    """TLS of the address for metrics and pages. Without a certificate it is plain HTTP."""
+    """TLS for the address of metrics and pages. Without a certificate the address uses plain HTTP."""
 
     cert_file: Path | None = setting(
         PATH, "null", "The certificate with its chain, PEM. Default: no TLS.", sample='"/etc/canaryd/server.crt"'
@@ -345,7 +345,7 @@ _NO_PASSWORDS = "canaryd checks no passwords any more; put a proxy in front of i
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration. Two are equal if all settings are; a reload compares sections."""
+    """The whole configuration. Two are equal if all their settings are equal; a reload compares sections."""
 
     GONE: ClassVar[Mapping[str, str]] = {
         "web_config": "no setting any more; name certificate, key and client CA under tls (cert_file, key_file,"
@@ -355,7 +355,7 @@ class Config:
         "basic_auth_users": _NO_PASSWORDS,
         "password": _NO_PASSWORDS,
     }
-    """Former settings, and what to do instead."""
+    """Former setting → what to do instead."""
 
     listen: tuple[str, int] = setting(
         LISTEN,
@@ -387,4 +387,4 @@ class Config:
     store: StoreConfig = section(StoreConfig, "Store: how long runs are kept.")
     devices: DevicesConfig = section(DevicesConfig, "Devices: which ones canaryd watches.")
     file: Path | None = field(default=None, compare=False)
-    """The file that it was read from; None for the defaults."""
+    """The configuration file that was read, or None for the defaults."""

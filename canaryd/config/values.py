@@ -1,4 +1,4 @@
-"""The value types of the configuration: durations, sizes, addresses, choices."""
+"""The types of values in the configuration: durations, sizes, addresses, choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 50
 MAX_REQUEST = 86400.0
 """Longest time limit of one request to an endpoint, in seconds (ours)."""
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""What an Xid calls for, from nothing to a return of the part; see docs/readings.md."""
+"""Actions that an Xid can require, from none to a return of the part; see docs/readings.md."""
 DIALECTS = (
     *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
     *("transformers", "generic"),
@@ -62,7 +62,7 @@ def parse_size(text: str) -> int:
 def parse_listen(text: str) -> tuple[str, int]:
     """Return (host, port) of "127.0.0.1:19469", "[::1]:19469", "name:19469" or ":19469". Raises `ValueError`.
 
-    The host is "" for all interfaces, which takes a leading colon. Port 0 means any free port.
+    The host is "" for ":19469", which means all interfaces. Port 0 means any free port.
     """
     host, colon, port = text.rpartition(":")
     if not colon:
@@ -111,7 +111,7 @@ def _program(text: str) -> str:
 
 
 def choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
-    """Return the type of words of which only those that are `known` may be written."""
+    """Return a setting type that accepts only the `known` words."""
 
     def parse(text: str) -> str:
         if text not in known:
@@ -135,9 +135,9 @@ def _url(text: str) -> str:
 
 
 def parse_hours(text: str) -> tuple[int, int]:
-    """Return the minutes of the day at which "22:00-06:00" begins and ends. Raises `ValueError`.
+    """Return the minutes of the day at which a range such as "22:00-06:00" begins and ends. Raises `ValueError`.
 
-    An end before the beginning means the next day; "00:00-24:00" is the whole day.
+    An end before the beginning is on the next day; "00:00-24:00" is the whole day.
     """
     match = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", text)
     begin, end = (60 * int(match[i]) + int(match[i + 1]) for i in (1, 3)) if match else (0, 0)
@@ -147,7 +147,7 @@ def parse_hours(text: str) -> tuple[int, int]:
 
 
 def _between(low: float, high: float, name: str, read: Callable[[str], float], *types: str) -> Scalar:
-    """Return the type of numbers from `low` to `high`."""
+    """Return a setting type for numbers from `low` to `high`."""
 
     def parse(text: str) -> float:
         if not low <= (number := read(text)) <= high:
@@ -159,7 +159,7 @@ def _between(low: float, high: float, name: str, read: Callable[[str], float], *
 
 
 def whole(low: int, high: int) -> Scalar:
-    """Return the type of whole numbers from `low` to `high`."""
+    """Return a setting type for whole numbers from `low` to `high`."""
     return _between(low, high, "a whole number", read_integer, "int")
 
 
@@ -193,7 +193,7 @@ PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "str
 
 
 class _Secret(Scalar):
-    """A text that may be a secret, so that messages do not repeat it."""
+    """A setting with a text that may be secret, so that messages do not repeat it."""
 
     def read(self, node: Any, where: str, notes: Notes) -> Any:
         noted = len(notes.problems)

@@ -1,4 +1,4 @@
-"""What to do next, and what was not checked."""
+"""Recommend the next steps, and list what was not checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canaryd.report.incidents import next_step as after
 from canaryd.report.incidents import step as to_do
 
 EXHIBITS = 3
-"""Failing cases whose operands are written out."""
+"""Number of failing cases whose operands are written to files."""
 VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
     "cuda": (
         "Open a case with NVIDIA or the server's maker. Give the serial number and attach this archive.",
@@ -42,14 +42,14 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
         "Meanwhile take the failing core offline, if “Where” names one.",
     ),
 }
-"""Backend → what to do with a faulty part, after what the vendors publish (docs/dossier.md)."""
+"""Backend → what to do with a faulty part, according to the vendor's publications (docs/dossier.md)."""
 OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
 NOTHING_TO_DO = xids.BUCKETS["IGNORE"]
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 
 
 def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str, str], ...]:
-    """Return the commands that repeat what was found, the worst failure first."""
+    """Return the commands that repeat the failures, the worst failure first."""
     worst = [f for f in failures[:EXHIBITS] if f.repro]
     by_command: dict[str, str] = {}
     for failure in worst:
@@ -62,7 +62,7 @@ def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str
 
 
 def next_step(facts: Facts, kind: str, failures: Sequence[FailingCase]) -> Iterator[str]:
-    """Yield what to do next, most urgent first; where the part is not at fault, what every report says."""
+    """Yield the next steps, most urgent first; if the part is not at fault, the steps of every report."""
     verdict, device = facts.verdict, facts.device
     if kind == "drill":
         yield "Nothing to do: the drill tested the alarm. Its runs never count against the device."
@@ -90,7 +90,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[FailingCase]) -> Itera
 
 
 def not_checked(facts: Facts) -> list[str]:
-    """Return what was not checked, and why."""
+    """Return sentences about what was not checked, with the reasons."""
     gaps = list(map(str, (*NEVER_CHECKED, *untested({facts.device.name: facts.runs}))))
     run_probes = {r.probe for r in facts.runs}
     off = sorted(n for n, p in facts.config.probes.each.items() if p.enabled is False and n not in run_probes)

@@ -15,20 +15,20 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.dossier/2"
 MEASURED = ("temperature_celsius", "power_watts", "clock_hertz")
-"""Readings that tell the conditions of a run."""
+"""Readings that show the conditions of a run."""
 
 
 class DossierError(RuntimeError):
-    """The dossier cannot be written. The message says what is wrong and what to do."""
+    """Raised if the dossier cannot be written. The message says what is wrong and what to do."""
 
 
 class OutputError(DossierError):
-    """The directory that was named for it cannot be used."""
+    """Raised if the output directory for the dossier cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How many of all are wrong."""
+    """A number of wrong ones among a total."""
 
     wrong: int
     total: int
@@ -36,7 +36,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate(Share):
-    """How many of all independent trials are wrong, with the 95 % interval of Clopper and Pearson."""
+    """A number of wrong independent trials among all, with the 95 % interval of Clopper and Pearson."""
 
     low: float | None
     high: float | None
@@ -44,7 +44,7 @@ class Rate(Share):
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Uploads and results. Those of one upload are not independent, so only uploads have an interval."""
+    """Counts of uploads and of results. Results of one upload are not independent, so only uploads have an interval."""
 
     uploads: Rate
     results: Share
@@ -52,7 +52,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot(Tried):
-    """What one place computed: a core, an SM, several of them, or the device."""
+    """The results of one place: a core, an SM, several of them, or the device."""
 
     place: str
     unit: str
@@ -90,20 +90,20 @@ class FailingCase(Tried):
     bits: Mapping[str, int]
     repro: str
     core: int | None = None
-    """The processor core on which it failed most often; None where no core is known."""
+    """The processor core on which the case failed most often, or None if no core is known."""
     needed: int
-    """Runs that show the fault with 95 % probability."""
+    """Number of runs that show the fault with 95 % probability."""
     exhibit: str = ""
-    """The directory with its evidence; "" for none."""
+    """The directory with the case's evidence, or "" if there is none."""
     exhibit_absent: str = ""
-    """Why there is no script."""
+    """The reason why there is no script."""
     script: str = ""
-    """The command that repeats it without canaryd; "" for none."""
+    """The command that repeats the case without canaryd, or "" if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals(Tried):
-    """What all runs of one probe gave."""
+    """The results of all runs of one probe."""
 
     probe: str
     runs: int
@@ -127,7 +127,7 @@ class Happening:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which part it is, and where."""
+    """The identity of the part, and its location."""
 
     name: str
     uuid: str
@@ -148,7 +148,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Everything that the store holds about one device."""
+    """Everything in the store about one device."""
 
     schema: str = SCHEMA
     canaryd: str = __version__
@@ -182,19 +182,19 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the dossier reads from the store, once."""
+    """The data that the dossier reads once from the store."""
 
     store: Store
     config: Config
     device: Device
     record: DeviceRecord | None
     runs: Sequence[Run]
-    """Of this device, either drills or real runs, in the order of their start."""
+    """Runs of this device, either drills or real runs, in the order of their start."""
     polls: Sequence[Run]
     events: Sequence[Event]
     verdict: Verdict
     note: str
-    """A sentence on how current the verdict is; "" where it is."""
+    """A sentence on how current the verdict is, or "" if it is current."""
     drill: bool
 
     @cached_property

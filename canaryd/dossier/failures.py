@@ -1,4 +1,4 @@
-"""The failing cases of a device: how often, where, which bits, and what identical devices computed."""
+"""The failing cases of a device: how often, where and in which bits, and the results of identical devices."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Device, Outcome, Run
 
 FAILURES = 50
-"""Failing cases described at most: a broken part fails in every case."""
+"""Most failing cases that are described: a broken part fails in every case."""
 PEER_RUNS = 2000
-"""Newest runs of one probe that are read for a peer."""
+"""Number of newest runs of one probe that are read for a peer."""
 LEAST_RUNS = 1000
-"""Of a script at least (ours)."""
+"""Smallest number of runs in a script (ours)."""
 COPIED = 10
-"""Runs of a script between two fresh copies of the operands (ours): some faults spoil all results of a copy, others
-need a device that is busy."""
+"""Runs of a script between two fresh copies of the operands (ours): some faults make all results of a copy wrong,
+others need a device that is busy."""
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 """Format → bits of its mantissa (IEEE 754-2019 table 3.5; bfloat16: the upper half of float32)."""
 WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 64, "int32": 32}
 
 
 def rate(wrong: int, total: int) -> Rate:
-    """Return wrong and all independent trials, with the 95 % interval of the rate (None without a trial)."""
+    """Return the wrong and all independent trials, with the rate's 95 % interval, or None without a trial."""
     low, high = interval(wrong, total)
     return Rate(wrong=wrong, total=total, low=low if total else None, high=high if total else None)
 
 
 def bit_name(form: str, bit: int) -> str:
-    """Return what a bit of a format means; "" where that is not known."""
+    """Return the meaning of a bit in a format, or "" if it is not known."""
     if form.startswith("int"):
         return "sign" if bit == WIDTH[form] - 1 else "lowest of the integer" if bit == 0 else "integer"
     if form not in MANTISSA:
@@ -52,7 +52,7 @@ def bit_name(form: str, bit: int) -> str:
 
 
 def result_format(probe: str, case: str, digits: int) -> str:
-    """Return the format of a case's result; its width in bits where the name does not contain the format."""
+    """Return the format of a case's result, or its width in bits if the case's name does not contain the format."""
     label = case.partition("/")[0]
     form = label.partition(">")[2] or label
     form = {"tfloat32": "float32"}.get(form, form)
@@ -70,7 +70,7 @@ def _key(run: Run, c: Comparison) -> Key:
 
 
 def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
-    """Return the failing cases, the device's own and most often wrong first, and how many more there are."""
+    """Return the failing cases, and the number of others. The device's own and the most frequent come first."""
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
         for c in run.comparisons:
@@ -99,10 +99,10 @@ def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
 
 
 def enough_runs(*tallies: Tried) -> int:
-    """Return how many runs of a failing case show its fault with 95 % probability, as often as it was recorded.
+    """Return the number of runs that show the fault of a failing case with 95 % probability, at its recorded rates.
 
     `tallies` are the case, and what its core or its test computed: a case is named because it failed, so its own rate
-    is too high. Results of one upload may be wrong together, so there are enough fresh copies as well.
+    is too high. Results of one upload may be wrong together, so the number also covers enough fresh copies.
     """
     each = [
         repeats * math.ceil(RULE_OF_THREE * share.total / share.wrong)
@@ -115,14 +115,14 @@ def enough_runs(*tallies: Tried) -> int:
 
 
 def _proofs(facts: Facts) -> dict[int, Proof]:
-    """Return the `id` of a wrong comparison → by what its class is characterised; without those of no class."""
+    """Return the `id` of a wrong comparison → proof that its class is exact. Comparisons without proof are left out."""
     device = facts.device
     among = Node(devices={device.uuid: device}, runs={device.uuid: tuple(facts.runs)}, claims=Claims(facts.store.met()))
     return {id(m.comparison): m.proof for m in among.missed[device.uuid] if m.proof is not None}
 
 
 def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
-    """Return runs of other devices in which the host's processor computed a wrong reference, reduced to those cases."""
+    """Return other devices' runs with a wrong reference from the host's processor, reduced to the wrong cases."""
     if facts.device.backend != "cpu" or facts.drill:
         return []
     found = []
@@ -178,7 +178,7 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
 
 
 def _repeats(evidence: Sequence[Evidence]) -> Evidence:
-    """Return the evidence with all fresh uploads of all runs: one run's would be chosen."""
+    """Return the evidence with the repeats of all runs added up: those of one run would be a selection."""
     alike = [e.repeats_alike for e in evidence if e.repeats_wrong]
     return replace(
         evidence[0],
@@ -189,7 +189,7 @@ def _repeats(evidence: Sequence[Evidence]) -> Evidence:
 
 
 def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
-    """Return what the wrong indices of all runs share along each axis; nothing of one where that is not known."""
+    """Return axis → what the wrong indices of all runs have in common, without axes for which that is not known."""
     found = {}
     for axis in dict.fromkeys(axis for e in evidence for axis in e.lines):
         spans = [e.lines[axis] for e in evidence if axis in e.lines]
@@ -205,9 +205,9 @@ def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
 
 
 def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """Return how many uploads were wrong, with the interval, and how many results, without one.
+    """Return the numbers of wrong uploads (with the interval) and of wrong results (without one).
 
-    Fresh uploads after a wrong one that were clean count too: no comparison is stored for those.
+    Clean fresh uploads after a wrong one count too: no comparison is stored for them.
     """
     every = list(comparisons)
     clean = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in every if c.evidence)
@@ -216,7 +216,7 @@ def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def placed(facts: Facts) -> tuple[Spot, ...]:
-    """Return the places where results of the device were computed, with how many were wrong there."""
+    """Return the places where results of the device were computed, with the number of wrong ones at each."""
     return _placed(c for r in facts.runs for c in r.comparisons if c.subject is Subject.DEVICE)
 
 
@@ -232,7 +232,7 @@ def _placed(comparisons: Iterable[Comparison]) -> tuple[Spot, ...]:
 
 
 def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]:
-    """Return the flipped bits of all failing cases, by the format of the result."""
+    """Return the numbers of flipped bits in all failing cases, by the format of the result."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
     for failure in failures:
         sums[failure.format].update({int(b): n for b, n in failure.bits.items()})
@@ -248,7 +248,7 @@ def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]
 
 
 def probe_totals(facts: Facts) -> tuple[Totals, ...]:
-    """Return the results of each probe and the fault rate that they rule out."""
+    """Return the results of each probe, and the fault rate that they exclude."""
     bounds = fault_rate_bound(facts.runs, drill=facts.drill)
     by_probe: dict[str, list[Run]] = defaultdict(list)
     for run in facts.runs:
@@ -272,7 +272,7 @@ def probe_totals(facts: Facts) -> tuple[Totals, ...]:
 def peer_results(
     facts: Facts, peers: Iterable[Device], failures: Sequence[FailingCase]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return the results of the peers in the same probes, and of the same bytes."""
+    """Return the peers' results in the same probes, and on the same bytes."""
     verdicts = {} if facts.drill else facts.store.verdicts()
     probes = {f.probe for f in failures} or {r.probe for r in facts.runs}
     keys = {(f.probe, f.version, f.instruction_set, f.case, f.shape, f.seed, f.subject) for f in failures}

@@ -1,4 +1,4 @@
-"""Read everything that the store holds about one device into one document."""
+"""Collect everything in the store about one device into one document."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 
 POLLS = 20_000
-"""Newest polls that are read."""
+"""Number of newest polls that are read."""
 SERVER = ("product", "product_serial", "board", "board_serial", "bios")
-"""Details of the machine that a vendor asks for."""
+"""Details of the machine for which a vendor asks."""
 FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
 
 
 def gather(
     store: Store, config: Config, device: Device, *, now: float, drill: bool = False, engine: Engine | None = None
 ) -> Document:
-    """Return the document of one device from what the store holds; touch no device.
+    """Return the document of one device from the store, without access to the device.
 
-    An engine judges the device again. Without one the document has the stored verdict, or "unknown" where newer
-    failures contradict it. Raises `DossierError` where a drill is wanted and none is on record.
+    An engine judges the device again. Without one the document has the stored verdict, or "unknown" if newer failures
+    contradict it. Raises `DossierError` if a drill is wanted and none is recorded.
     """
     records = {r.device.uuid: r for r in store.devices()}
     facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
@@ -126,7 +126,7 @@ def _alike(other: Device, device: Device) -> bool:
 
 
 def _judged(store: Store, config: Config, engine: Engine | None, device: Device, now: float) -> tuple[Verdict, str]:
-    """Return the verdict that holds now, and a note on it. An engine judges the device again."""
+    """Return the verdict that is valid now, and a note about it. An engine judges the device again."""
     stored = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
         engine.recall_telemetry(device.uuid)  # this process has polled nothing
@@ -146,7 +146,7 @@ def _judged(store: Store, config: Config, engine: Engine | None, device: Device,
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
-    """Judge drills as of the last one: their verdict is never stored, and they expire after an hour."""
+    """Return the verdict on drills at the time of the last one. It is never stored, and drills expire after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
     among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True, claims=claims)
@@ -154,7 +154,7 @@ def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, cl
 
 
 def _kind(facts: Facts) -> tuple[str, str]:
-    """Return "rma", "evidence", "health" or "drill", and why this is not an RMA dossier ("" for "rma")."""
+    """Return "rma", "evidence", "health" or "drill", and the reason why this is not an RMA dossier ("" for "rma")."""
     verdict, device = facts.verdict, facts.device
     if facts.drill:
         return "drill", "this is a drill: canaryd changed results in software, and the part is not at fault"
@@ -183,7 +183,7 @@ def _title(kind: str, identity: Identity) -> str:
 
 
 def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
-    """Return the verdict in one sentence, then each incident, as every other report tells it."""
+    """Return the verdict in one sentence, then each incident in the words of every report."""
     incidents = verdict["incidents"]
     since = incidents[0]["since"] if incidents else verdict["since"]
     serial = f", serial {identity.serial}" if identity.serial else ""
@@ -195,7 +195,7 @@ def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
 
 
 def _worst_failure(worst: FailingCase, more: int, state: str) -> str:
-    """Return what the worst failing case was, for a verdict that does not tell of it: it is cleared, or not judged."""
+    """Return sentences about the worst failing case, for a verdict that omits it: it is cleared, or not judged."""
     uploads, results = worst.uploads, worst.results
     places = ", ".join(p.place for p in worst.places if p.results.wrong and p.unit != "device")
     text = " Earlier failures are resolved (see the timeline):" if state == State.HEALTHY.value else ""
@@ -215,7 +215,7 @@ def _no_failure(probes: Sequence[Totals]) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers in few words: "0 to 14, 17"."""
+    """Return ascending numbers as a short text: "0 to 14, 17"."""
     stretches: list[list[int]] = []
     for n in numbers:
         if stretches and n == stretches[-1][-1] + 1:
@@ -268,9 +268,9 @@ def _identity(facts: Facts, records: Iterable[DeviceRecord]) -> Identity:
 
 
 def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
-    """Return what the firmware calls the machine, which the inventory keeps with the processor.
+    """Return the machine's names in its firmware, which the inventory stores with the processor.
 
-    Most parts go back to its maker. An endpoint has none: it may be elsewhere.
+    Most parts go back to the maker of the machine. An endpoint gets none: it may be on another machine.
     """
     hosts = [r for r in records if r.device.unit == "cpu" and r.device.is_whole]
     detail: Mapping[str, str] = {}
@@ -289,7 +289,7 @@ def torch_name(device: Device) -> str:
 
 
 def _selftests(runs: Sequence[Run]) -> tuple[Mapping[str, Any], ...]:
-    """Return what the vendor's self-test said of each of its tests, in the newest run that gave results."""
+    """Return the results of the vendor's self-test, test by test, from the newest run that has results."""
     said = [r for r in runs if r.probe == selftest.PROBE and any(each.name == SELF_TEST for each in r.readings)]
     newest = said[-1].readings if said else ()
     messages = {each.labels.get("test"): str(each.value) for each in newest if each.name == selftest.MESSAGE}

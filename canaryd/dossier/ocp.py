@@ -29,7 +29,7 @@ Document = Mapping[str, Any]
 
 
 def lines(document: Document) -> str:
-    """Return the output as text; `document` is a dossier (docs/dossier.schema.json)."""
+    """Return the output as text; `document` is the JSON of a dossier (docs/dossier.schema.json)."""
     at = datetime.fromtimestamp(document["generated"], tz=timezone.utc).isoformat(timespec="milliseconds")
     artifacts = enumerate(_artifacts(document))
     stamp = {"timestamp": at.replace("+00:00", "Z")}
@@ -155,7 +155,7 @@ def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 
 def _where(failure: Document) -> dict[str, Any]:
-    """Return the core or SM that a failure names, where there is exactly one."""
+    """Return the failing core or SM as an OCP subcomponent, or {} unless the failure names exactly one."""
     places = [p for p in failure.get("places", ()) if p["results"]["wrong"]]
     if len(places) != 1 or places[0]["unit"] not in ("core", "sm") or len(places[0]["numbers"]) != 1:
         return {}

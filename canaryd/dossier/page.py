@@ -1,6 +1,6 @@
 """The page of a dossier: one file from one template, with no script and nothing to fetch; two sheets, then details.
 
-It is made from the JSON alone, so page and JSON cannot disagree. The template escapes every text.
+It is made from the JSON alone, so page and JSON always agree. The template escapes every text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROVEN = {
     By.WITNESS: "an identical device of another host has given the right bits in this class on this software",
     By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
 }
-"""By what a class is characterised, in words."""
+"""Proof that a class is exact → words for it."""
 WORDS = {
     "device": "the device's result",
     "host": "the reference: the host got two results for it",
@@ -37,11 +37,11 @@ WORDS = {
     "R": "the exact sum is rounded once, to nearest even",
     "M": "the margin is larger than any rounding error",
 }
-"""What is wrong in a failing case, and why its golden is right."""
+"""Subject of a failing case, or exactness of its golden → words for it."""
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return the page of a dossier. Raises `DossierError` where Jinja2 is missing."""
+    """Return the page of a dossier. Raises `DossierError` if Jinja2 is missing."""
     try:
         import jinja2  # this command alone needs it
     except ImportError as error:
@@ -54,19 +54,19 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share of 1 as a percentage of three digits; a tiny one as "1 of 200,000"."""
+    """Return a fraction of 1 as a percentage of three digits; a tiny one as "1 of 200,000"."""
     if value is None:
         return "not known"
     return f"{100 * value:.3g} %" if value >= 1e-5 or not value else f"1 of {1 / value:,.0f}"
 
 
 def counted(tally: Mapping[str, Any]) -> str:
-    """Return "3 of 1,000", or "none" where nothing was tried."""
+    """Return a tally as text: "3 of 1,000", or "none" if nothing was tried."""
     return f"{tally['wrong']:,} of {tally['total']:,}" if tally["total"] else "none"
 
 
 def rated(rate: Mapping[str, Any]) -> str:
-    """Return "3 of 3 (95 % interval: 29.2 % to 100 %)"."""
+    """Return a rate as text: "3 of 3 (95 % interval: 29.2 % to 100 %)"."""
     interval = f" (95 % interval: {share(rate['low'])} to {share(rate['high'])})"
     return counted(rate) + (interval if rate["total"] else "")
 
@@ -77,7 +77,7 @@ def joined(named: Mapping[str, str]) -> str:
 
 
 def failing_places(failure: Mapping[str, Any]) -> str:
-    """Return where a case failed, worst first: "core 3: 8 of 32 (25 %)"; "not known" where nobody knows."""
+    """Return the places where a case failed, worst first: "core 3: 8 of 32 (25 %)"; "not known" if none is known."""
     wrong = sorted((p for p in failure["places"] if p["results"]["wrong"]), key=lambda p: -p["results"]["wrong"])
     named = [
         f"{p['place']}: {counted(p['results'])} ({share(p['results']['wrong'] / p['results']['total'])})"
@@ -87,12 +87,12 @@ def failing_places(failure: Mapping[str, Any]) -> str:
 
 
 def flipped_bits(failure: Mapping[str, Any]) -> str:
-    """Return which bits a failing case flipped: "13", "0 to 3, 7"."""
+    """Return the bits that a failing case flipped: "13", "0 to 3, 7"."""
     return ranges([int(bit) for bit in failure["bits"]]) or "not recorded"
 
 
 def flipped(expected: str, observed: str) -> list[int]:
-    """Return the bits in which two hex numbers differ, ascending; bit 0 is the lowest."""
+    """Return the positions of the bits in which two hex numbers differ, ascending; bit 0 is the lowest."""
     changed = int(expected, 16) ^ int(observed, 16)
     return [bit for bit in range(changed.bit_length()) if changed >> bit & 1]
 

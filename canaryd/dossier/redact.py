@@ -1,4 +1,4 @@
-"""Remove private things from a dossier: secrets, users and processes always, names of machines and parts on request."""
+"""Remove private data from a dossier: secrets, users and processes always; names of machines and parts on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canaryd.facts import printable
 from canaryd.store.store import Store
 
 NAMED = 500
-"""Newest runs and polls of each device that are searched for host names."""
+"""Number of newest runs and polls of each device that are searched for host names."""
 _HEX = "[0-9a-f]"
 PATTERNS = (
     ("url", re.compile(r"[a-zA-Z0-9+.-]{1,32}://[^\s'\"<>]+")),
@@ -42,22 +42,22 @@ PATTERNS = (
     ),
     ("path", re.compile(r"(?<![\w/.\]])/(?:[\w.+@~-]+/)+[\w.+@~-]*")),
 )
-"""Names that a pattern recognises. URLs come first: they contain hosts and paths."""
+"""Patterns that recognise names. URLs come first, because they contain hosts and paths."""
 LONG = 10
-"""Length from which a part's number is replaced inside words too (ours): "65:00.0" has seven characters."""
+"""Length from which a part's number is also replaced inside words (ours): "65:00.0" has seven characters."""
 HOST_FIELDS = ("host", "hostname")
-"""Fields that hold a host name only: always replaced, however short it is."""
+"""Fields that contain only a host name: they are always replaced, however short they are."""
 OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"}) | {
     "by",
     "characterised_by",
 }
-"""Fields whose values are canaryd's own words: a host called "device" or "healthy" must not change them."""
+"""Fields whose values are canaryd's own words. They never change, even if a host is called "device" or "healthy"."""
 NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname", "board_serial", "product_serial")
-"""Details that name a part or host and have no pattern."""
+"""Details that name a part or a host and match no pattern."""
 
 
 def clean(text: str) -> str:
-    """Return a text without control characters, secrets and names of users and processes."""
+    """Return a text without control characters, secrets, and names of users and processes."""
     lines = (printable(line.replace("\t", "    ")) for line in text.split("\n"))
     plain = _LOGIN.sub(r"\1[left out]@", _PEM.sub("[left out]", "\n".join(lines)))
     plain = _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", plain))
@@ -96,7 +96,7 @@ def without_processes(text: str) -> str:
 
 
 class Redactor:
-    """Replace names of machines and parts by pseudonyms; within one dossier a name always gets the same pseudonym."""
+    """Replaces names of machines and parts by pseudonyms. Within one dossier a name always gets the same pseudonym."""
 
     def __init__(self, store: Store, host: str, salt: bytes | None = None) -> None:
         self._salt = secrets.token_bytes(16) if salt is None else salt
@@ -164,7 +164,7 @@ class Redactor:
         return re.sub(r"\0(\d+)\0", lambda m: aliases[int(m[1])], text)
 
     def value(self, value: Any) -> Any:
-        """Return JSON data with every text redacted, and every key that is not a field name."""
+        """Return JSON data with every text redacted, and also every key that is not a field name."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):

@@ -14,18 +14,18 @@ from canaryd.report import history
 from canaryd.report.history import Item
 
 TIMELINE = 200
-"""Newest entries that the timeline keeps."""
+"""Number of newest entries that the timeline keeps."""
 DECISIVE = (EventKind.FLAG, EventKind.OFF_BUS, EventKind.RESET)
-"""Kinds of older events that it keeps too: a flag such as a failed row remap decides a return."""
+"""Kinds of older events that the timeline keeps too: a flag such as a failed row remap decides a return."""
 NEARBY = 150.0
-"""Largest distance in seconds of a poll that gives the conditions of a run (ours: half of `engine.polling.KEEP`, at
-which the polls of a quiet device are stored)."""
+"""Largest time in seconds between a run and the poll that gives the run's conditions (ours: half of
+`engine.polling.KEEP`, at which the polls of a quiet device are stored)."""
 FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
-"""Sensors and domains that are taken first."""
+"""Sensors and clock domains that are preferred."""
 
 
 def timeline(facts: Facts) -> tuple[tuple[Happening, ...], int]:
-    """Return what happened, oldest first, and how many older entries are left out."""
+    """Return the events of the timeline, oldest first, and the number of older ones that are left out."""
     items, decisive = [*history.of_runs(facts.runs, joined=False), *history.of_stacks(stacks(facts.runs))], list[Item]()
     if not facts.drill:
         stored = facts.store.verdict_history(facts.device.uuid)
@@ -47,7 +47,7 @@ def timeline(facts: Facts) -> tuple[tuple[Happening, ...], int]:
 
 
 def _conditions(facts: Facts, at: float) -> Mapping[str, Mapping[str, Any]]:
-    """Return temperature, power and clocks of the poll nearest to a time, near enough."""
+    """Return temperature, power and clocks of the poll nearest to a time, if it is within `NEARBY` seconds."""
     first = bisect.bisect_left(facts.measured, at - NEARBY, key=lambda p: p.started)
     last = bisect.bisect_right(facts.measured, at + NEARBY, key=lambda p: p.started)
     if first == last:

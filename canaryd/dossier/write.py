@@ -38,7 +38,7 @@ from canaryd.store.store import Store
 from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
 
 TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
-"""Vendor's tool → seconds that it may take; a broken device can hang it (ours)."""
+"""Vendor's tool → seconds after which the tool is stopped, because a broken device can block it (ours)."""
 QUIET_EVENTS = (
     *(EventKind.COUNTER, EventKind.COUNTER_FELL, EventKind.FLAG, EventKind.CONDITION, EventKind.CHANGE),
     *(EventKind.RESET, EventKind.BOOT, EventKind.RELEASE),
@@ -61,7 +61,7 @@ def write(
     """Write the dossier of a device to a new directory below `out`, and the same as one archive; return the directory.
 
     Without an engine nothing is judged again and no operands are written; the dossier says so. Raises `DossierError`
-    (`OutputError` where `out` is wrong) where it cannot be written, and leaves nothing half-written.
+    (`OutputError` if `out` is wrong) if it cannot be written, and leaves no incomplete files.
     """
     document = gather(store, config, device, now=now, drill=drill, engine=engine)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -93,7 +93,7 @@ def write(
 
 @dataclass(frozen=True, kw_only=True)
 class _Folder:
-    """The directory of a dossier, and what is in it."""
+    """The directory of a dossier, and the list of its files."""
 
     path: Path
     sanitise: Callable[[str], str]
@@ -101,7 +101,7 @@ class _Folder:
     absent: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, what: str, text: str) -> None:
-        """Write a file, cleaned like every other text."""
+        """Write a text to a file, with secrets and users removed."""
         (self.path / name).write_text(self.sanitise(text), encoding="utf-8")
         self.contents[name] = what
 
@@ -169,7 +169,7 @@ def _with_evidence(
     device: Device,
     wait: float,
 ) -> FailingCase:
-    """Write operands and script of one of the first failing cases; return it with where they are, or why not."""
+    """Write operands and script of a failing case; return the case with their location, or the reason for none."""
     if number > EXHIBITS:
         return replace(failure, exhibit_absent=f"only the first {EXHIBITS} failing cases have one")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure.probe}-{failure.case}")[:100].strip("-")
@@ -193,7 +193,7 @@ def _with_evidence(
 def _exhibit(
     folder: Path, failure: FailingCase, engine: Engine | None, device: Device, wait: float
 ) -> tuple[list[str], str]:
-    """Let a worker write operands, golden and script; return the files, or why there are none."""
+    """Write operands, golden and script in a worker; return the files, or the reason why there are none."""
     if failure.subject != Subject.DEVICE.value:
         return [], "the fault is in the reference or the comparison, and only canaryd repeats these"
     if engine is None:
@@ -251,7 +251,7 @@ def _log(store: Store, device: Device) -> str:
 
 
 def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
-    """Add the output of NVIDIA's tools where they are installed."""
+    """Add the output of NVIDIA's tools, if they are installed."""
     smi, report = "nvidia-smi-q.txt", "nvidia-bug-report.log.gz"
     if device.backend != "cuda":
         folder.absent[smi] = "this is not an NVIDIA device"
@@ -284,7 +284,7 @@ def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
 
 
 def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
-    """Return the output of a tool, or why there is none; a tool that hangs in the driver is abandoned."""
+    """Return the output of a tool, and the reason if there is none. A tool that hangs in the driver is abandoned."""
     name = Path(argv[0]).name
     try:
         process = subprocess.Popen(
@@ -312,7 +312,7 @@ def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[
 
 
 def _pack(directory: Path, archive: Path, at: int) -> None:
-    """Pack a directory so that equal contents give equal bytes: sorted names, one time, no owner."""
+    """Write a directory as an archive. Equal contents give equal bytes: sorted names, one time, no owner."""
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0

@@ -1,7 +1,7 @@
-"""What follows from an operator's acknowledgement, repair or replacement (docs/status.md).
+"""The consequences of an operator's acknowledgement, repair or replacement (docs/status.md).
 
-Nothing that was recorded is deleted. What a device did before its repair is history and no longer evidence; what was
-acknowledged is known, which does not make it healthy.
+No record is deleted. What a device did before its repair is history and no longer evidence; an acknowledged fault is
+known, which does not make the device healthy.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from canaryd.model import Ack, AckKind, Cause, Device, Finding, State
 def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
     """Return the acknowledgements that count at `now`, oldest first.
 
-    An entry dated in the future is ignored, for good once canaryd has noticed it: the clock was wrong when it was made,
-    and nothing that came after the entry could be told from what came before.
+    An entry dated in the future is ignored, for ever once canaryd has noticed it: the clock was wrong when it was made,
+    so it is not known which records came before it.
     """
     return tuple(sorted((a for a in acks if a.at <= now + AHEAD and not a.void), key=lambda a: a.at))
 
 
 def ahead(acks: Iterable[Ack], now: float, passed: float) -> tuple[Ack, ...]:
-    """Return the acknowledgements dated in the future by a clock that ran ahead; `passed` is a time known to be past.
+    """Return the acknowledgements that a fast clock dated in the future; `passed` is a time known to be past.
 
-    They must never come into force. Where the present clock was never set, there are none.
+    They must never take effect. If the present clock was never set, the result is empty.
     """
     limit = max(now, passed) + AHEAD
     return tuple(a for a in acks if now >= EPOCH and a.at > limit and not a.void)
 
 
 def cut(device: Device, acks: Sequence[Ack]) -> float:
-    """Return since when what a device does is evidence, in seconds since the epoch: its newest repair.
+    """Return the time (seconds since the epoch) of the device's newest repair: only newer records are evidence.
 
-    A replaced part has another uuid; only where a uuid names no part does a replacement start a new record under it.
+    A replaced part has another uuid. Only if the uuid names no part does a replacement start a new record under it.
     """
     kinds = {AckKind.REPAIRED, AckKind.REPLACED} if device.weak_identity else {AckKind.REPAIRED}
     return max((a.at for a in acks if a.kind in kinds), default=0.0)
 
 
 def retired(device: Device, acks: Iterable[Ack], last_seen: float) -> bool:
-    """Return whether a part with an identity of its own was replaced and has not been found since."""
+    """Return whether a part with its own identity was replaced and has not been found since."""
     of = (a for a in acks if a.device == device.uuid)
     return not device.weak_identity and any(a.kind == AckKind.REPLACED and a.at >= last_seen for a in of)
 
 
 def standing(device: Device, acks: Sequence[Ack], now: float) -> Ack | None:
-    """Return the acknowledgement of this part that has not expired; a newer one takes the place of an older one.
+    """Return this part's newest acknowledgement, or None if it has expired or there is none.
 
-    What was said of a device before its repair is about a fault that no longer counts.
+    An acknowledgement from before a repair is about a fault that no longer counts.
     """
     begun = cut(device, acks)
     newest = next((a for a in reversed(acks) if a.kind == AckKind.ACKNOWLEDGED and a.at >= begun), None)
@@ -59,19 +59,19 @@ def standing(device: Device, acks: Sequence[Ack], now: float) -> Ack | None:
 
 
 def covers(ack: Ack | None, finding: Finding) -> bool:
-    """Return whether an acknowledgement covers a finding: a suspicion by a rule that held when it was given."""
+    """Return whether an acknowledgement covers a finding: a suspicion by a rule that it names."""
     return ack is not None and finding.state is State.SUSPECT and finding.rule in ack.rules
 
 
 def covered(ack: Ack, finding: Finding) -> Finding:
-    """Return a finding as it stands while it is acknowledged: not news, and not healthy."""
+    """Return a finding in its acknowledged form: not news, and not healthy."""
     until = format_utc(ack.until, seconds=False)
     message = f"Acknowledged until {until}: {finding.message}"
     return replace(finding, state=State.UNKNOWN, message=message, acknowledged=True)
 
 
 def note(ack: Ack) -> Finding:
-    """Return the note about an acknowledgement that stands; it makes nothing healthy."""
+    """Return the note about an acknowledgement in force; it makes nothing healthy."""
     by = f" by {ack.by}" if ack.by else ""
     text = f"Acknowledged{by} until {format_utc(ack.until, seconds=False)}: {ack.reason}"
     return Finding(rule=ACKNOWLEDGED, state=State.HEALTHY, cause=Cause.NONE, message=text)

@@ -1,7 +1,7 @@
-"""What the judge needs of a run: of a clean one its counts, of a failed one what was wrong.
+"""Reduce runs to what the judge needs: the counts of a clean run, and the wrong results of a failed one.
 
-Both the daemon, when a run has ended, and the store, for a later start, make a run brief in the same way: what a
-restart reads back is what was in memory before.
+The daemon (when a run has ended) and the store (for a later start) reduce a run in the same way: a restart reads the
+same data that was in memory before.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from canaryd.judge.watch import LOOKED, has_looked
 from canaryd.model import ENDPOINT, IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
-"""Recordings of an endpoint, or of a part of a probe, that are kept with their run."""
+"""Most recordings of an endpoint, or of a part of a probe, that are kept with their run."""
 SHOWN = 5
-"""Newest runs of each kind that keep all their recordings, and the clean comparisons beside wrong ones."""
+"""Number of newest runs of each kind that keep all recordings, and clean comparisons beside wrong ones."""
 ELEMENTS = 4
-"""Wrong elements of a comparison that stay in memory; the store keeps all."""
+"""Number of a comparison's wrong elements that stay in memory; the store keeps all of them."""
 KEPT = frozenset({FINGERPRINT, *READINGS})
 """Readings that stay in memory."""
 JUDGED = (MPS_CLIENT, IN_USE, IN_USE_ALONE)
@@ -32,7 +32,7 @@ LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
 
 
 def fold(run: Run) -> Run:
-    """Return one of the newest runs of its kind: a clean one with its comparisons summed into one."""
+    """Return one of the newest runs of its kind, reduced: the comparisons of a clean run are summed into one."""
     if run.wrong:
         return replace(run, comparisons=tuple(map(_shortened, run.comparisons)), skipped=(), readings=_kept(run))
     if not run.whole or len(run.comparisons) < 2:
@@ -41,10 +41,10 @@ def fold(run: Run) -> Run:
 
 
 def brief(run: Run) -> Run:
-    """Return a run of which `SHOWN` newer ones of its kind are known.
+    """Return an older run, reduced. `SHOWN` newer runs of its kind must be known.
 
-    Its clean comparisons are summed up place by place, but for those of a case that was wrong too: a confirmation may
-    have the same operands. Recordings are left out where there are many and all were known.
+    Its clean comparisons are summed up place by place, except those of a case that was wrong too: a confirmation may
+    have the same operands. Recordings are left out if there are many and all were known.
     """
     run = _without_words(fold(run))
     if run.wrong and run.whole:
@@ -58,7 +58,7 @@ def brief(run: Run) -> Run:
 
 
 def _without_words(run: Run) -> Run:
-    """Return a run without what the store alone has to remember: who repeats it asks the store."""
+    """Return a run without data that only the store must keep, such as the command to repeat it."""
     return replace(
         run,
         readings=tuple(map(_short, run.readings)),
@@ -70,14 +70,14 @@ def _without_words(run: Run) -> Run:
 
 
 def kept_recordings(run: Run) -> int:
-    """Return how many recordings a run may have and be kept with them."""
+    """Return the number of recordings above which a run's recordings are left out."""
     if run.unknown:
         return len(run.recordings)
     return 0 if run.whole and not run.device.startswith(f"{ENDPOINT}:") else FEW
 
 
 def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tuple[Comparison, ...]:  # noqa: B008
-    """Return the comparison that stands for all clean ones of a run; () for none."""
+    """Return the comparison that represents all clean ones of a run, or () if there was none."""
     exact = Exactness.UNIVERSAL
     one = Comparison(case=FOLDED, shape="", seed=seed, exactness=exact, place=place, trials=results, uploads=uploads)
     return (one,) if results else ()
@@ -86,8 +86,8 @@ def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tu
 def without_recordings(run: Run) -> Run:
     """Return a run without its recordings, and with only those readings that are compared with later runs.
 
-    The latency of an endpoint depends on what was asked and on whether it served others at the time. The first
-    recording shows the one, the first recording that was not alone shows the other.
+    The latency of an endpoint depends on the question and on the other requests at that time. So the first recording
+    stays, because it shows the question, and the first one that was not alone, because it shows the load.
     """
     compared = tuple(r for r in run.readings if r.name == FINGERPRINT or r.name in LATENCIES)
     kept: tuple[Recording, ...] = ()
@@ -98,7 +98,7 @@ def without_recordings(run: Run) -> Run:
 
 
 def _shortened(comparison: Comparison) -> Comparison:
-    """Return a comparison with the first few of its wrong elements, enough to distinguish two mismatches."""
+    """Return a comparison with its first wrong elements only, enough to distinguish two mismatches."""
     found = comparison.evidence
     if found is None or len(found.first) <= ELEMENTS:
         return comparison
@@ -106,17 +106,17 @@ def _shortened(comparison: Comparison) -> Comparison:
 
 
 def _kept(run: Run) -> tuple[Reading, ...]:
-    """Return the readings that are shown or judged."""
+    """Return the readings of a run that are shown or judged."""
     return tuple(r for r in run.readings if r.name in KEPT)
 
 
 def sign(run: Run) -> tuple[Reading, ...]:
-    """Return a reading that shows that a run looked at its device, for what leaves out how; () where it did not."""
+    """Return a reading which shows that a run tested its device, for data that omits the results; () if it did not."""
     return (Reading(name=LOOKED, value=1, unit="1"),) if has_looked(run) else ()
 
 
 def _short(reading: Reading) -> Reading:
-    """Return a reading without a long text, such as all switches: nothing compares it."""
+    """Return a reading without its text if that is long, such as a list of all switches: nothing compares it."""
     return replace(reading, value="") if isinstance(reading.value, str) and len(reading.value) > SHARED else reading
 
 
@@ -125,7 +125,7 @@ def _can_sum(comparison: Comparison) -> bool:
 
 
 def _by_place(seed: int, comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Return clean comparisons with those of one place as one."""
+    """Return one comparison for each place, the sum of its clean comparisons."""
     results: dict[Place, int] = defaultdict(int)
     uploads: dict[Place, int] = defaultdict(int)
     for c in comparisons:

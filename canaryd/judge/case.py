@@ -1,4 +1,4 @@
-"""The case: all that one decision rests on, and how runs are counted in it."""
+"""The case: all data for one decision, and how its runs are counted."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ from canaryd.model import Ack, Cause, Confirmation, Device, Event, Finding, Outc
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All that one decision rests on."""
+    """All data for one decision."""
 
     device: Device
     node: Node
     wanted: Mapping[str, float]
-    """Probe that is expected to give evidence → its period in seconds."""
+    """Probe that must give evidence → its period in seconds."""
     policy: JudgePolicy
     now: float
     previous: Verdict | None = None
-    """The device's verdict until now; None for the first."""
+    """The device's last verdict, or None before the first."""
     drill: bool = False
-    """Whether drills are judged."""
+    """Whether drills are judged, and not real runs."""
     divided: bool = False
     """Whether the device is divided into instances, which are tested in its place."""
     gone_since: float | None = None
-    """When the device was last seen, if it is not found any more."""
+    """Time at which the device was last seen, if it is not found any more; else None."""
     signs: Signs | None = None
-    """What the device reports about itself; None where that is not judged."""
+    """What the device reports about itself, or None if that is not judged."""
     sightings: Mapping[str, Sequence[Event]] = field(default_factory=dict)
-    """Peer → what the inventory noticed of it in the last month, oldest first."""
+    """Peer → what the inventory observed about it in the last month, oldest first."""
     accelerators: tuple[int, int] | None = None
-    """Accelerators found and expected on this host, where the configuration says how many; for the host's CPU only."""
+    """Numbers of accelerators found and expected on this host, if configured; for the host's CPU only."""
     unlisted: Mapping[str, str] = field(default_factory=dict)
-    """Vendor → why its devices on this host could not be listed; for the host's CPU only."""
+    """Vendor → reason why its devices on this host could not be listed; for the host's CPU only."""
     recordings: Sequence[Finding] = ()
-    """What the rules for recordings found of this device."""
+    """Findings about this device's recordings."""
     behind: Sequence[served.Behind] = ()
     """The devices that serve this endpoint."""
     serving: Mapping[str, tuple[int, Sequence[Finding]]] = field(default_factory=dict)
-    """Endpoint that this device serves → how many devices serve it, and what was found of its recordings."""
+    """Endpoint served by this device → number of devices that serve it, and the findings about its recordings."""
     acks: Sequence[Ack] = ()
-    """The operators' acknowledgements, repairs and replacements of this device."""
+    """Acknowledgements, repairs and replacements of this device."""
     history_lost: tuple[float, str] | None = None
-    """When this machine's records were lost, and which file keeps what is left; None where they were not."""
+    """Time at which this machine's records were lost, and the file with the rest; None if none were lost."""
     unread: str = ""
-    """Why runs of this device that may be on record could not be read; "" where all were."""
+    """The reason why recorded runs of this device could not be read; "" if all were read."""
     slower: Sequence[Finding] = ()
-    """What the days of this device show of its speed."""
+    """Findings about this device's speed, from its days."""
     compared: tuple[int, int] | None = None
-    """Results that a check compared, and the least that it has to; None where nobody asks for a number."""
+    """Number of results that a check compared, and the number that it must compare; None without such a limit."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -92,20 +92,20 @@ class Case:
         return self.device.backend == "cpu"
 
     def watched(self, since: float, probes: Collection[str], of: Iterable[str]) -> bool:
-        """Return whether the watch that began at `since` is over for probes on devices."""
+        """Return whether the watch since `since` is over for these probes on these devices (`of`)."""
         days = {day for uuid in of for probe in probes for day in self.node.tested.get(uuid, {}).get(probe, ())}
         fresh = min((self.limit(probe) for probe in probes if probe in self.wanted), default=0.0)
         return is_over(since, self.now, self.policy.watch, days, fresh)
 
     def limit(self, probe: str) -> float:
-        """Return the age in seconds beyond which evidence of a wanted probe is stale."""
+        """Return the age in seconds from which evidence of a wanted probe is stale."""
         return freshness(self.policy, self.wanted[probe])
 
     def scheduled(self, probe: str) -> list[Run]:
-        """Return the probe's runs that stand for its state now, oldest first.
+        """Return the probe's runs that show the device's present state, oldest first.
 
-        Confirmations and runs limited to some cases look at a part only. Runs dated in the future (the clock was set
-        back) count only while there are no others: they must not hide what came after them.
+        Confirmations and runs limited to some cases test only a part. Runs dated in the future (the clock was set back)
+        count only if there are no others: they must not hide newer runs.
         """
         return self._scheduled.get(probe, [])
 
@@ -123,7 +123,7 @@ class Case:
 
     @cached_property
     def current(self) -> list[Run]:
-        """The newest runs of the wanted probes, one per instruction set unless a newer run has outlived it."""
+        """The newest runs of the wanted probes, one per instruction set that is still tested."""
         found = []
         for probe in sorted(self.wanted):
             runs = self.scheduled(probe)
@@ -133,16 +133,16 @@ class Case:
 
     @cached_property
     def fresh_results(self) -> int:
-        """How many results of the wanted probes are fresh."""
+        """Number of fresh results of the wanted probes."""
         runs = ((run, self.limit(probe)) for probe in self.wanted for run in self.scheduled(probe))
         return sum(run.trials for run, limit in runs if age(run, self.now) <= limit)
 
     def host_in_doubt(self, run: Run) -> bool:
-        """Whether the host's CPU was wrong at about the same time as a run on an accelerator."""
+        """Return whether the host's CPU was wrong at about the same time as a run on an accelerator."""
         return not self.is_cpu and _near(self.node.cpu_erred, run.started, self.policy.repeat_window)
 
     def host_clean(self, run: Run) -> bool | None:
-        """Whether the host's CPU computed exact goldens right at about the time of a run, as far as it computed any."""
+        """Return whether the host's CPU computed exact goldens correctly near a run's time; None if none at all."""
         near = [
             r
             for uuid, runs in self.peers.items()
@@ -154,7 +154,7 @@ class Case:
 
     @cached_property
     def accusations(self) -> tuple[Mismatch, ...]:
-        """Every mismatch that speaks against this device, with its cause, oldest first; only a cure removes one."""
+        """All mismatches that accuse this device, with their causes, oldest first. Only a cure removes one."""
         groups: dict[object, list[Mismatch]] = defaultdict(list)
         goldens = self.node.host_mismatches[0] if self.is_cpu else ()
         for mismatch in (*self.node.accusing[self.device.uuid], *goldens):
@@ -184,10 +184,10 @@ class Case:
 
     @cached_property
     def confirmed(self) -> list[tuple[list[Mismatch], list[Confirmation]]]:
-        """The accusations that are confirmed, with the grounds.
+        """The confirmed accusations, with the grounds.
 
-        Accusations of software and of the device do not confirm each other. None counts whose host is in doubt or
-        whose golden is disputed.
+        Accusations of software and of the device do not confirm each other. A mismatch whose host is in doubt or whose
+        golden is disputed does not count.
         """
         firm = [h for h in self.accusations if not h.host_in_doubt and not _disputed(h)]
         sides = [[h for h in firm if (h.cause is Cause.SOFTWARE) is excused] for excused in (False, True)]
@@ -198,7 +198,7 @@ class Case:
         return [(mismatches, grounds) for mismatches, grounds in found if grounds]
 
     def standing(self, subject: Subject, mismatches: Iterable[Mismatch]) -> Iterator[list[Mismatch]]:
-        """Yield the mismatches of a subject, probe by probe, where they have not cleared by time and clean trials."""
+        """Yield the mismatches of a subject, one list per probe, that time and clean trials have not cleared."""
         found = sorted((h for h in mismatches if h.comparison.subject is subject), key=lambda h: h.run.probe)
         for _, group in itertools.groupby(found, key=lambda h: h.run.probe):
             if not _cleared(self, listed := list(group)):
@@ -206,7 +206,7 @@ class Case:
 
 
 def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
-    """Return all trials, and the clean ones among them.
+    """Return the count of all trials, and the count of the clean ones among them.
 
     A golden is made, and a comparator checked, once per upload of the device.
     """
@@ -239,13 +239,13 @@ def since_onset(case: Case, mismatches: Sequence[Mismatch]) -> Count:
 
 
 def results_during(case: Case, mismatches: Sequence[Mismatch], began: float) -> int:
-    """Return how many results were compared from `began` up to the newest mismatch of a probe, as in `record`."""
+    """Return the number of results compared from `began` up to the newest mismatch of a probe, as in `record`."""
     newest, runs = mismatches[-1].run.started, _under_same_conditions(case, mismatches)
     return _tally((r for r in runs if began <= r.started <= newest), mismatches[-1].comparison.subject)[0].results
 
 
 def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[Run]:
-    """Return the runs of the probe of mismatches that tell how often it fails where they were seen."""
+    """Return the probe's runs under the conditions in which the mismatches were seen."""
     subject, newest = mismatches[-1].comparison.subject, mismatches[-1].run
     pool = case.node.all if subject is Subject.HOST else case.runs
     lanes, loads = {h.run.instruction_set for h in mismatches}, {h.run.intensity for h in mismatches}
@@ -258,7 +258,7 @@ def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[R
 
 
 def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Return whether the watch is over and enough clean trials rule the old failure rate out."""
+    """Return whether the watch is over and enough clean trials exclude the old failure rate."""
     before, since = record(case, mismatches)
     newest, of = mismatches[-1].run, [case.device.uuid]
     if mismatches[-1].comparison.subject is Subject.HOST:  # goldens are made for every device
@@ -267,20 +267,20 @@ def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
 
 
 def newest_stack(case: Case, run: Run) -> str:
-    """Return the software (`Run.stack_id`) that the probe and instruction set of a run use now."""
+    """Return the `Run.stack_id` of the software that the run's probe and instruction set use now."""
     lane = _lane(case, run)
     return lane[-1].stack_id if lane else run.stack_id
 
 
 def cured(case: Case, run: Run) -> bool:
-    """Return whether the newest software on this lane differs from that of the run, and passes."""
+    """Return whether the newest software of the run's probe and instruction set is another one, and passes."""
     stack = newest_stack(case, run)
     found, _ = _tally((r for r in _lane(case, run) if r.stack_id == stack), Subject.DEVICE)
     return stack != run.stack_id and found.results > 0 and found.failed == 0
 
 
 def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
-    """Return what is known around the mismatches of one subject, probe and stack."""
+    """Return the facts around the mismatches of one subject, probe and stack."""
     newest, run = mismatches[-1], mismatches[-1].run
     if case.device.is_endpoint:
         return served.scene(case.behind, case.runs, mismatches)
@@ -327,7 +327,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
 
 
 def _views(case: Case, run: Run) -> frozenset[str]:
-    """Return the devices that are the same part, seen by other runtimes, and were right within `repeat_window`."""
+    """Return the names of devices that are the same part in other runtimes, and were right near the run's time."""
     same = {uuid: d.name for uuid, d in case.devices.items() if d.physical == case.device.physical}
     near = {
         uuid: [r for r in case.peers[uuid] if r.trials and abs(r.started - run.started) <= case.policy.repeat_window]
@@ -337,9 +337,9 @@ def _views(case: Case, run: Run) -> frozenset[str]:
 
 
 def _company(case: Case, run: Run) -> frozenset[str]:
-    """Return the devices that began to be wrong within `repeat_window` of this one, with which it may share the cause.
+    """Return the names of devices that began to be wrong within `repeat_window` of this one, and may share the cause.
 
-    Those of its kind on the same software; and accelerators of other kinds, since they have the host in common.
+    These are devices of its kind on the same software, and accelerators of other kinds, which share the host.
     """
     onsets, own = case.node.onsets, case.device
     began = onsets.get((own.uuid, run.stack_id))
@@ -355,12 +355,12 @@ def _company(case: Case, run: Run) -> frozenset[str]:
 
 
 def _share_a_host(one: Device, other: Device) -> bool:
-    """Whether two devices are accelerators, and not one part twice: nothing but the host can make both wrong."""
+    """Return whether two devices are different accelerators, so that only the host can make both wrong."""
     return not any(d.backend == "cpu" or d.is_endpoint for d in (one, other)) and one.part != other.part
 
 
 def _wrong_too(case: Case, run: Run) -> frozenset[str]:
-    """Return the other devices that were wrong with the same probe on the same software, in whatever bits."""
+    """Return the names of other devices that were wrong with the same probe on the same software, in any bits."""
     return frozenset(
         device.name
         for uuid, device in case.devices.items()
@@ -375,14 +375,14 @@ def _lane(case: Case, run: Run) -> list[Run]:
 
 
 class OtherSoftware(NamedTuple):
-    """What a device did on other software than the one on which it was wrong."""
+    """The results of a device on other software than that on which it was wrong."""
 
     runs: Sequence[Run]
     """Completed, whole runs of the same probe and instruction set, oldest first."""
     tried: Count
-    """What they compared."""
+    """Count of what these runs compared."""
     accused: Count
-    """What such runs compared on the software accused, up to the newest mismatch."""
+    """Count of what such runs compared on the accused software, up to the newest mismatch."""
 
     @property
     def lasted(self) -> float:
@@ -391,13 +391,13 @@ class OtherSoftware(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether nothing was wrong for three times the trials per failure on the software accused."""
+        """Whether nothing was wrong for three times the trials per failure on the accused software."""
         failed = self.accused.failed > 0 and not self.tried.failed
         return bool(self.runs) and failed and self.tried.outlasts(self.accused)
 
 
 def on_other_software(case: Case, mismatches: Sequence[Mismatch], *, since: bool) -> OtherSoftware:
-    """Return what the device did on other software before its first mismatch or, with `since`, after it."""
+    """Return the device's results on other software before its first mismatch or, with `since`, after it."""
     run, newest, lane = mismatches[0].run, mismatches[-1].run.started, _lane(case, mismatches[0].run)
     runs = [r for r in lane if r.stack_id != run.stack_id and (r.started > run.started) is since]
     accused = [r for r in lane if r.stack_id == run.stack_id and r.started <= newest]
@@ -406,10 +406,10 @@ def on_other_software(case: Case, mismatches: Sequence[Mismatch], *, since: bool
 
 
 def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
-    """Return the software that changed before the first mismatch, if the device was right before; "" for none.
+    """Return the software that changed before the first mismatch if the device was right before; "" for none.
 
-    A change long before explains nothing: at first it must not have been right on the new software for as long as nine
-    times it then took to fail (ours; a fault of the new software would stay away so long in 1.2e-4 of cases).
+    A much older change explains nothing: the device must not have been right on the new software for nine times as long
+    as it then took to fail (ours; a fault of the new software would be absent for so long in 1.2e-4 of cases).
     """
     before, run = on_other_software(case, mismatches, since=False), mismatches[0].run
     here = [r for r in _lane(case, run) if r.stack_id == run.stack_id]
@@ -423,35 +423,35 @@ def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
 
 
 def _right_since(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Whether other software has been right for a week since the first mismatch."""
+    """Return whether the device has been right on other software for a week since the first mismatch."""
     other = on_other_software(case, mismatches, since=True)
     return other.right and other.lasted >= case.policy.week
 
 
 def _believed(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Whether an operator said after the newest mismatch that it was the software, and the evidence supports it."""
+    """Return whether an operator blamed the software after the newest mismatch, and the evidence supports that."""
     said = any(a.kind == "software" and a.at >= mismatches[-1].run.started for a in case.acks)
     return said and supports(case, on_other_software(case, mismatches, since=True))
 
 
 def least_right_runs(policy: JudgePolicy) -> int:
-    """Return how many right runs on other software an operator's word needs: as many as a mismatch has with retests."""
+    """Return the number of right runs on other software that must support an operator's word: a run and its retests."""
     return 1 + policy.confirm_runs
 
 
 def supports(case: Case, other: OtherSoftware) -> bool:
-    """Return whether runs on other software support an operator's word that it was the software.
+    """Return whether runs on other software support an operator's word that the software was at fault.
 
-    A day of them (`judge.repeat_window`), because heat and load return daily; four runs, because one proves little;
-    and three times the trials per failure. The history alone is believed after a week. False alarms: none, it accuses
-    no device.
+    They must last a day (`judge.repeat_window`), because heat and load return daily; be four runs, because one proves
+    little; and have three times the trials per failure. The history alone is believed after a week. False alarms: none,
+    it accuses no device.
     """
     enough = len(other.runs) >= least_right_runs(case.policy) and other.lasted >= case.policy.repeat_window
     return enough and other.right
 
 
 def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
-    """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
+    """Return the facts about contradictory goldens: a core may be at fault, or the reference itself."""
     for mismatch in reversed(mismatches):
         if mismatch.makers:
             return judge_cause.Scene(golden=True, makers=mismatch.makers)
@@ -463,7 +463,7 @@ def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause
 
 
 def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Whether, within `repeat_window`, every accelerator (two or more) was wrong too and no two in the same way."""
+    """Return whether, within `repeat_window`, all accelerators (two or more) were wrong too, each in other bits."""
     times, window = sorted(h.run.started for h in mismatches), case.policy.repeat_window
     others = (uuid for uuid, d in case.devices.items() if d.backend != "cpu" and d.physical == d.uuid)
     peers = [case.node.accusing[uuid] for uuid in others]
@@ -473,22 +473,22 @@ def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
 
 
 def _near(times: Sequence[float], at: float, window: float) -> bool:
-    """Whether any of the ascending times lies within `window` seconds of `at`, before or after."""
+    """Return whether any of the ascending times is within `window` seconds before or after `at`."""
     following = bisect.bisect_left(times, at - window)
     return following < len(times) and times[following] <= at + window
 
 
 def _disputed(mismatch: Mismatch) -> bool:
-    """Return whether one of two may be wrong: a golden's maker or the reference, or either end of a link.
+    """Return whether either of two may be at fault: a golden's maker or the reference, or one of a link's two ends.
 
-    A wrong reference repeats as faithfully as a broken core, and a wrong link at both ends: suspect, never confirmed.
+    A wrong reference repeats as reliably as a broken core, and a wrong link at both ends: suspect, never confirmed.
     """
     of_two = mismatch.comparison.subject is Subject.HOST or bool(mismatch.comparison.peer)
     return of_two and mismatch.cause is not Cause.HARDWARE
 
 
 def freshness(policy: JudgePolicy, period: float) -> float:
-    """Return the age in seconds up to which evidence of a probe that runs every `period` seconds is fresh.
+    """Return the largest age in seconds of fresh evidence, for a probe that runs every `period` seconds.
 
     Three periods: two runs may be missed (ours). False alarms: none, the evidence is that old.
     """

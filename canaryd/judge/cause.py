@@ -1,4 +1,4 @@
-"""Whose fault it is: the decision table, and the other explanations that were considered.
+"""The cause of wrong results: the decision table, and the other explanations that were considered.
 
 `TABLE` is read from the top; the first row that holds gives the cause. docs/judgement.md has the same rows in prose.
 A *mismatch* is a wrong comparison. A *sibling* is another device of this node, of the same backend and model, whose
@@ -22,36 +22,36 @@ from canaryd.judge.statistics import Count, tail
 from canaryd.model import Cause, Rival, Run, Shown, Suspect
 
 ALONE, AMONG = 0.02, 2e-4
-"""Chance that devices fail alike and yet so many failing runs fall on one of them, below which the fault is its own:
-where no sibling has failed, and, at each look, where siblings fail too (ours). False alarms: of four devices that share
-a fault the first 4 failing runs fall on one in 1.6 % of cases."""
+"""Chances that devices which fail alike have so many of the failing runs on one of them. Below these the fault is that
+device's own. ALONE is used if no sibling has failed, AMONG (at each look) if siblings fail too (ours). False alarms: of
+four devices that share a fault the first 4 failing runs fall on one in 1.6 % of cases."""
 TIMES = 5
-"""Times as often as its siblings that it must fail, where these fail too (ours): heat and clocks explain less."""
+"""Least ratio of a device's failure rate to its siblings' if these fail too (ours): heat and clocks explain less."""
 
 Operands = tuple[str, str, int]
-"""Case, shape and seed: equal ones mean bit-for-bit equal operands."""
+"""Case, shape and seed: equal values mean bit-for-bit equal operands."""
 Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
-"""What tells two wrong results apart: the wrong elements with their bits, or a digest."""
+"""The appearance of a wrong result: the wrong elements with their bits, or a digest."""
 Results = Mapping[Operands, Sequence[Comparison]]
 
 
 class Mismatch(NamedTuple):
-    """One wrong comparison, and whose fault it is as far as the peers can tell."""
+    """One wrong comparison, with its cause as far as the peers' results show it."""
 
     run: Run
     comparison: Comparison
     cause: Cause = Cause.UNDETERMINED
     why: str = ""
-    """What the cause rests on, or what would settle it."""
+    """The evidence for the cause, or the test that would decide it."""
     rivals: tuple[Rival, ...] = ()
     proof: Proof | None = None
-    """By what its class is characterised; None for what accuses no device."""
+    """The proof that the class is exact; None if the mismatch accuses no device."""
     host_in_doubt: bool = False
-    """True where the host's CPU erred at about the same time: such a mismatch accuses nobody firmly."""
+    """Whether the host's CPU was wrong at about the same time. Such a mismatch does not confirm a fault."""
 
     @property
     def operands(self) -> Operands:
-        """What it was computed from."""
+        """The operands from which the wrong result was computed."""
         return operands_of(self.comparison)
 
     @property
@@ -62,7 +62,7 @@ class Mismatch(NamedTuple):
 
     @property
     def same_story(self) -> object:
-        """What is equal for two mismatches that show the same doubt about the same golden."""
+        """A value that is equal for mismatches with the same doubt about the same golden."""
         comparison, evidence = self.comparison, self.comparison.evidence
         first = evidence.first if evidence else ()
         return self.run.probe, self.run.probe_version, self.operands, comparison.doubt, comparison.digest, first
@@ -70,74 +70,74 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is known around the mismatches of one subject, probe and stack: the left side of the table."""
+    """The facts around the mismatches of one subject, probe and stack: the input of the table."""
 
     golden: bool = False
-    """This host made goldens in two ways that disagree."""
+    """Whether this host made a golden in two ways, and the two differ."""
     makers: Place | None = None
     """The cores on which one program gave two results."""
     lone_core: int | None = None
-    """A core that made a golden wrong which this host has made right elsewhere."""
+    """A core that made a golden wrong, if this host has also made that golden correctly."""
     whole_host: bool = False
-    """Every accelerator was wrong too, no two alike, and the host's CPU is on trial."""
+    """Whether every accelerator was wrong too, each in other bits, and the host's CPU is the accused device."""
     cells: tuple[Cell, ...] = ()
-    """What a few words of memory do again and again, while the others are right."""
+    """Repeated faults of a few words of memory, while the other words are right."""
     lone_unit: Place | None = None
-    """The core or SM on which all wrong results were computed, while the others computed the same right."""
+    """The core or SM with all wrong results, if the others computed the same correctly; else None."""
     sound_units: Place | None = None
-    """Those others."""
+    """The other cores or SMs, which computed the same correctly."""
     links: Links | None = None
-    """What is known of wrong links."""
+    """The facts about wrong links, or None if no link was wrong."""
     right: frozenset[str] = frozenset()
-    """Siblings that computed right the same data that it always computes wrong, and did not begin to fail with it."""
+    """Siblings that are right on data on which the device is always wrong, and that did not begin to fail with it."""
     insistent: bool = False
-    """It was wrong on data that they computed right as often as a confirmation asks, and never right since."""
+    """Whether the device was wrong on data of `right` as often as a confirmation requires, and never right since."""
     alike: frozenset[str] = frozenset()
     """Siblings that computed the same data wrong in the same bits."""
     unlike: frozenset[str] = frozenset()
-    """Siblings that computed the same data, and neither clearly."""
+    """Siblings that computed the same data, but are neither in `right` nor in `alike`."""
     outlasting: frozenset[str] = frozenset()
-    """Siblings beside which it fails more often than chance explains."""
+    """Siblings, if the device fails more often than they do and chance does not explain it."""
     company: frozenset[str] = frozenset()
     """Devices that began to fail at about the same time: siblings, and accelerators of other kinds."""
     changed: str = ""
-    """The software that changed just before it began to fail; "" for none."""
+    """The software that changed just before the device began to fail, or "" if none did."""
     right_since: bool = False
-    """It has computed right for long on other software since, and no sound sibling tells more."""
+    """Whether the device has been right for long on other software since, and no sound sibling shows more."""
     believed: bool = False
-    """An operator says that it was the software, and the runs on other software since support it."""
+    """Whether an operator blames the software, and the runs on other software since support that."""
     siblings: frozenset[str] = frozenset()
-    """All that ran the probe on the same stack."""
+    """All siblings that ran the probe on the same stack."""
     views: frozenset[str] = frozenset()
-    """Devices of other runtimes that are the same physical part, and computed exact goldens right at about the time."""
+    """Devices of other runtimes that are the same physical part, and computed exact goldens correctly at that time."""
     host_clean: bool | None = None
-    """Whether the host's CPU computed exact goldens right at about the same time; None where it did not compute any,
-    or is on trial itself."""
+    """Whether the host's CPU computed exact goldens correctly at about that time; None if it did not compute any, or is
+    the accused device."""
     goldens_right: bool = False
-    """The same goldens have been matched by a result, here or on a sibling."""
+    """Whether a result, here or on a sibling, has matched the same goldens."""
     served: Served | None = None
-    """What is known of an endpoint, whose answers devices and software give together; None for a device."""
+    """The facts about an endpoint, whose answers come from devices and software together; None for a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is known of the devices that serve an endpoint, since its first wrong answer."""
+    """The facts about the devices that serve an endpoint, since its first wrong answer."""
 
     wrong: frozenset[str] = frozenset()
-    """Those with something against them."""
+    """Devices with findings against them."""
     right: frozenset[str] = frozenset()
-    """Those that passed a deep test."""
+    """Devices that passed a deep test."""
     untested: frozenset[str] = frozenset()
-    """The others."""
+    """The other devices."""
     inconstant: bool = False
-    """The same question was answered wrong in different ways."""
+    """Whether the same question got different wrong answers."""
 
 
 class Links(NamedTuple):
-    """What is known of wrong links."""
+    """The facts about wrong links."""
 
     alone: bool
-    """Whether it is known which end or link is wrong."""
+    """Whether it is known which end or which link is at fault."""
     why: str
 
 
@@ -264,7 +264,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(lambda _: True, Cause.UNDETERMINED, lambda _: "Cause unknown: no identical device here to compare with."),
 )
-"""Read from the top: what holds, whose fault it then is, and why."""
+"""Rows of (condition, cause, reason). The first row whose condition holds gives the cause."""
 
 
 def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
@@ -274,7 +274,7 @@ def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
 
 
 def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
-    """Yield what else it could have been, and what speaks against it; nothing is rejected for lack of evidence."""
+    """Yield the other possible causes, with the evidence against them. Missing evidence rejects nothing."""
     if scene.golden:
         return
     if scene.served:
@@ -296,7 +296,7 @@ KINDS = {
     Suspect.REFERENCE: Cause.HARNESS,
     Suspect.HOST: Cause.HARDWARE,
 }
-"""The cause that each other explanation would be."""
+"""Explanation → the cause that it means."""
 
 
 def _rival(
@@ -306,7 +306,7 @@ def _rival(
 
 
 def _behind(scene: Scene) -> Served:
-    """Return what is known of the devices that serve an endpoint."""
+    """Return the facts about the devices that serve an endpoint."""
     return scene.served or Served()
 
 
@@ -374,25 +374,25 @@ def _host(scene: Scene) -> Rival:
 
 
 def operands_of(comparison: Comparison) -> Operands:
-    """Return what tells the operands of a comparison from all others."""
+    """Return case, shape and seed of a comparison, which identify its operands."""
     return comparison.case, comparison.shape, comparison.seed
 
 
 class Record(NamedTuple):
-    """What a device, or a core, computed with one probe on one stack."""
+    """The results of a device, or of a core, with one probe on one stack."""
 
     results: Results
-    """The comparisons by operands, oldest first."""
+    """Operands → comparisons, oldest first."""
     failing: int
-    """Usual runs with a wrong result; confirmations and retests repeat what was wrong."""
+    """Number of usual runs with a wrong result. Confirmations and retests are left out: they repeat what was wrong."""
     trials: Count
-    """What the usual runs compared."""
+    """Count of what the usual runs compared."""
 
 
 def results(runs: Iterable[Run], like: Run, own: Collection[int] | None = None) -> Record | None:
-    """Return what devices computed with the probe and stack of a run; None where they did not.
+    """Return the results with the probe and stack of the run `like`, or None if there are none.
 
-    A stack that was not recorded equals none. Of wrong comparisons only those whose `id` is in `own` are looked at.
+    An unrecorded stack equals no other. If `own` is given, wrong comparisons count only if their `id` is in it.
     """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
     failing, trials = 0, Count()
@@ -416,17 +416,17 @@ class Same(NamedTuple):
     """How siblings compare with a device on the data that it computed wrong."""
 
     right: Mapping[str, int]
-    """Those that are right where it is always wrong → how many of its uploads were."""
+    """Sibling that is right on data that the device always computes wrong → number of the device's wrong uploads."""
     alike: frozenset[str]
-    """Those that are wrong in the same bits."""
+    """Siblings that are wrong in the same bits."""
     unlike: frozenset[str]
-    """The others."""
+    """The other siblings."""
 
 
 def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operands], enough: int) -> Same:
-    """Return which siblings computed the same data, and how.
+    """Return how siblings compare with the device on the same operands.
 
-    Where the device was right before, it is always wrong after `enough` wrong uploads in a row.
+    If the device was right before, it counts as always wrong after `enough` wrong uploads in a row.
     """
     right: dict[str, int] = {}
     alike: set[str] = set()
@@ -449,10 +449,10 @@ def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operand
 def fails_more(
     own: Record, siblings: Mapping[str, Record], company: frozenset[str], *, among: int = 0
 ) -> frozenset[str]:
-    """Return the siblings beside which a device fails more often than chance explains; none where chance does.
+    """Return the siblings if a device fails more often than they do and chance does not explain it; else an empty set.
 
-    `among`: how many the device is one of, where that is not one more than its siblings.
-    If the fault were the software's or the host's, failing runs would fall on the devices as their trials do.
+    `among`: number of devices among which it was chosen, if that is not one more than its siblings.
+    If the fault were the software's or the host's, failing runs would be distributed as the trials are.
     """
     theirs = {name: record for name, record in siblings.items() if record.trials.results}
     failing = sum(record.failing for record in theirs.values())
@@ -468,26 +468,26 @@ def fails_more(
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:
-    """Return what the wrong results look like."""
+    """Return the appearances of the wrong results."""
     return {mark(c) for c in comparisons if c.wrong} - {""}
 
 
 def mark(wrong: Comparison) -> Mark:
-    """Return what a wrong result looks like, "" where that is not known.
+    """Return the appearance of a wrong result, or "" if it is not known.
 
-    A digest shows it only where the first result was wrong for sure.
+    A digest counts only if the first result was certainly wrong.
     """
     first = wrong.evidence.first if wrong.evidence else ()
     return first or (wrong.digest if wrong.wrong_trials == wrong.trials else "")
 
 
 def names(listed: Iterable[str]) -> str:
-    """Return names in order, with commas."""
+    """Return names in alphabetical order, separated by commas."""
     return ", ".join(sorted(listed))
 
 
 def counted(comparisons: Iterable[Comparison]) -> Count:
-    """Count results and uploads, and how many of both were wrong."""
+    """Return the count of results and uploads, and of the wrong ones among both."""
     results = wrong = uploads = failed = 0
     for c in comparisons:
         results += c.trials

@@ -1,4 +1,4 @@
-"""Wrong words of memory: which of them show a broken cell, and what they are called."""
+"""Wrong words of memory: which of them show a broken cell, and the words for them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ CELLS = {
     Cell.FLIPPED: "passing flips",
     Cell.TRANSFER: "wrong transfers",
 }
-"""What wrong words of memory are called."""
+"""Kind of fault of a wrong word of memory → words for it."""
 
 
 def name_cells(cells: Sequence[Cell]) -> str:
-    """Return what wrong words of memory are, e.g. "stuck cells, wrong transfers"."""
+    """Return the kinds of fault of wrong words of memory as text, e.g. "stuck cells, wrong transfers"."""
     return ", ".join(CELLS[cell] for cell in cells)
 
 
 def cells_in(found: Iterable[Evidence]) -> tuple[Cell, ...]:
-    """Return what wrong words of memory turned out to be, in the order of `Cell`; empty where none was tested."""
+    """Return the kinds of fault of wrong words of memory, in the order of `Cell`; empty if no memory was tested."""
     seen = {name for each in found if each.memory for name in each.memory.cells}
     return tuple(cell for cell in Cell if cell.value in seen)
 
 
 def broken_cells(found: Iterable[Evidence]) -> tuple[Cell, ...]:
-    """Return what is wrong with cells, where it lasts and most words of the same allocation are right.
+    """Return the kinds of lasting faults of memory cells, if most words of the same allocation are right.
 
     A wrong kernel would be wrong at most addresses, or at none.
     """

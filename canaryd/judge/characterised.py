@@ -1,8 +1,8 @@
-"""By what a class of exact cases counts as characterised: who has met its golden bit for bit, and on which software.
+"""The proof that a class of exact cases is exact: which device met its golden bit for bit, and on which software.
 
 An exact golden is a claim about a kernel: this operation, format and content give one bit pattern on this stack.
 Evidence for the claim is a device that met it. Only agreement with the golden counts, so a device that is wrong from
-its first day cannot characterise its own wrong answer. docs/goldens.md has the rules.
+its first day cannot prove its own wrong answer. docs/goldens.md has the rules.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from canaryd.facts import Subject, shared, stack_id
 from canaryd.model import Run
 
 SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*")
-"""The sizes of a case, as its name gives them after "@"."""
+"""Matches the sizes of a case, which follow "@" in its name."""
 Kind = tuple[str, str]
 """Backend and model: `Device.kind`."""
 
 
 class By(str, enum.Enum):
-    """By what a class is characterised, the first that holds."""
+    """Kinds of proof that a class is exact. The first that applies counts."""
 
     SHIPPED = "shipped"
-    """It rounds nothing, or it was shown on healthy devices before this release."""
+    """The class rounds nothing, or healthy devices met its golden before this release."""
     ACCEPTED = "characterise"
-    """An operator accepted it as exact."""
+    """An operator accepted the class as exact."""
     ITSELF = "itself"
-    """This device has met it on this stack."""
+    """This device has met the golden on this stack."""
     SIBLING = "sibling"
-    """Another device of this host, of the same backend and model, has met it on this stack."""
+    """Another device of this host, of the same backend and model, has met the golden on this stack."""
     WITNESS = "witness"
-    """A device of another host, of the same backend and model, has met it on this stack."""
+    """A device of another host, of the same backend and model, has met the golden on this stack."""
     CONTRADICTION = "contradiction"
     """This device gave right and wrong results for the same bytes, so the golden holds."""
 
@@ -46,8 +46,8 @@ class By(str, enum.Enum):
 def class_of(case: str) -> str:
     """Return the class of a case: its name, with each of the sizes that follow "@" rounded up to a power of two.
 
-    Libraries choose a kernel by size, so a kernel that was met says nothing about those that serve other sizes. Sizes
-    vary with the seed, so exact ones would hardly ever be met twice. Any other text after "@" is left out, as is the
+    Libraries choose a kernel by size, so a kernel that was met says nothing about those for other sizes. Sizes vary
+    with the seed, so exact ones would hardly ever be met twice. Any other text after "@" is left out, and so is the
     turn of a gather, "#7".
     """
     name, _, sizes = case.partition("#")[0].partition("@")
@@ -57,7 +57,7 @@ def class_of(case: str) -> str:
 
 
 class Line(NamedTuple):
-    """What tells a record of classes from every other one."""
+    """The key of a record of classes: device, probe, version, stack."""
 
     device: str
     probe: str
@@ -76,21 +76,21 @@ class Met:
     probe_version: int
     stack: Mapping[str, str]
     classes: Mapping[str, float] = field(default_factory=dict)
-    """Class → when its golden was first met, in seconds since the epoch."""
+    """Class → time at which its golden was first met, in seconds since the epoch."""
     accepted: Mapping[str, str] = field(default_factory=dict)
-    """Class → why an operator accepted it as exact, for every device of the kind."""
+    """Class → the reason why an operator accepted it as exact, for every device of the kind."""
     imported: bool = False
     """Whether the device belongs to another host."""
     used: float = 0.0
-    """When the device last ran the probe on this stack, in seconds since the epoch, to the day."""
+    """Time at which the device last ran the probe on this stack, in seconds since the epoch, to the day."""
 
     @functools.cached_property
     def line(self) -> Line:
-        """What tells it from every other record."""
+        """The key of this record."""
         return Line(self.device, self.probe, self.probe_version, stack_id(self.stack))
 
     def merged(self, other: Met) -> Met:
-        """Return both records of one line as one: nothing that either knows is lost."""
+        """Return two records of one line as one that contains everything from both."""
         met = {c: min(at, other.classes.get(c, at)) for c, at in self.classes.items()}
         return replace(
             self,
@@ -104,7 +104,7 @@ class Met:
 def met_in(run: Run) -> frozenset[str]:
     """Return the classes in which a run was right in every comparison.
 
-    Drills do not count, nor do runs without a stack: their software is not known.
+    Drills do not count. Runs without a stack do not count either, because their software is not known.
     """
     if run.drill or not run.stack:
         return frozenset()
@@ -114,34 +114,34 @@ def met_in(run: Run) -> frozenset[str]:
 
 
 FOLDED = "*"
-"""The case of a clean run's comparisons summed into one: which classes they were is not known any more."""
+"""Name of the case for the sum of a clean run's comparisons, whose classes are no longer known."""
 
 
 def learns(kind: Kind) -> bool:
-    """Return whether devices of a kind are characterised by evidence: processors are not."""
+    """Return whether devices of a kind need evidence that a class is exact: processors do not."""
     return kind[0] != "cpu"
 
 
 class Proof(NamedTuple):
-    """By what a class is characterised for a device."""
+    """The proof that a class is exact on a device."""
 
     by: By
     devices: tuple[str, ...] = ()
-    """The uuids of the devices that met it; empty where none had to."""
+    """The uuids of the devices that met the class; empty if none had to."""
 
 
 class Claims:
-    """Every record of classes that were met, to be asked about one."""
+    """All records of classes that devices met."""
 
     def __init__(self, records: Iterable[Met] = ()) -> None:
-        """Take records of devices of this host and of others."""
+        """Store the records of devices of this host and of others."""
         self._records: dict[tuple[Kind, str, int], list[Met]] = defaultdict(list)
         for met in records:
             self._records[met.kind, met.probe, met.probe_version].append(met)
         self._asked: dict[tuple[Line, str], Proof | None] = {}
 
     def proof(self, kind: Kind, run: Run, case: str) -> Proof | None:
-        """Return by what the class of a run's case is characterised; None where nobody has met it on its stack."""
+        """Return the proof that the class of a run's case is exact, or None if no device has met it on the stack."""
         if not run.stack:
             return None
         name = class_of(case)
@@ -163,13 +163,13 @@ class Claims:
         return None
 
     def met_since(self, kind: Kind, run: Run, case: str) -> float:
-        """Return when a run's device first met the class of its case on its stack (since the epoch); inf for never."""
+        """Return the time (since the epoch) at which the run's device first met the case's class; inf for never."""
         name, of_run = class_of(case), (run.device, run.stack_id)
         mine = (m for m in self._of(kind, run) if run.stack and (m.device, m.line.stack_id) == of_run)
         return min((m.classes[name] for m in mine if name in m.classes), default=math.inf)
 
     def before(self, kind: Kind, run: Run, case: str) -> Met | None:
-        """Return the newest record that has the class of a run's case on other software; None where there is none."""
+        """Return the newest record in which the case's class was met on other software, or None if there is none."""
         name = class_of(case)
         other = (m for m in self._of(kind, run) if name in m.classes and m.line.stack_id != run.stack_id)
         return max(other, key=lambda m: m.used, default=None)

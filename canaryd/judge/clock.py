@@ -1,4 +1,4 @@
-"""Which times may be believed: clocks are set late, run ahead, and are set back."""
+"""Decide which times are credible: clocks may be unset, run ahead, or be set back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from canaryd.model import Run
 EPOCH = 1_577_836_800.0
 """2020-01-01: a clock that shows an earlier time was never set (ours). False alarms: none, it moves what happened."""
 AHEAD = 3600.0
-"""Seconds by which something may lie in the future before its age counts as unknown (ours): less is a clock that was
-corrected. False alarms: none, such a run is no fresh evidence, and such an acknowledgement does not count."""
+"""Seconds in the future from which the age of a record is unknown (ours): less comes from a clock that was corrected.
+False alarms: none, such a run is no fresh evidence, and such an acknowledgement does not count."""
 POLL_AHEAD = 60.0
-"""Seconds by which a poll may be dated in the future and still describe the present: clocks get adjusted (ours)."""
+"""Seconds by which a poll may be in the future and still describe the present: clocks get adjusted (ours)."""
 
 
 def credible(at: float, now: float) -> bool:
@@ -21,5 +21,5 @@ def credible(at: float, now: float) -> bool:
 
 
 def age(run: Run, now: float) -> float:
-    """Return the seconds since a run began; infinite where it lies in the future, so that its age is unknown."""
+    """Return the seconds since a run began, or infinity if its start is in the future: its age is then unknown."""
     return now - run.started if run.started <= now + AHEAD else math.inf

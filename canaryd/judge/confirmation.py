@@ -15,7 +15,7 @@ from canaryd.model import Confirmation, Ground, Outcome
 
 
 def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: float) -> bool:
-    """Return whether `count` wrong runs, each at least `gap` seconds after the last, lie within `window` seconds."""
+    """Return whether `count` wrong runs, at least `gap` seconds apart, are within `window` seconds."""
     times = sorted({m.run.started for m in mismatches})
     for start in times:
         at: float = start
@@ -28,7 +28,7 @@ def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: floa
 
 
 def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
-    """3 of 3 confirmation runs of one mismatch are wrong too; more clean ones do not outvote them.
+    """Return a confirmation if 3 of 3 confirmation runs of one mismatch are wrong; more clean ones do not outvote them.
 
     Source: design §4. By chance: 4.6e-18 per mismatch (1e-4 transients an hour, re-runs of a minute).
     """
@@ -42,7 +42,7 @@ def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> 
 
 
 def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
-    """Two wrong runs within `repeat_window`, far enough apart to be independent.
+    """Return a confirmation if two wrong runs are within `repeat_window`, far enough apart to be independent.
 
     Source: design §4. By chance: 1.5e-9 a device-year at the AEGIS bound, 2.1e-3 at 1e-4 an hour.
     """
@@ -53,7 +53,7 @@ def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) 
 
 
 def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
-    """Three wrong runs within a week.
+    """Return a confirmation if three runs were wrong within a week.
 
     Source: design §4. By chance: 7.8e-14 a device-year at the AEGIS bound.
     """
@@ -64,7 +64,7 @@ def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy)
 
 
 def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> Confirmation | None:
-    """Two uploads went wrong at the same place: one core or SM, or one bit of one row, column or lane.
+    """Return a confirmation if two uploads were wrong at one core or SM, or in one bit of a row, column or lane.
 
     Source: design §4. By chance: 1.7e-7 in 400 days with two cores, less with more.
     """
@@ -83,7 +83,7 @@ def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> 
 
 
 def _line(span: Span) -> Span:
-    """Return the line or residue alone: two uploads may have hit different elements of it."""
+    """Return the span without the exact elements: two uploads may be wrong in different elements of one line."""
     if not span.period:
         return span
     rest = span.first % span.period
@@ -100,4 +100,4 @@ GROUNDS: tuple[Callable[[Sequence[Mismatch], JudgePolicy], Confirmation | None],
     confirmed_within_a_week,
     confirmed_in_place,
 )
-"""Each returns why the accusations are confirmed; None where they are not, on this ground."""
+"""Functions that return a confirmation of the accusations on one ground, or None if it does not apply."""

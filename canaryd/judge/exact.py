@@ -1,4 +1,4 @@
-"""Rules for exact goldens: mismatches, goldens, comparators."""
+"""Rules about exact goldens: mismatches, goldens in doubt, comparators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOUBTS = {
     Doubt.ARITHMETIC: "Integer and float64 arithmetic of this CPU disagree",
     Doubt.DIGEST: "The reference computed on this CPU differs from the shipped one",
 }
-"""How the finding about a golden in doubt begins."""
+"""Doubt → first words of the finding about the golden."""
 PROVEN = {
     By.SHIPPED: "it rounds nothing, so it is exact on devices of this kind",
     By.ACCEPTED: "an operator accepted it as exact on {}",
@@ -35,7 +35,7 @@ PROVEN = {
     By.WITNESS: "an identical device of another host passed it on this software, {}",
     By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
 }
-"""By what a class is characterised, in words."""
+"""Proof that a class is exact → words for it."""
 SETTLED = (
     "To settle it, test another {} with the same software. If it is in another host, "
     "run canaryd baseline export there and canaryd baseline import here."
@@ -43,11 +43,11 @@ SETTLED = (
 INCONSTANT = "Its wrong results differ for the same bytes: the device is broken, or a kernel is not deterministic."
 CPU_FIRST = "Run canaryd check --device cpu first: it tests the CPU"
 NAMED = 3
-"""Devices named in one sentence."""
+"""Most devices that one sentence lists by name."""
 
 
 def exact_mismatch(case: Case) -> Iterator[Finding]:
-    """An exact golden was missed: suspect at once, and for as long as the watch lasts."""
+    """Yield a finding for each probe that missed an exact golden: suspect at once, and while the watch lasts."""
     for mismatches in case.standing(Subject.DEVICE, case.accusations):
         probe = mismatches[-1].run.probe
         tally = (facts := wrong_results(case, mismatches, began=_began(case, mismatches))).probes[probe]
@@ -60,7 +60,7 @@ def exact_mismatch(case: Case) -> Iterator[Finding]:
 
 
 def golden_disagreement(case: Case) -> Iterator[Finding]:
-    """Two ways to make a golden on this host disagree: the CPU is accused, whichever device's run showed it."""
+    """Yield a finding against the CPU if two ways to make a golden on this host disagree, in any device's run."""
     for mismatches in case.standing(Subject.HOST, case.accusations):
         text = DOUBTS.get(mismatches[-1].comparison.doubt, "The reference computed on this CPU is in doubt")
         facts = wrong_results(case, mismatches, began=_began(case, mismatches))
@@ -68,14 +68,14 @@ def golden_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def _began(case: Case, mismatches: Sequence[Mismatch]) -> float:
-    """Return when the fault that shows in mismatches began: that of the confirmed fault of which they are a part."""
+    """Return the start of the mismatches' fault, or of the confirmed fault that includes it."""
     lead = strongest(mismatches)
     groups = (accusations for accusations, _ in case.confirmed if any(m is lead for m in accusations))
     return min(mismatches[0].run.started, *(m.run.started for group in groups for m in group[:1]), math.inf)
 
 
 def confirmed(case: Case) -> Iterator[Finding]:
-    """Repeated mismatches make the device faulty; the cause decides only what to do about it."""
+    """Yield a finding that repeated mismatches make the device faulty. The cause decides only what to do."""
     for mismatches, grounds in case.confirmed:
         lead = strongest(mismatches)
         probes = names({m.run.probe for m in mismatches})
@@ -110,7 +110,7 @@ def _remedy(case: Case, lead: Mismatch, elsewhere: Elsewhere | None) -> str:
 
 
 def host_in_doubt(case: Case) -> Iterator[Finding]:
-    """An accelerator and its host's CPU were wrong at about the same time: the host is accused, not the accelerator."""
+    """Yield a finding if accelerator and host's CPU were wrong at about the same time: the host is accused."""
     doubted = [m for m in case.accusations if m.host_in_doubt]
     if list(case.standing(Subject.DEVICE, doubted)):
         cpus = names(f"{d.name} ({d.model})" for d in case.devices.values() if d.backend == "cpu")
@@ -131,7 +131,7 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
 
 
 def golden_in_doubt(case: Case) -> Iterator[Finding]:
-    """The newest run used a reference that the host computed twice with two results: it proves nothing."""
+    """Yield a finding for a newest run whose reference the host computed twice with two results: no proof."""
     accusing, shared = case.node.host_mismatches
     for run in case.current:
         if mismatches := [m for m in shared if m.run is run]:
@@ -147,7 +147,7 @@ def golden_in_doubt(case: Case) -> Iterator[Finding]:
 
 
 def comparator_disagreement(case: Case) -> Iterator[Finding]:
-    """Device and host compared the same bytes and disagree: one disagreement accuses neither, repeated ones the device.
+    """Yield a finding if device and host compared the same bytes and disagree. Only repetition accuses the device.
 
     Repeated by chance: 1.9e-9 in 30 days (ours).
     """
@@ -183,9 +183,9 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
-    """A mismatch in a class that no device has passed on this software makes the device unknown.
+    """Yield a finding that makes a device unknown: a mismatch in a class that no device has passed on this software.
 
-    The finding says what would settle it. If identical devices give the same wrong bits, software or design is wrong.
+    The finding says how to decide it. If identical devices give the same wrong bits, software or design is wrong.
     """
     mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
     if case.device.is_endpoint:  # a server that was wrong everywhere and then right was served in another way
@@ -202,7 +202,7 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
 
 
 def _right_since(case: Case, run: Run) -> bool:
-    """Return whether a later whole run of the same probe compared something, and all of it was right."""
+    """Return whether a later whole run of the same probe compared results and all were right."""
     later = (r for r in case.scheduled(run.probe) if r.started > run.started and r.outcome is Outcome.COMPLETED)
     return any(r.trials and not r.wrong for r in later)
 
@@ -237,7 +237,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
 
 
 def _never_right(case: Case, mismatches: Sequence[Mismatch], facts: WrongResults) -> Finding:
-    """Return the finding of a server that is always wrong, and was never right: formats that round look like that."""
+    """Return the finding about a server that was never right: a format that rounds looks like that too."""
     cause, why, rivals = decide(scene(case, mismatches))
     found = make_finding(
         UNCHARACTERISED,
@@ -264,7 +264,7 @@ def _about_server(cause: Cause) -> str:
 
 
 def _changed_since(before: Mapping[str, str], run: Run) -> str:
-    """Return that the test was passed on other software, and what differs."""
+    """Return a sentence: the test passed on other software, and what differed there."""
     changed = [f"{link} {before[link]}" for link in sorted(before) if before[link] != run.stack.get(link)]
     former = ", ".join(changed) or "software"
     return f"This test passed on other software; going back to the former {former} settles it too."
@@ -290,12 +290,12 @@ def _shared(case: Case, mismatches: Sequence[Mismatch], alike: Collection[str]) 
 
 
 def _alike(case: Case, mismatch: Mismatch) -> frozenset[str]:
-    """Return the siblings that gave the same wrong bits for the same data."""
+    """Return the names of siblings that gave the same wrong bits for the same data."""
     return frozenset(case.node.devices[uuid].name for uuid in case.node.gave_alike(mismatch))
 
 
 def _proven(case: Case, mismatches: Sequence[Mismatch]) -> Iterator[str]:
-    """Yield by what the accused classes are exact, one sentence for each kind of proof; processors are shipped so."""
+    """Yield one sentence for each kind of proof that the accused classes are exact; none for a processor."""
     if case.is_cpu or case.device.is_endpoint:
         return
     found = proofs([m for m in mismatches if m.comparison.subject is Subject.DEVICE])
@@ -324,7 +324,7 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch],
 
 
 def _elsewhere(case: Case, mismatches: Sequence[Mismatch]) -> Elsewhere | None:
-    """Return how to repeat the newest mismatch on a sibling against which nothing speaks, or on another node."""
+    """Return how to repeat the newest mismatch on a sound sibling or another node; None for an endpoint."""
     if case.device.is_endpoint:
         return None
     run = mismatches[-1].run
@@ -346,10 +346,10 @@ def _elsewhere(case: Case, mismatches: Sequence[Mismatch]) -> Elsewhere | None:
 
 
 def _long_enough(case: Case, mismatches: Sequence[Mismatch]) -> float:
-    """Return for how many seconds the test of the newest mismatch must be repeated to fail once, with 95 % probability.
+    """Return the seconds for which the newest mismatch's test must be repeated to fail once, with 95 % probability.
 
-    If it fails there as often as here, and is as fast: the rule of three, for results and for uploads. 0.0 where one
-    run is enough.
+    The other device is assumed to be as fast and to fail as often: the rule of three, for results and for uploads. 0.0
+    if one run is enough.
     """
     run, subject = mismatches[-1].run, mismatches[-1].comparison.subject
     alike = [m for m in mismatches if m.run.probe == run.probe and m.comparison.subject is subject]
@@ -362,12 +362,12 @@ def _long_enough(case: Case, mismatches: Sequence[Mismatch]) -> float:
 
 
 def _root(mismatch: Mismatch) -> str:
-    """Return the id of the run that the run of a mismatch repeats, or its own."""
+    """Return the id of the run that a mismatch's run confirms, or else of that run itself."""
     return mismatch.run.confirms or mismatch.run.id
 
 
 def _next_step(case: Case, lead: Mismatch, facts: WrongResults) -> str:
-    """Return what to do about a suspect: wait for its retests, then act by cause."""
+    """Return what to do about a suspect: wait for its retests, then act according to the cause."""
     if facts.to_come > 0:
         return f"Wait for {count(facts.to_come, 'automatic retest')}"
     if case.device.is_endpoint:
@@ -380,7 +380,7 @@ def _next_step(case: Case, lead: Mismatch, facts: WrongResults) -> str:
 
 
 def _progress(case: Case, mismatches: Sequence[Mismatch], again: Tally) -> Iterator[str]:
-    """Yield how the retests went, and when the suspicion clears."""
+    """Yield sentences about the retests so far, and about when the suspicion ends."""
     if passed := again.of - again.wrong:
         yield f"{passed} of {again.of} retests passed, which does not clear the device."
     before, _ = record(case, mismatches)

@@ -1,4 +1,4 @@
-"""Make findings."""
+"""Functions that make findings, and names of rules."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from canaryd.judge.characterised import By, Proof, class_of
 from canaryd.model import Cause, Characterised, Finding, Rival, Run, State, WrongResults
 
 NO_EVIDENCE, NOT_COMPLETED = "no-evidence", "not-completed"
-"""Rules that belong together: a probe has no result, and how its newest run ended."""
+"""Two rules that belong together: a probe has no result; its newest run did not complete."""
 UNCHARACTERISED, DEPARTED = "uncharacterised-mismatch", "endpoint-departed"
-"""Rules that engine and reports look for: a class was never right, a server answers differently."""
+"""Rules that engine and reports search for: a class was never right; a server's answers changed."""
 ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY = "acknowledged", "replaced-is-here", "recording-text-only"
-"""Rules of notes that reports always show."""
+"""Rules whose notes reports always show."""
 RUNS_NAMED = 16
-"""Newest run ids listed in one finding; a broken device would fill the store with them."""
+"""Largest number of run ids in one finding, the newest: a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
-"""Which cause names the verdict when findings of the same state differ: the one that costs most to overlook first."""
+"""Causes, the most costly to overlook first: if findings of the worst state differ, the first of these is used."""
 
 
 def finding(
@@ -33,7 +33,7 @@ def finding(
     runs: tuple[str, ...] = (),
     rivals: Iterable[Rival] = (),
 ) -> Finding:
-    """Make a finding; empty sentences of the evidence are dropped."""
+    """Return a finding. Empty sentences in the evidence are removed."""
     return Finding(
         rule=rule,
         state=state,
@@ -58,7 +58,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     wrong: WrongResults | None = None,
 ) -> Finding:
-    """Make a finding that rests on one run, or on mismatches (oldest first), which amount to `wrong`."""
+    """Return a finding about one run, or about mismatches (oldest first) with `wrong` as their summary."""
     runs = [basis] if isinstance(basis, Run) else [m.run for m in basis]
     made = finding(
         *(rule, state, cause, message, action),
@@ -73,7 +73,7 @@ def make_finding(
 
 
 def proofs(mismatches: Sequence[Mismatch]) -> dict[str, Proof]:
-    """Return class → by what it is characterised, for the classes that accuse a device, the weakest proof last."""
+    """Return class → proof that it is exact, for the classes that accuse a device, the weakest proof last."""
     found = {class_of(m.comparison.case): m.proof for m in mismatches if m.proof is not None}
     return dict(sorted(found.items(), key=lambda item: (list(By).index(item[1].by), item[0])))
 
@@ -84,7 +84,7 @@ def _characterised(mismatches: Sequence[Mismatch]) -> tuple[Characterised, ...]:
 
 
 def conclusion(findings: Sequence[Finding]) -> tuple[State, Cause]:
-    """Return the state and the cause that findings amount to: the worst state, and the first of its causes."""
+    """Return the state and the cause that follow from findings: the worst state, and the first of its causes."""
     state = max((f.state for f in findings), key=lambda s: s.severity, default=State.HEALTHY)
     causes = (f.cause for f in findings if f.state is state is not State.HEALTHY)
     return state, min(causes, key=CAUSES.index, default=Cause.NONE)

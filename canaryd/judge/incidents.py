@@ -1,7 +1,7 @@
-"""Incidents: the findings that one fault explains, as one thing that every report tells alike.
+"""Incidents: each is all findings that one fault explains, and every report shows it in the same way.
 
-An incident is derived from the findings of a verdict and stored nowhere, so no two reports can differ. Findings belong
-together by their rules, times and causes, never by their words. `FAMILIES` says which.
+An incident is derived from the findings of a verdict and is not stored, so no two reports can differ. Rules, times
+and causes decide which findings belong together, never their words. `FAMILIES` has the rules.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, NOT_COMPLETED,
 from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
 
 BESIDE = DAY
-"""Seconds by which what a fault explains may have begun before it was seen itself (ours); no verdict rests on it."""
+"""Seconds by which a consequence may begin before its fault was seen (ours). No verdict depends on it."""
 WRONG = ("exact-mismatch-confirmed", "exact-mismatch", "golden-disagreement", "comparator-disagreement")
-"""Rules that accuse the device of wrong results; the first that speaks leads the incident."""
+"""Rules that accuse the device of wrong results. The first that has a finding leads the incident."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Rules whose findings one fault explains."""
+    """Rules whose findings can have one fault as their common cause."""
 
     leads: tuple[str, ...]
-    """Rules that show the fault itself, the most telling first."""
+    """Rules about the fault itself, the most informative first."""
     explains: tuple[str, ...]
-    """Rules of what follows from it, where it began with the fault or after it, and no other cause is known."""
+    """Rules about consequences. They count if they began with the fault or later, and have no other known cause."""
 
 
 FAMILIES = (
@@ -55,7 +55,7 @@ FAMILIES = (
     Family(leads=("throttled", "hot"), explains=()),
     Family(leads=("pcie-aer", "pcie-width", "pcie-generation", "pcie-replays"), explains=("kernel-pcie",)),
 )
-"""Asked in this order. Findings of no family belong together by rule and cause."""
+"""Families in order of priority. Findings of no family are grouped by rule and cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,56 +63,56 @@ class Incident:
     """One fault of one device."""
 
     findings: tuple[Finding, ...]
-    """What says so, the one that tells most of it first."""
+    """The findings about the fault, the most informative first."""
     since: float
-    """When it began, as far as that is known, in seconds since the epoch."""
+    """Time at which the incident began, as far as known, in seconds since the epoch."""
 
     @property
     def lead(self) -> Finding:
-        """The finding that tells most of it."""
+        """The most informative finding."""
         return self.findings[0]
 
     @property
     def state(self) -> State:
-        """The worst state that its findings call for."""
+        """The worst state among the incident's findings."""
         return conclusion(self.findings)[0]
 
     @property
     def cause(self) -> Cause:
-        """The cause of the findings that call for its state."""
+        """The cause of the findings with the worst state."""
         return conclusion(self.findings)[1]
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The rules of its findings, each once."""
+        """The rules of the incident's findings, each once."""
         return tuple(dict.fromkeys(f.rule for f in self.findings))
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """The probes that show it, each once."""
+        """The probes that show the incident, each once."""
         wrong = self.wrong.probes if self.wrong else {}
         return tuple(sorted(wrong or {f.probe for f in self.findings if f.probe}))
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Ids of its newest runs, oldest first."""
+        """Ids of the incident's newest runs, oldest first."""
         return tuple(sorted({run for f in self.findings for run in f.runs}))[-RUNS_NAMED:]
 
     @property
     def repeat(self) -> str:
-        """The command that repeats it; "" where no run shows it."""
+        """The command that repeats the incident, or "" if no run shows it."""
         return next((f.repro for f in self.findings if f.repro), "")
 
     @functools.cached_property
     def wrong(self) -> WrongResults | None:
-        """What its wrong results amount to; None where it is about something else."""
+        """The summary of the incident's wrong results; None if it is about something else."""
         accusing = [f.wrong for f in self.findings if f.wrong and f.rule in WRONG]
         parts = accusing or [f.wrong for f in self.findings if f.wrong]
         return functools.reduce(_merged, parts) if parts else None
 
 
 def incidents(verdict: Verdict) -> tuple[Incident, ...]:
-    """Return the incidents of a device, the worst first; what is healthy is no incident."""
+    """Return the incidents of a device, the worst first. A healthy finding is no incident."""
     left = [f for f in verdict.findings if f.state is not State.HEALTHY]
     found: list[tuple[Finding, ...]] = []
     for family in FAMILIES:
@@ -144,9 +144,9 @@ def notes(verdict: Verdict) -> tuple[Finding, ...]:
 
 
 def _follows(finding: Finding, leads: Sequence[Finding]) -> bool:
-    """Return whether a finding may come of a fault: it did not begin long before, blames nothing else, and is no worse.
+    """Return whether a fault can explain a finding: it did not begin long before, has no other cause and is no worse.
 
-    What is worse than a fault that an operator has acknowledged was not acknowledged with it.
+    A finding that is worse than an acknowledged fault was not acknowledged with it.
     """
     began = min((f.since for f in leads if f.since), default=0.0)
     causes = {finding.cause, *(f.cause for f in leads)} - {Cause.UNDETERMINED}
@@ -161,9 +161,9 @@ def _since(findings: Iterable[Finding], verdict: Verdict) -> float:
 
 
 def _merged(one: WrongResults, other: WrongResults) -> WrongResults:
-    """Return what two findings about one fault say together.
+    """Return one summary of wrong results for two findings about one fault.
 
-    What both say of a probe rests on the same results, or of one of them on more: the larger count holds.
+    For a probe in both, the larger count is right: it contains the results of the smaller one.
     """
     tallies: dict[str, ProbeTally] = {**one.probes}
     for probe, tally in other.probes.items():

@@ -1,4 +1,4 @@
-"""The devices of a host with the runs that count, and what several of them show together."""
+"""The devices of a host with the runs that count, and conclusions from several devices together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
 DRILL_EXPIRY = 3600.0
-"""Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
+"""Seconds after which a drill's runs do not count (ours). False alarms: none, drills never affect a real verdict."""
 SHIPPED = Proof(By.SHIPPED)
 by_time = operator.attrgetter("started", "id")
-"""Sorts runs by their start, and those of one moment always alike."""
+"""Sort key of runs: the start, then the id, so that runs of one moment always have the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class Node:
 
     devices: Mapping[str, Device]
     runs: Mapping[str, tuple[Run, ...]]
-    """By uuid, sorted by start, each id once; either drills only or no drills."""
+    """Device uuid → its runs by start, each id once; either drills only or no drills."""
     summed: Mapping[str, Mapping[str, Iterable[int]]] = field(default_factory=dict)
-    """Device → probe → days of the past on which it was tested, from summaries: those outlive the runs."""
+    """Device → probe → past days on which it was tested, from summaries, which are kept longer than the runs."""
     claims: Claims = field(default_factory=Claims)
-    """Which classes of exact cases were met, here and on other hosts."""
+    """The classes of exact cases that devices met, here and on other hosts."""
     _records: dict[object, Record | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `record` has returned."""
+    """Cache of the results of `record`."""
 
     @cached_property
     def all(self) -> list[Run]:
@@ -52,7 +52,7 @@ class Node:
 
     @cached_property
     def at(self) -> dict[str, float]:
-        """Id → start of every run."""
+        """Id of a run → its start, in seconds since the epoch."""
         return {r.id: r.started for r in self.all}
 
     @cached_property
@@ -66,7 +66,7 @@ class Node:
 
     @cached_property
     def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
-        """Return goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
+        """Mismatches of goldens that this node made in two ways: (those that accuse its CPU, those that cannot).
 
         If several single cores show the same doubt about the same golden, the reference is wrong, not a core.
         """
@@ -82,7 +82,7 @@ class Node:
 
     @cached_property
     def goldens(self) -> set[object]:
-        """The goldens that this node has made without contradiction: those that a result was compared with."""
+        """The goldens that this node has made without contradiction: those with which a result was compared."""
         return {
             (r.probe, r.probe_version, operands_of(c))
             for r in self.all
@@ -92,9 +92,9 @@ class Node:
 
     @cached_property
     def accusing(self) -> Mapping[str, Sequence[Mismatch]]:
-        """Device → the mismatches that accuse it, oldest first: only characterised goldens do.
+        """Device → the mismatches that accuse it, oldest first. Only goldens of a class that is proven exact accuse.
 
-        A wrong link accuses the other end alone, where that end's link to a third is wrong too.
+        A wrong link accuses only the other end if that end's link to a third device is wrong too.
         """
         return {
             uuid: [m for m in found if m.proof is not None and not errs_with_a_third(self.ends, m.comparison.peer)]
@@ -103,12 +103,12 @@ class Node:
 
     @cached_property
     def ends(self) -> Ends:
-        """Device → those with which its links were wrong."""
+        """Device → the other ends of its wrong links."""
         return wrong_ends(self.missed)
 
     @cached_property
     def missed(self) -> Mapping[str, Sequence[Mismatch]]:
-        """Device → every golden that it missed, with by what its class is characterised; oldest first."""
+        """Device → its mismatches, each with the proof that its class is exact (if any), oldest first."""
         return {
             uuid: [
                 Mismatch(run=r, comparison=c, proof=self._proof(r, c))
@@ -120,7 +120,7 @@ class Node:
         }
 
     def _proof(self, run: Run, comparison: Comparison) -> Proof | None:
-        """Return by what the class of a wrong comparison is characterised; None where nobody has met it."""
+        """Return the proof that a wrong comparison's class is exact, or None if no device has met it."""
         if comparison.characterised:
             return SHIPPED
         kind = self.devices[run.device].kind
@@ -143,12 +143,12 @@ class Node:
 
     @cached_property
     def cpu_erred(self) -> list[float]:
-        """When this host's CPU was wrong, in its goldens or in its own runs; ascending."""
+        """Times at which this host's CPU was wrong, in its goldens or in its own runs; ascending."""
         own = [m for uuid, ms in self.accusing.items() if self.devices[uuid].backend == "cpu" for m in ms]
         return sorted(m.run.started for m in (*self.host_mismatches[0], *own))
 
     def data(self, mismatch: Mismatch) -> object:
-        """Return what a mismatch was computed from: operands, software, and the kind of device."""
+        """Return a key of what a mismatch was computed from: kind of device, probe, software, operands."""
         return self._data(mismatch.run, mismatch.comparison)
 
     def _data(self, run: Run, comparison: Comparison) -> object:
@@ -156,10 +156,10 @@ class Node:
         return kind, run.probe, run.probe_version, run.stack_id, operands_of(comparison)
 
     def record(self, uuid: str, like: Run, *, shared: bool) -> Record | None:
-        """Return what a device computed with the probe and stack of a run; None where it did not.
+        """Return the results of a device with the probe and stack of a run, or None if there are none.
 
-        With `shared` every wrong result counts, without it those of the device's own (`own`). Made once for all
-        verdicts on the node's devices: each asks for the records of all its siblings.
+        With `shared` every wrong result counts, else only the device's own (`own`). The result is cached for all
+        verdicts on the node's devices, because each needs the records of all siblings.
         """
         asked = uuid, like.probe, like.probe_version, like.stack_id, bool(like.stack), shared
         if asked not in self._records:
@@ -168,7 +168,7 @@ class Node:
 
     @cached_property
     def _unproven(self) -> Mapping[object, Sequence[Mismatch]]:
-        """The mismatches in classes that nobody has met, by data and wrong bits."""
+        """(Data, wrong bits) → the mismatches in classes that no device has met."""
         return self._by_look(m for ms in self.missed.values() for m in ms if m.proof is None)
 
     def _by_look(self, mismatches: Iterable[Mismatch]) -> Mapping[object, Sequence[Mismatch]]:
@@ -179,7 +179,7 @@ class Node:
         return found
 
     def gave_alike(self, mismatch: Mismatch) -> set[str]:
-        """Return the other devices that gave the wrong bits of an unproven mismatch for the same data."""
+        """Return the other devices that gave the same wrong bits as an unproven mismatch for the same data."""
         if not mismatch.run.stack:
             return set()
         alike = self._unproven.get((self.data(mismatch), judge_cause.mark(mismatch.comparison)), ())
@@ -187,7 +187,7 @@ class Node:
 
     @cached_property
     def shared(self) -> frozenset[int]:
-        """The `id` of every wrong comparison whose bits another device of the kind gave too: no fault of one part."""
+        """The `id` of every wrong comparison whose bits another device of the kind gave too: not one part's fault."""
         if sum(map(bool, self.accusing.values())) < 2:
             return frozenset()  # at once, since most faults are those of one device
         looks = self._by_look(itertools.chain.from_iterable(self.accusing.values()))
@@ -200,9 +200,9 @@ class Node:
 
     @cached_property
     def own(self) -> frozenset[int]:
-        """The `id` of every wrong comparison that is the device's own: a bug that it shares must not hide a fault.
+        """The `id` of every wrong comparison that is the device's own: a shared bug must not hide a fault.
 
-        Beside shared ones of its probe and software, one counts as its own where a sibling computed the same data.
+        If its probe and software also have shared ones, it is its own only if a sibling computed the same data.
         """
         if not self.shared:
             return frozenset(id(m.comparison) for m in itertools.chain.from_iterable(self.accusing.values()))
@@ -226,9 +226,9 @@ class Node:
 
     @cached_property
     def fickle(self) -> frozenset[int]:
-        """The `id` of every shared wrong comparison whose device gave right results for the same data too, or later.
+        """The `id` of every shared wrong comparison whose device also gave right results for the same data, or later.
 
-        Where a bug comes and goes, data on which a sibling was lucky look like a fault of one part.
+        If a bug comes and goes, data that a sibling computed correctly by luck look like a fault of one part.
         """
         shared = [m for ms in self.accusing.values() for m in ms if id(m.comparison) in self.shared]
         first: dict[object, float] = {}
@@ -249,7 +249,7 @@ class Node:
 
     @cached_property
     def onsets(self) -> Mapping[tuple[str, str], float]:
-        """(device, stack id) → when it was first wrong on that software in bits of its own, or that come and go."""
+        """(Device, stack id) → time of its first wrong bits on that software that are its own, or come and go."""
         found: dict[tuple[str, str], float] = {}
         for m in itertools.chain.from_iterable(self.accusing.values()):
             if id(m.comparison) in self.own or id(m.comparison) in self.fickle:
@@ -266,7 +266,7 @@ def node(
     summed: Mapping[str, Mapping[str, Iterable[int]]] | None = None,
     claims: Claims | None = None,
 ) -> Node:
-    """Return the runs that count at `now`; with `drill`, those of the last hour's drills, without, none of them."""
+    """Return the devices with the runs that count at `now`: with `drill` the last hour's drills, else no drills."""
 
     def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
         # A clock that was not set yet must not make a failure look decades old, and so long cleared. Any other run
@@ -284,14 +284,14 @@ def node(
 
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
-    """Return the mismatches of a subject, also of runs that did not complete: a fact stays one after a crash."""
+    """Return the mismatches of a subject, also from runs that did not complete: a crash does not undo a fact."""
     return [Mismatch(run=r, comparison=c) for r in runs for c in r.wrong if c.subject is subject]
 
 
 def contradictions(mismatches: Iterable[Mismatch]) -> frozenset[object]:
     """Return the classes in which a device gave right and wrong results for the same bytes.
 
-    In one upload, in fresh uploads of the same operands, or on another of its units.
+    The results are of one upload, of fresh uploads of the same operands, or of several units of the device.
     """
     return frozenset(
         _claim(m.run, m.comparison) for m in mismatches if _was_right_too(m.comparison) or _right_elsewhere(m)
@@ -305,7 +305,7 @@ def _was_right_too(comparison: Comparison) -> bool:
 
 
 def _right_elsewhere(mismatch: Mismatch) -> bool:
-    """Return whether another part of the device computed the same operands right in the same run."""
+    """Return whether another part of the device computed the same operands correctly in the same run."""
     others = (c for c in mismatch.run.comparisons if c.subject is Subject.DEVICE and not c.wrong)
     return any(operands_of(c) == mismatch.operands for c in others)
 
@@ -329,5 +329,5 @@ def is_inconstant(mismatches: Iterable[Mismatch]) -> bool:
 
 
 def _claim(run: Run, comparison: Comparison) -> object:
-    """Return what a wrong comparison is a counter-example of: the class, on the software that computed it."""
+    """Return the claim that a wrong comparison contradicts: the class, on the software that computed it."""
     return run.probe, run.probe_version, run.stack_id, class_of(comparison.case)

@@ -12,16 +12,16 @@ from canaryd.judge.cause import Mismatch
 from canaryd.model import Device, Elsewhere, Run
 
 PROVIDER = "your hardware provider (cloud or vendor)"
-"""Who answers for a part without an identity of its own: canaryd does not know whether the machine is virtual."""
+"""Words for the owner of a part without its own identity: canaryd does not know whether the machine is virtual."""
 VENDOR_CASE = "open a vendor case"
 KERNEL_LOG = "journalctl -k -n 100"
-"""Command that shows what the kernel said last."""
+"""Command that shows the newest lines of the kernel log."""
 DETAIL = 300
-"""Characters of a worker's own words that a finding repeats."""
+"""Most characters of a worker's own message that a finding repeats."""
 
 
 def describe(mismatch: Mismatch) -> str:
-    """Return what was wrong and where: case, operands, place, elements and bits."""
+    """Return text about one mismatch: case, operands, place, elements and bits."""
     c, found = mismatch.comparison, mismatch.comparison.evidence
     text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
     text += f" {'in' if c.place.unit == 'memory' else 'on'} {c.place}" if str(c.place) else ""
@@ -33,7 +33,7 @@ def describe(mismatch: Mismatch) -> str:
 
 
 def describe_repeats(found: Evidence) -> str:
-    """Return what fresh uploads of the same operands gave; "" where none was tried."""
+    """Return text about the results of fresh uploads of the same operands; "" if there were none."""
     if not found.repeats:
         return ""
     text = f"{found.repeats_wrong} of {found.repeats} fresh uploads wrong"
@@ -43,19 +43,19 @@ def describe_repeats(found: Evidence) -> str:
 
 
 def recipient(device: Device) -> str:
-    """Return who gets the report on a faulty part."""
+    """Return words for who gets the report on a faulty part."""
     return PROVIDER if device.weak_identity else "the vendor"
 
 
 def whom_to_tell(device: Device) -> str:
-    """Return what comes after a faulty part was taken out of service."""
+    """Return words for what to do after a faulty part was taken out of service."""
     return f"tell {PROVIDER}" if device.weak_identity else VENDOR_CASE
 
 
 def identical(device: Device, elsewhere: Elsewhere | None) -> str:
-    """Return on what a test must be repeated to find the cause: `elsewhere` names an identical device, or a backend.
+    """Return words for where to repeat a test to find the cause: an identical device, or another node.
 
-    A command that names a backend would test the same device again on its own node.
+    If `elsewhere` names a backend, its command would test the same device again on this node.
     """
     if elsewhere is None or elsewhere.device == device.backend:
         return "another node (not here) with the same model and software"
@@ -68,7 +68,7 @@ def find_cause(device: Device, elsewhere: Elsewhere | None) -> str:
 
 
 def reason_of(run: Run) -> str:
-    """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
+    """Return the reason from a run's detail: the last line of a traceback, or the first line of any other text."""
     lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
     line = lines[-1 if lines[0].startswith("Traceback") else 0] if lines else ""
     return line if len(line) <= DETAIL else f"{line[:DETAIL].rstrip(' ;,:')}…"
@@ -85,11 +85,11 @@ def listed(names: Sequence[str], word: str = "and") -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """Return the first of names and how many more there are: "a, b and 3 more"."""
+    """Return the first `most` names and the number of others: "a, b and 3 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def and_more(number: int) -> str:
-    """Return " and 3 more" where `number` things are meant and one of them was named; "" for one."""
+    """Return " and 3 more" for `number` things of which one was already named; "" for a single one."""
     return f" and {number - 1} more" if number > 1 else ""

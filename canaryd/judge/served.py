@@ -1,4 +1,4 @@
-"""Whose fault the wrong answers of an endpoint are, as far as the devices that serve it can tell."""
+"""The cause of an endpoint's wrong answers, as far as the devices that serve it show it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Behind(NamedTuple):
     name: str
     runs: Sequence[Run]
     doubted: bool
-    """Whether its own verdict has findings against it."""
+    """Whether the device's own verdict has findings against it."""
 
 
 def scene(behind: Iterable[Behind], runs: Iterable[Run], mismatches: Sequence[Mismatch]) -> Scene:
-    """Return what is known around the wrong answers of an endpoint, whose own runs are `runs`.
+    """Return the facts around an endpoint's wrong answers; `runs` are its own runs.
 
-    A device counts as right when the deep test for which a wrong answer calls has passed on it since.
+    A device counts as right if it has since passed the deep test that a wrong answer causes.
     """
     since = mismatches[0].run.started
     wrong, right, untested = set(), set(), set()

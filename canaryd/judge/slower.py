@@ -1,7 +1,7 @@
-"""Whether a device became slower than it was and than identical devices of this node, judged day by day.
+"""Find out, day by day, whether a device became slower than it was, and than identical devices of this node.
 
 All pure functions. Neighbouring runs depend on each other, so a day counts as one value. Slow is not wrong: the rule
-never makes a device worse than degraded. docs/judgement.md has the rule and what it does to healthy devices.
+never makes a device worse than degraded. docs/judgement.md has the rule and its effect on healthy devices.
 """
 
 from __future__ import annotations
@@ -21,75 +21,75 @@ from canaryd.judge.watch import days_of_tests
 from canaryd.model import Cause, Finding, Outcome, Rival, Run, State
 
 SPAN = 60
-"""Days that are looked at (ours): older ones may be another season."""
+"""Number of newest days that are used (ours): older ones may be another season."""
 LATE = 7
-"""The newest of them, each of which must be slower than the usual (ours): a whole week, so that no weekend decides."""
+"""Number of newest days that must all be slower than usual (ours): a whole week, so that no weekend decides."""
 LEAST_BEFORE = 14
-"""Days before them that must be known (ours): fewer do not show what is usual."""
+"""Smallest number of known days before the `LATE` newest ones (ours): fewer do not show what is usual."""
 SLOWER = 1.10
-"""Times as long as the median of the days before (ours): healthy GPUs of one model differ by 8 % on average (Sinha et
+"""Least ratio to the median of the days before (ours): healthy GPUs of one model differ by 8 % on average (Sinha et
 al., SC 2022), and a device differs less from itself. False alarms: 0 in the simulations of the tests."""
 SHARED = 0.5
-"""Share of a change from which on, if peers show it too, it is not the device's own (ours)."""
+"""Share of a change that peers must show too, so that the change is not the device's own (ours)."""
 POWER_LIMIT_MOVED = 0.02
 """Relative fall of the power limit that may explain slowness (ours): limits are set, not measured."""
 LOAD_MOVED = 0.2
-"""Rise of the share of time in use, or of the load per 1.0, that may explain slowness (ours)."""
+"""Rise of the share of time in use, or of the load per core, that may explain slowness (ours)."""
 FRESH = 3
-"""Days after which a series without a new value shows nothing about today (ours)."""
+"""Days without a new value after which a series shows nothing about today (ours)."""
 TIME, LIMIT, LOAD = "kernel_seconds", "power_limit_watts{limit=enforced}", "load_average"
 WORK = {"utilization_ratio": "the share of time in use", LOAD: "the load per core"}
-"""Readings that show other work on the device, in words."""
+"""Reading that shows other work on the device → words for it."""
 
 
 class Key(NamedTuple):
-    """What makes values comparable."""
+    """The key of a series: only values with equal keys are comparable."""
 
     probe: str
     reading: str
-    """`Reading.key`; a load is told per core."""
+    """`Reading.key`; a load is divided by the number of cores."""
     basis: str
-    """Version and level of the probe, and the stack: each begins a series of its own."""
+    """Version and level of the probe, and the stack: each combination has its own series."""
 
     @property
     def is_speed(self) -> bool:
-        """Whether less of it is slower."""
+        """Whether a smaller value of the series means slower."""
         return self.reading.startswith(SPEEDS)
 
     @property
     def judged(self) -> bool:
-        """Whether it tells how fast the device is, and not what may explain that."""
+        """Whether the series measures how fast the device is, and not what may explain its speed."""
         return self.is_speed or split_key(self.reading)[0] == TIME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One series on one day."""
+    """The value of one series on one day."""
 
     probe: str
     reading: str
     basis: str
     unit: str
     value: float
-    """The edge of the best quarter, because other work on the device only makes it slower; else the median."""
+    """The edge of the best quarter (other work on the device only makes it slower), or else the median."""
     count: int
-    """How many values it was made of."""
+    """Number of values from which `value` was computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The software under some runs."""
+    """The software of some runs."""
 
     id: str
     """`Run.stack_id`."""
     at: float
-    """When the first of the runs on it started, in seconds since the epoch."""
+    """Start of the first run on the software, in seconds since the epoch."""
     parts: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """One device on one day of UTC; it outlives the runs and polls that it was made of."""
+    """Summary of one device on one day of UTC. It is kept longer than the runs and polls of that day."""
 
     device: str
     """`Device.uuid`."""
@@ -99,16 +99,16 @@ class Day:
     stacks: tuple[Stack, ...] = ()
     """The stacks of the day's runs, in order of their first run."""
     tested: tuple[str, ...] = ()
-    """The probes that completed a whole run on it."""
+    """The probes that completed a whole run on that day."""
 
 
 @dataclass(kw_only=True)
 class Course:
-    """One series, day by day."""
+    """The levels of one series, day by day."""
 
     unit: str
     days: dict[int, float] = field(default_factory=dict)
-    """Days since the epoch → level."""
+    """Day (since the epoch) → level."""
 
 
 Courses = Mapping[Key, Course]
@@ -118,21 +118,21 @@ class Change(NamedTuple):
     """A series that became slower."""
 
     early: Sequence[int]
-    """The days that show what is usual, since the epoch."""
+    """The earlier days, which show what is usual (days since the epoch)."""
     late: Sequence[int]
-    """The days on which it was slower."""
+    """The newest days, on which the device was slower (days since the epoch)."""
     before: float
     after: float
-    """Medians of these days."""
+    """Median of the newest days."""
     times: float
-    """How many times as slow it is."""
+    """How many times as slow the device became."""
 
 
 # --- What a day leaves ------------------------------------------------------------------------------------------------
 
 
 def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) -> Day:
-    """Return the summary of a day (since the epoch, UTC), from all runs and polls that began on it.
+    """Return the summary of a day (since the epoch, UTC) from all runs and polls that began on it.
 
     Only usual, whole runs count: no drill, confirmation, retest at another intensity or baselining.
     """
@@ -160,7 +160,7 @@ def stacks(runs: Iterable[Run]) -> list[Stack]:
 
 
 def courses(days: Iterable[Day]) -> dict[Key, Course]:
-    """Return each series day by day."""
+    """Return key → levels of each series, day by day."""
     found: dict[Key, Course] = {}
     for day in days:
         for of in day.levels:
@@ -169,7 +169,7 @@ def courses(days: Iterable[Day]) -> dict[Key, Course]:
 
 
 def level(key: Key, values: Sequence[float]) -> float:
-    """Return the one value that stands for several of a day."""
+    """Return the one value that represents several values of a day."""
     if key.judged:
         return sorted(values, reverse=key.is_speed)[(len(values) - 1) // 4]
     return statistics.median(values)
@@ -181,7 +181,7 @@ def _counts(run: Run) -> bool:
 
 
 def _values(run: Run) -> Iterator[tuple[str, str, float]]:
-    """Yield (reading, unit, value) of what tells or explains a device's speed."""
+    """Yield (reading, unit, value) for readings that measure or explain a device's speed."""
     cores = next((r.value for r in run.readings if r.key == "cpu_cores{state=online}"), 0)
     for reading in run.readings:
         if (value := _number(reading)) is None:
@@ -194,7 +194,7 @@ def _values(run: Run) -> Iterator[tuple[str, str, float]]:
 
 
 def _number(reading: Reading) -> float | None:
-    """Return a reading's value where it is a finite number."""
+    """Return a reading's value if it is a finite number, else None."""
     if isinstance(reading.value, (str, bool)) or not math.isfinite(reading.value):
         return None
     return float(reading.value)
@@ -204,10 +204,10 @@ def _number(reading: Reading) -> float | None:
 
 
 def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator[Finding]:
-    """Yield the finding that a device is slower than it was; only days that are over count.
+    """Yield the finding that a device is slower than it was. Only days that are over count.
 
-    A note where its peers became slower as well, or where its power limit or other work explains it. `peers` are the
-    other devices of this node that have the same backend and model, by name.
+    The finding is a note if its peers became slower as well, or if its power limit or other work explains it. `peers`
+    are the other devices of this node with the same backend and model, by name.
     """
     changes = {key: _change(key, course, int(now // DAY)) for key, course in own.items() if key.judged}
     slower = {key: change for key, change in changes.items() if change is not None}
@@ -241,7 +241,7 @@ def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator
 
 
 def _change(key: Key, course: Course, today: int) -> Change | None:
-    """Return how much slower each of the newest days was than the median of the days before; None if it was not."""
+    """Return the change if each newest day was slower than the median of the days before; else None."""
     days = sorted(day for day in course.days if today - SPAN <= day < today)
     early, late = days[:-LATE], days[-LATE:]
     if len(early) < LEAST_BEFORE or late[-1] < today - FRESH:
@@ -253,14 +253,14 @@ def _change(key: Key, course: Course, today: int) -> Change | None:
 
 
 def _times(key: Key, before: float, after: float) -> float:
-    """Return how many times as slow `after` is; 1.0 where one of them shows no speed."""
+    """Return how many times as slow `after` is; 1.0 if one of the values is not positive."""
     if before <= 0 or after <= 0:
         return 1.0
     return before / after if key.is_speed else after / before
 
 
 def _moved(of: Courses, key: Key, change: Change) -> tuple[float, float] | None:
-    """Return a series' medians before and after a change; None where it has less than half of the days."""
+    """Return a series' medians before and after a change, or None if it lacks more than half of the days."""
     if key not in of:
         return None
     early, late = ([of[key].days[d] for d in days if d in of[key].days] for days in (change.early, change.late))
@@ -270,7 +270,7 @@ def _moved(of: Courses, key: Key, change: Change) -> tuple[float, float] | None:
 
 
 def _beside(peers: Mapping[str, Courses], key: Key, change: Change) -> tuple[str, bool | None]:
-    """Return what the peers show, in words, and whether it explains the change; None where there is none."""
+    """Return words about the peers' change, and whether it explains this one (None if there is no peer)."""
     theirs = [_times(key, *moved) for peer in peers.values() if (moved := _moved(peer, key, change))]
     if not theirs:
         return "something that all devices of the node share: there is no peer to compare with", None
@@ -281,7 +281,7 @@ def _beside(peers: Mapping[str, Courses], key: Key, change: Change) -> tuple[str
 
 
 def _limit(own: Courses, change: Change) -> tuple[str, bool | None]:
-    """Return what the power limit shows, as `_beside` does."""
+    """Return words about the power limit, and whether it explains the change (None if it is not known)."""
     moved = next((m for key in own if key.reading == LIMIT and (m := _moved(own, key, change))), None)
     if moved is None:
         return "a lower power limit: the limit is unknown here", None
@@ -290,7 +290,7 @@ def _limit(own: Courses, change: Change) -> tuple[str, bool | None]:
 
 
 def _work(own: Courses, change: Change) -> tuple[str, bool | None]:
-    """Return what other work shows, as `_beside` does."""
+    """Return words about other work, and whether it explains the change (None if the load is not known)."""
     moved = [
         (is_ - was, f"other work on the device: {WORK[name]} is {number(is_)}, {number(was)} before")
         for key in own

@@ -1,4 +1,4 @@
-"""Whether the evidence supports `canaryd ack --software`: the software caused the wrong results."""
+"""Decide whether the evidence supports `canaryd ack --software`: that the software caused the wrong results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from canaryd.model import Cause
 
 
 def missing(case: Case) -> str:
-    """Return what the evidence lacks for `canaryd ack --software`, as one sentence; "" where it suffices.
+    """Return a sentence with the evidence that `canaryd ack --software` lacks, or "" if there is enough.
 
-    It needs wrong results of the device itself, all on software that is no longer in use and without another known
+    There must be wrong results of the device itself, all on software that is no longer in use and without another known
     cause; and enough right results on other software since (`supports`).
     """
     groups: dict[object, list[Mismatch]] = defaultdict(list)
@@ -55,7 +55,7 @@ def _lacks(case: Case, mismatches: Sequence[Mismatch]) -> str:
 
 
 def _too_little(case: Case, probe: str, other: OtherSoftware) -> str:
-    """Return how many right results on other software are wanted, and how many there are."""
+    """Return how many right results on other software are needed, and how many there are."""
     tried, accused = other.tried, other.accused
     results = -(-RULE_OF_THREE * accused.results // accused.wrong)
     uploads = -(-RULE_OF_THREE * accused.uploads // accused.failed)

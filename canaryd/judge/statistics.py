@@ -1,4 +1,4 @@
-"""The formulas of chance that the rules of the judge share."""
+"""Formulas of probability that several rules share."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import math
 from typing import NamedTuple
 
 RULE_OF_THREE = 3
-"""No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures. It is wrong
-with a probability of e^-3, 5 %, for a device that fails at exactly the rate in question."""
+"""No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures. For a device
+that fails at exactly the rate in question, this is wrong with a probability of e^-3, 5 %."""
 CONFIDENCE = 0.95
-"""Of the intervals that are printed (the field's custom)."""
+"""Coverage of the printed intervals (the usual value)."""
 
 
 def rate_bound(trials: int) -> float:
-    """Return the rate at which so many trials would all be clean with a probability of 5 %: 1 - 0.05^(1/n)."""
+    """Return the failure rate at which all of `trials` are clean with a probability of 5 %: 1 - 0.05^(1/n)."""
     return -math.expm1(math.log(0.05) / trials)
 
 
 def outlasts(clean: int, trials: int, failures: int) -> bool:
-    """Whether `clean` trials are at least three times as many as it took for one failure."""
+    """Return whether `clean` trials are at least three times the mean trials per failure."""
     return clean * failures >= RULE_OF_THREE * trials
 
 
 class Count(NamedTuple):
-    """How often something was tried, and how often it failed."""
+    """Numbers of results and of uploads, and of the wrong ones among them."""
 
     results: int = 0
     wrong: int = 0
     """Results that were wrong."""
     uploads: int = 0
     failed: int = 0
-    """Uploads with a wrong result: what was hit on its way to the device is wrong every time."""
+    """Uploads with a wrong result: data damaged on its way to the device give wrong results every time."""
 
     def plus(self, other: Count) -> Count:
-        """Return both together."""
+        """Return the sum of both counts."""
         results, wrong, uploads, failed = other
         return Count(self.results + results, self.wrong + wrong, self.uploads + uploads, self.failed + failed)
 
     def outlasts(self, accused: Count) -> bool:
-        """Whether this clean record is at least three times the accused's mean trials per failure.
+        """Return whether this clean record is at least three times the accused's mean trials per failure.
 
-        In results and in uploads: a fault may strike a result or an upload, and which of the two is not known.
+        Both in results and in uploads: a fault may affect a result or an upload, and it is not known which.
         """
         by_results = outlasts(self.results, accused.results, accused.wrong)
         return by_results and outlasts(self.uploads, accused.uploads, accused.failed)
@@ -65,7 +65,7 @@ def interval(wrong: int, trials: int) -> tuple[float, float]:
 
 
 def _solve(k: int, n: int, tail: float) -> float:
-    """Return the rate p at which at most k of n happen with probability `tail`; by bisection, for k < n."""
+    """Return the rate p at which at most k of n events have probability `tail`; by bisection, for k < n."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = (low + high) / 2
@@ -74,7 +74,7 @@ def _solve(k: int, n: int, tail: float) -> float:
 
 
 def _at_most(k: int, n: int, p: float) -> float:
-    """Return the probability of at most k of n, each with probability p."""
+    """Return the probability of at most k of n events, each with probability p."""
     if k >= n:
         return 1.0
     if k < 0 or p >= 1:

@@ -1,4 +1,4 @@
-"""Which core or SM is wrong, where the others compute the same right."""
+"""Find the one core or SM that is wrong while the others compute the same correctly."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from canaryd.model import Run
 
 
 def numbers_of(place: Place) -> tuple[int, ...]:
-    """Return the numbers of a place's cores or SMs; none for any other place."""
+    """Return the numbers of a place's cores or SMs, or () for any other place."""
     return place.numbers if place.unit in UNITS else ()
 
 
 def units_of(place: Place) -> Iterator[Place]:
-    """Yield the single cores or SMs of a place; nothing for any other place."""
+    """Yield the single cores or SMs of a place, and nothing for any other place."""
     return (Place(unit=place.unit, numbers=(number,)) for number in numbers_of(place))
 
 
 def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) -> tuple[Place, Place] | None:
-    """Return the only wrong core or SM, and those that computed the same data correctly; None if it is not known.
+    """Return the only wrong core or SM, and the units that computed the same data correctly; None if it is not known.
 
-    It is always wrong on data that others compute correctly, or it fails more often than chance explains: over the runs
-    that failed, or over uploads of data that others computed too. `mismatches` are of one probe and software, `runs`
+    The unit is always wrong on data that others compute correctly, or fails more often than chance explains: counted in
+    failed runs, or in uploads of data that others computed too. `mismatches` are of one probe and software, `runs` are
     those of the device; `enough` is how often a unit that was right before must fail in a row.
     """
     accused = {m.comparison.place for m in mismatches if m.comparison.place.unit in UNITS}
@@ -48,10 +48,10 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
 
 
 def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Record]]:
-    """Return both records with wrong uploads in place of wrong runs, of bytes alone that both computed.
+    """Return both records, counted in wrong uploads instead of wrong runs, on bytes that both computed.
 
-    One program on the same bytes is wrong everywhere alike, so each wrong upload tells of the unit; wrong uploads of
-    different bytes may tell of the bytes.
+    One program on the same bytes is wrong everywhere alike, so each wrong upload is evidence about the unit. Wrong
+    uploads of different bytes may be evidence about the bytes.
     """
     both = on_it.results.keys() & elsewhere.results.keys()
     counts = [counted(itertools.chain.from_iterable(r.results[key] for key in both)) for r in (on_it, elsewhere)]
@@ -60,14 +60,14 @@ def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Rec
 
 
 def _part(run: Run, unit: Place, *, on_it: bool) -> Run:
-    """Return a run with what one unit computed alone, or with what the others of its kind did."""
+    """Return a run with only the results of one unit, or (`on_it` False) of the others of its kind."""
     return replace(run, comparisons=tuple(_shares(run.comparisons, unit, on_it=on_it)))
 
 
 def _shares(comparisons: Iterable[Comparison], unit: Place, *, on_it: bool) -> Iterator[Comparison]:
-    """Yield the share of a unit, or that of the others, in each comparison: those told together computed equally many.
+    """Yield each comparison with only the share of one unit or, if `on_it` is False, of the others.
 
-    Every unit had an upload's operands once.
+    Units in one comparison computed equally many. Every unit had an upload's operands once.
     """
     for c in comparisons:
         if c.subject is not Subject.DEVICE or c.place.unit != unit.unit:

@@ -47,25 +47,25 @@ from canaryd.model import AckKind, Cause, EventKind, Finding, Run, State, Verdic
 
 
 def telemetry(case: Case) -> Iterator[Finding]:
-    """What the device, its driver and the kernel log report (docs/telemetry.md)."""
+    """Yield findings about what the device, its driver and the kernel log report (docs/telemetry.md)."""
     if case.signs is not None:
         yield from rules.findings(case.signs if case.gone_since is None else replace(case.signs, gone=True))
 
 
 def recordings(case: Case) -> Iterator[Finding]:
-    """How the device's recordings compare with their baselines (docs/baselines.md)."""
+    """Yield findings about how the device's recordings compare with their baselines (docs/baselines.md)."""
     yield from case.recordings
 
 
 def slower(case: Case) -> Iterator[Finding]:
-    """How fast the device is beside its own earlier days and its siblings' (docs/judgement.md)."""
+    """Yield findings about the device's speed, compared with earlier days and siblings (docs/judgement.md)."""
     yield from case.slower
 
 
 def endpoint_departed(case: Case) -> Iterator[Finding]:
-    """Unknown answers of an endpoint are a note on each device behind it, because exact tests decide.
+    """Yield an endpoint's unknown answers as a note on each device behind it, because exact tests decide.
 
-    The device is suspect only if it serves alone and the output is not broken.
+    The device is suspect only if it alone serves the endpoint and the output is not broken.
     """
     for name, (count, findings) in sorted(case.serving.items()):
         alone = count == 1 and not any(f.rule == "broken-output" for f in findings)
@@ -83,7 +83,7 @@ def endpoint_departed(case: Case) -> Iterator[Finding]:
 
 
 def acknowledged(case: Case) -> Iterator[Finding]:
-    """A note about an acknowledgement, with its end; it never makes a device healthy."""
+    """Yield a note about an acknowledgement, with its end; it never makes a device healthy."""
     if ack := acks.standing(case.device, case.acks, case.now):
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:
@@ -94,9 +94,9 @@ def acknowledged(case: Case) -> Iterator[Finding]:
 
 
 def _acknowledged(case: Case, finding: Finding) -> Finding:
-    """Return a finding as it stands beside an acknowledgement.
+    """Return a finding, in its acknowledged form if an acknowledgement covers it.
 
-    Only rules that held when it was given, about what had been seen by then, are covered; what is faulty stays so.
+    It covers only rules that it names, and only what had been seen by then. A faulty device stays faulty.
     """
     ack = acks.standing(case.device, case.acks, case.now)
     if ack is None or not acks.covers(ack, finding):
@@ -109,9 +109,9 @@ def _acknowledged(case: Case, finding: Finding) -> Finding:
 
 
 def _reported_again(case: Case, rule: str, at: float) -> bool:
-    """Return whether what the device has reported since a time makes it suspect by a rule, with nothing from before.
+    """Return whether the device's reports since `at`, without older ones, make it suspect by a rule.
 
-    What it reported besides, such as a corrected error, is no news of what an operator knows.
+    Other reports, such as a corrected error, are no news about what an operator knows.
     """
     if case.signs is None:
         return False
@@ -154,11 +154,11 @@ RULES: tuple[Rule, ...] = (
     clock_set_back,
     acknowledged,
 )
-"""Every rule is asked, in any order: the worst finding decides."""
+"""All rules. Their order does not matter: the worst finding decides."""
 
 
 def decide(case: Case) -> Verdict:
-    """Judge one device. Deterministic."""
+    """Return the verdict on one device. Equal cases give equal verdicts."""
     found = (_acknowledged(case, finding) for rule in RULES for finding in rule(case))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule)))
     state, cause = conclusion(findings)
@@ -176,17 +176,17 @@ def decide(case: Case) -> Verdict:
 
 
 def worst(verdicts: Iterable[Verdict]) -> State:
-    """Return the worst state; no verdict at all is `unknown`."""
+    """Return the worst state, or `unknown` if there is no verdict."""
     return max((v.state for v in verdicts), key=lambda s: s.severity, default=State.UNKNOWN)
 
 
 def exit_code(state: State) -> int:
-    """Return what `canaryd check` exits with: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."""
+    """Return the exit status of `canaryd check`: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."""
     return {State.HEALTHY: 0, State.DEGRADED: 1, State.SUSPECT: 2, State.FAULTY: 2, State.UNKNOWN: 3}[state]
 
 
 def fault_rate_bound(runs: Iterable[Run], *, drill: bool = False) -> dict[str, float]:
-    """Return, per probe, the faults per trial that its clean trials rule out at 95 % (the rule of three: about 3/n).
+    """Return probe → faults per trial that its clean trials exclude at 95 % (the rule of three: about 3/n).
 
     Exactly: the rate at which n trials would stay clean with a probability of 5 %, 1 - 0.05^(1/n). A probe with a
     mismatch of any kind, or without a trial, is absent.

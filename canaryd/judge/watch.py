@@ -1,4 +1,4 @@
-"""When a watch is over: it counts days of tests, because clocks jump and machines are switched off."""
+"""Decide when a watch is over. It counts days with tests, because clocks jump and machines are switched off."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Outcome, Run
 
 LOOKED = "looked"
-"""Reading of a run whose results are no longer kept: they showed that it had looked at its device."""
+"""Reading of a run without its results: it shows that the run had tested its device."""
 JUDGED = frozenset({*READINGS, SELF_TEST})
-"""Readings that are judged as they are; speeds are judged over days."""
+"""Readings that are judged directly. Speeds are judged over days."""
 
 
 def has_looked(run: Run) -> bool:
     """Return whether a completed run compared or recorded a result of the device, or read what is judged.
 
-    Other readings, such as settings, show nothing; nor do those of a probe that compares, and compared nothing.
+    Other readings, such as settings, do not count; nor do readings of a probe that compares, but compared nothing.
     """
     names = {r.name for r in run.readings}
     if run.trials or run.recordings or LOOKED in names:
@@ -28,10 +28,10 @@ def has_looked(run: Run) -> bool:
 
 
 def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None = None) -> dict[str, frozenset[int]]:
-    """Return, by probe, the days (UTC, since the epoch) on which it completed a whole run that is no drill.
+    """Return probe → days (UTC, since the epoch) on which it completed a whole run that is no drill.
 
     A run that skipped everything is no test.
-    `past` has such days from summaries, which outlive the runs.
+    `past` has such days from summaries, which are kept longer than the runs.
     """
     days: dict[str, set[int]] = defaultdict(set, {probe: set(found) for probe, found in (past or {}).items()})
     for run in runs:
@@ -43,7 +43,7 @@ def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None 
 def is_over(since: float, now: float, watch: float, days: Iterable[int], fresh: float) -> bool:
     """Return whether a watch of `watch` seconds that began at `since` is over at `now`, by the clock and by its days.
 
-    `days` are those of `days_of_tests`. A run also stands for the days after it while it is `fresh` (seconds). The day
+    `days` come from `days_of_tests`. A run also counts for the days after it while it is `fresh` (seconds). The day
     on which the watch began does not count. A day without a test does not count either, so the watch may end later.
     """
     if now - since < watch:

@@ -1,4 +1,4 @@
-"""Count the wrong results that a finding rests on, once for every report."""
+"""Count the wrong results behind a finding, once for all reports."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, 
 def wrong_results(
     case: Case, mismatches: Sequence[Mismatch], confirmed: Sequence[Confirmation] = (), began: float | None = None
 ) -> WrongResults:
-    """Return what mismatches (oldest first, at least one) amount to; `confirmed`: how they were confirmed.
+    """Return a summary of mismatches (oldest first, at least one); `confirmed` are their confirmations.
 
-    Results count from `began` on, in seconds since the epoch: the first of the mismatches, unless the fault is older.
+    Results count from `began` on (seconds since the epoch): from the first mismatch's run if `began` is None.
     """
     began = mismatches[0].run.started if began is None else began
     of_probe: dict[str, list[Mismatch]] = defaultdict(list)
@@ -34,7 +34,7 @@ def wrong_results(
 
 
 def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
-    """Return how many completed retests the runs of mismatches had, and how many of these failed too.
+    """Return the number of completed retests of the mismatches' runs, and how many of these failed too.
 
     A run that repeats on one device what another computed wrong is no retest of either.
     """
@@ -48,7 +48,7 @@ def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
 
 
 def _tally(case: Case, mismatches: Sequence[Mismatch], began: float) -> ProbeTally:
-    """Count the mismatches of one probe, and the results since `began`; a wrong golden or comparison counts as one."""
+    """Return the counts of one probe: mismatches, and results since `began`. A wrong golden or comparator is one."""
     wrong = of = 0
     for subject in Subject:
         if group := [m for m in mismatches if m.comparison.subject is subject]:
@@ -67,9 +67,9 @@ def _tally(case: Case, mismatches: Sequence[Mismatch], began: float) -> ProbeTal
 
 
 def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
-    """Return the single cores, SMs or links on which the runs of mismatches computed.
+    """Return the single cores, SMs or links that computed in the mismatches' runs, with their counts.
 
-    Other runs are left out: of clean ones only sums are kept.
+    Other runs are left out: only sums are stored of clean ones.
     """
     wrong, of = Counter[tuple[str, tuple[int, ...]]](), Counter[tuple[str, tuple[int, ...]]]()
     accused = {id(m.comparison) for m in mismatches}

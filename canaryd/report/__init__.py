@@ -1,1 +1,1 @@
-"""What people read: status, history, gate, pages."""
+"""Texts that people read: status, history, gate, pages."""

@@ -1,4 +1,4 @@
-"""The first two lines of a status: may this machine's numbers be trusted, and what to do now."""
+"""The first two lines of a status: whether this machine's numbers can be trusted, and what to do now."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ANSWERS = {
     State.SUSPECT: "NO, do not trust this node's numbers",
     State.FAULTY: "NO, do not trust this node's numbers",
 }
-"""What the worst state of a machine means for its numbers: those of a degraded device are right so far."""
+"""Worst state of a machine → whether to trust its numbers. A degraded device has computed correctly so far."""
 NO_ALERT = "it raises no alert, because no daemon runs on this state directory"
-"""What becomes of a drill that was caught without a daemon."""
+"""Note about a drill that was caught without a daemon."""
 START = (Step("Start the daemon:", "canaryd run"), Step("Or test once:", "canaryd check"))
-"""What to do where nothing is tested."""
+"""What to do if nothing is tested yet."""
 
 
 def answer(status: Status) -> str:
-    """Return whether this machine's numbers can be trusted, and because of which devices: one line."""
+    """Return one line: whether this machine's numbers can be trusted, and which devices are the reason."""
     if status.unreadable and status.state is State.UNKNOWN:
         return f"{ANSWERS[State.UNKNOWN]}: {status.unreadable}"
     if status.daemon and not status.devices:
@@ -48,7 +48,7 @@ def answer(status: Status) -> str:
 
 
 def _what_is_wrong(d: DeviceStatus, worst: State) -> str:
-    """Return the worst incident of a device in the worst state; that its verdict is old comes last."""
+    """Return the worst incident of a device in state `worst`, as a clause; "" for devices in a better state."""
     if d.verdict.state is not worst or worst is State.HEALTHY:
         return ""
     found = _worst_incident(d)
@@ -60,12 +60,12 @@ def _worst_incident(d: DeviceStatus) -> Incident | None:
 
 
 def _is_only_old(d: DeviceStatus) -> bool:
-    """Whether nothing makes a device doubtful but that its verdict was not renewed."""
+    """Return whether the only problem of a device is that its verdict was not renewed."""
     return all(f.rule == UNTENDED_RULE for f in d.verdict.findings if f.state is d.verdict.state)
 
 
 def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_node: State) -> str:
-    """Return which devices are in a state; of the worst of the node, also why, and what is wrong with all of them."""
+    """Return a clause with the devices in one state; for the node's worst state, with their cause and incident."""
     state, cause, worst = key
     if state is State.HEALTHY and len(same) > 1:
         return f"{len(same)} devices are healthy"
@@ -80,7 +80,7 @@ def _names(devices: Sequence[DeviceStatus]) -> str:
 
 
 def _accused(status: Status) -> list[DeviceStatus]:
-    """Return the devices that the advice is about, the first of which costs most to overlook."""
+    """Return the devices that the advice is about, the most urgent first."""
     worst = [d for d in status.devices if d.verdict.state is status.state]
     if status.state is State.FAULTY:  # what to do depends on the cause
         worst = [d for d in worst if d.verdict.cause is worst[0].verdict.cause]
@@ -88,7 +88,7 @@ def _accused(status: Status) -> list[DeviceStatus]:
 
 
 def advised(status: Status) -> frozenset[str]:
-    """Return the devices (uuid) whose worst incident the advice covers: no other line repeats what to do."""
+    """Return the devices (uuid) whose worst incident the advice covers, so that no other line repeats what to do."""
     worst, unknown = _accused(status), status.state is State.UNKNOWN
     if status.first_tests or all(d.acknowledged for d in worst) or (unknown and status.released_until):
         return frozenset(d.device.uuid for d in worst)
@@ -97,7 +97,7 @@ def advised(status: Status) -> frozenset[str]:
 
 
 def _alike(devices: Sequence[DeviceStatus]) -> bool:
-    """Return whether one step is for all devices: they are faulty in the same way."""
+    """Return whether all devices are faulty in the same way, so that one step is right for all of them."""
     found = [_worst_incident(d) for d in devices]
     kinds = {
         (i.lead.rule, i.state, i.cause, d.device.is_endpoint, "" if i.wrong else i.lead.action) if i else None
@@ -107,9 +107,9 @@ def _alike(devices: Sequence[DeviceStatus]) -> bool:
 
 
 def _step(devices: Sequence[DeviceStatus]) -> Step:
-    """Return what to do about the worst incident of the first of the devices, or of all where they are alike.
+    """Return what to do about the worst incident of the first device, or of all devices if they are alike.
 
-    There is no text where nobody knows, or where only the verdict is old.
+    The step has no text if the device has no incident, or if only its verdict is old.
     """
     found = _worst_incident(devices[0])
     if found is None or found.lead.rule == UNTENDED_RULE:
@@ -118,7 +118,7 @@ def _step(devices: Sequence[DeviceStatus]) -> Step:
 
 
 def drills(status: Status) -> list[str]:
-    """Return the drills of the last hour, a line for each kind: none of them is a real fault."""
+    """Return one line for each kind of drill in the last hour. None of them is a real fault."""
     alike: dict[tuple[str, bool], list[DeviceStatus]] = {}
     for d in status.devices:
         if d.drill:
@@ -136,7 +136,7 @@ def _drill(caught: bool, same: Sequence[DeviceStatus], *, daemon: bool) -> str:
 
 
 def advice(status: Status) -> str:
-    """Return what to do now about the worst devices, in one line."""
+    """Return one line: what to do now about the worst devices."""
     return " ".join(map(str, steps(status)))
 
 
@@ -158,7 +158,7 @@ def steps(status: Status) -> Iterator[Step]:
 
 
 def _problems(status: Status) -> str:
-    """Return how many problems canaryd itself has, beside a record that cannot be read; "" for none."""
+    """Return "a problem" or "problems" if canaryd has others than an unreadable record; else ""."""
     others = [text for text in status.problems if text != status.unreadable]
     return "" if not others else "a problem" if len(others) == 1 else "problems"
 

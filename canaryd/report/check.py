@@ -1,4 +1,4 @@
-"""The result of a check: text for a terminal, and one JSON object."""
+"""The result of a check as text for a terminal, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canaryd.report.terminal import Line, paint, paragraph, role_of
 
 SCHEMA = "canaryd.check/1"
 FEW = 6
-"""Skipped cases of one probe that are named one by one."""
+"""Most skipped cases of one probe that are listed by name."""
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _reading(run: Run, name: str) -> float | None:
-    """Return what a run reports of itself; None where it does not count that."""
+    """Return a number from the run's readings, or None if the run does not have it."""
     return next((float(r.value) for r in run.readings if r.name == name), None)
 
 
 def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> str:
     """Return the report of a check for a terminal: the incidents of each device, and what was not tested.
 
-    `verbose` adds findings, counts, readings, what was skipped, and why something was not tested.
+    `verbose` adds findings, counts, readings, what was skipped, and the reasons why something was not tested.
     """
     lines: list[Line] = []
     worst_first = sorted(result.devices, key=lambda d: -result.verdicts[d.uuid].state.severity)
@@ -142,9 +142,9 @@ def _bad_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Lin
 
 
 def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
-    """Yield what this check found, where the lines about its device are about an older fault, or none of its results.
+    """Yield the results of this check, if the other lines on its device are about an older fault or do not show them.
 
-    Without it nobody could tell a repeat that was clean from one that was wrong again.
+    Without these lines nobody could see whether a repeat was clean or wrong again.
     """
     verdict, runs = result.verdicts[device.uuid], result.runs.get(device.uuid, [])
     wrong = [i for i in incidents(verdict) if i.wrong]
@@ -158,7 +158,7 @@ def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
 
 
 def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) -> Iterator[Line]:
-    """Yield one line for each healthy device; where others are not healthy, one line for all of them."""
+    """Yield one line for each healthy device, or one line for all of them if others are not healthy."""
     if len(devices) < len(result.devices) and not verbose:
         if devices:
             yield from paragraph(f"{'HEALTHY':<{STATE}}", " ".join(d.name for d in devices), role="good")
@@ -176,7 +176,7 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:
-    """Yield what this check did on a device: counts by probe, readings, bounds, and what was skipped."""
+    """Yield the details of this check on a device: counts by probe, readings, bounds, and what was skipped."""
     yield from paragraph("  ", f"This check on {device.name} ({device.uuid}):")
     yield from _count_lines(result.runs.get(device.uuid, []))
     for probe, poll in result.polls.get(device.uuid, {}).items():
@@ -198,7 +198,7 @@ def _rate(bound: float) -> str:
 
 
 def _count_lines(runs: Iterable[Run]) -> Iterator[Line]:
-    """Yield one line per probe and instruction set: how much was compared, and how much of it was wrong."""
+    """Yield one line per probe and instruction set: the number of compared results, and of wrong ones."""
     by_name: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_name[f"{run.probe} [{run.instruction_set}]" if run.instruction_set else run.probe].append(run)

@@ -1,4 +1,4 @@
-"""Events and acknowledgements as sentences."""
+"""Describe events and acknowledgements in sentences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from canaryd.formatting import DAY, format_time
 from canaryd.model import Ack, AckKind, Event, EventKind
 
 NAMED_BY_KIND = frozenset({EventKind.OFF_BUS, "oom", EventKind.RESET, "thermal"})
-"""Kinds of events whose words already say what their name says."""
+"""Kinds of events whose words already include the event's name."""
 AMOUNTS = frozenset({EventKind.COUNTER, EventKind.CONDITION})
-"""Kinds of events whose count is an amount (of errors, of seconds), and not how often they happened."""
+"""Kinds of events whose count is an amount (of errors, of seconds) and not the number of occurrences."""
 
 
 KINDS: Mapping[str, str] = {
@@ -44,11 +44,11 @@ KINDS: Mapping[str, str] = {
     "unplaced": "kernel log, no device named",
     "xid": "NVIDIA error, Xid",
 }
-"""Kind of an event → the words before its text; "" where the text says it all."""
+"""Kind of event → words before its text; "" if the text needs none."""
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Return the events in their order, equal ones of a day as one: the newest, with how often it was."""
+    """Return the events in order. Equal events of one day become one: the newest, with the number of occurrences."""
     alike: dict[tuple[str, str, int], Event] = {}
     for event in events:
         key = event.kind, event.name, int(event.last // DAY)
@@ -64,7 +64,7 @@ def describe_events(events: Iterable[Event]) -> list[str]:
 
 
 def describe_event(event: Event) -> str:
-    """Return an event as a line without its time."""
+    """Return an event as one line without its time."""
     times = f" ({event.count:g} times)" if event.count > 1 and event.kind not in AMOUNTS else ""
     lead = KINDS.get(event.kind, event.kind)
     what = event.detail or f"{event.name}: {event.before} → {event.after}"

@@ -1,6 +1,6 @@
-"""`canaryd gate`: may this node take work? One quick answer for drains, taints and prologs, from the store.
+"""`canaryd gate`: whether this node may take work. One quick answer from the store for drains, taints and prologs.
 
-It touches no device, writes nothing, waits at most `PATIENCE`, and ignores drills. Three rules keep it from emptying a
+It uses no device, writes nothing, waits at most `PATIENCE`, and ignores drills. Three rules keep it from emptying a
 fleet: it only logs until the configuration lets it act, one file or one variable silences it, and unknown never fails
 unless it is named (docs/enforcement.md).
 """
@@ -36,38 +36,38 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0
-"""Seconds that the store may take to answer; then the answer is unknown. A verdict is read in milliseconds."""
+"""Seconds that the store has to answer; after that the answer is unknown. Reading a verdict takes milliseconds."""
 END_PATIENCE = 0.5
-"""Seconds that a killed reader of the store may take to end. It needs microseconds, unless a disk hangs. Our choice."""
+"""Seconds that a killed reader of the store has to end (ours). It needs microseconds, unless a disk hangs."""
 SWITCH = Path("/etc/canaryd/no-enforcement")
-"""This file silences enforcement, whatever it contains; so does one beside the configuration file in use."""
+"""File that silences enforcement, whatever it contains. A file of this name beside the configuration file does too."""
 VARIABLE = "CANARYD_ENFORCEMENT"
-"""Environment variable that silences enforcement with any value but "act"; it cannot turn it on."""
+"""Environment variable that silences enforcement with any value except "act". It cannot turn enforcement on."""
 CAUSES = (Cause.HARDWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED)
-"""Causes that act by default. Wrong software makes every node faulty at once, and draining them all repairs nothing; an
-error of the test itself must cost no node (ours)."""
+"""Causes for which the gate acts by default. Wrong software makes every node faulty at once, and draining all nodes
+repairs nothing; an error of the test itself must cost no node (ours)."""
 ACTS_ON = (State.DEGRADED, State.UNKNOWN, State.SUSPECT, State.FAULTY)
 LOOKED = 50
-"""Newest runs of a device that are searched for one that completed."""
+"""Number of a device's newest runs that are searched for a completed one."""
 
 PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
 EXIT = {PASS: 0, FAIL: 2, UNKNOWN: 3}
-"""Exit status where enforcement acts; where it does not, it is always 0."""
+"""Decision → exit status if enforcement acts. If it does not act, the status is always 0."""
 UNTESTED = "start the daemon (canaryd run), or run canaryd check"
 NOT_A_FAILURE = "unknown: exit 3, not fail"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What to decide on."""
+    """The options for a decision."""
 
     on: tuple[State, ...] = (State.FAULTY,)
-    """States that fail, and all worse ones. `unknown` fails only if it is named itself."""
+    """States that fail; all worse states fail too. `unknown` fails only if it is in this list."""
     causes: tuple[Cause, ...] = CAUSES
     devices: tuple[str, ...] = ()
-    """Only these, by uuid, name, backend, or an accelerator's index; empty for all."""
+    """The devices to decide about, by uuid, name, backend, or an accelerator's index; empty for all."""
     max_age: float = 0.0
-    """Seconds after which a device without a completed test is unknown; 0.0 leaves it to the judge."""
+    """Seconds after which a device without a completed test is unknown; 0.0 for the judge's own limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,11 @@ class Item:
     state: State
     cause: Cause
     finding: str
-    """What is wrong, of the worst incident, as every report says it; "" where there is none."""
+    """The worst incident, in the words of every report; "" if there is none."""
     decision: str
     """`PASS`, `FAIL` or `UNKNOWN`."""
     why: str = ""
-    """Why the decision does not follow from the state alone; "" where it does."""
+    """The reason for the decision, if the state alone does not explain it; else ""."""
 
     def __str__(self) -> str:
         text = f"{self.name} {state_note(self.state.value, self.cause)}"
@@ -93,19 +93,19 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The decision about the node, before it is known whether enforcement acts."""
+    """The decision about the node, independent of whether enforcement acts."""
 
     decision: str
     devices: tuple[Item, ...] = ()
-    """The worst first."""
+    """The decisions about the devices, the worst first."""
     reason: str = ""
-    """Why the decision is unknown; "" where the devices say it."""
+    """The reason why the decision is unknown; "" if the devices show it."""
     mistyped: bool = False
-    """Whether it is unknown because of a device that this node never had, and the configuration does not name."""
+    """Whether the reason is a device name that neither this node's record nor the configuration has."""
 
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
-    """Return the decision from the store; unknown, with the reason, if it does not answer within `patience` seconds."""
+    """Return the decision from the store, or unknown with a reason if no answer comes within `patience` seconds."""
     answer = _within(patience, lambda: _read(settings, question, time.time()))
     if answer.decision == UNKNOWN and State.UNKNOWN in question.on:
         return replace(answer, decision=FAIL, mistyped=False)
@@ -113,7 +113,7 @@ def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Ans
 
 
 def decide(found: Status, question: Question, newest: Mapping[str, float | None]) -> Answer:
-    """Return the decision; `newest` is when each device's newest completed test began, None where unknown."""
+    """Return the decision; `newest` is the start of each device's newest completed test, None if it is not known."""
     chosen, missing = _chosen([d.device for d in found.devices], question.devices)
     items = [_item(d, question, newest.get(d.device.uuid), found.now) for d in found.devices if d.device.uuid in chosen]
     rank = (FAIL, UNKNOWN, PASS)
@@ -130,9 +130,9 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
 
 
 def silenced(settings: Config, environ: Mapping[str, str]) -> str:
-    """Return why enforcement does not act; "" where it acts.
+    """Return the reason why enforcement does not act, or "" if it acts.
 
-    A switch that cannot be checked silences: it must not be taken for one that is off.
+    A switch that cannot be checked also silences, because it may be on.
     """
     if (value := environ.get(VARIABLE, "act")) != "act":
         return f"{VARIABLE}={printable(value)} in the environment"
@@ -150,7 +150,7 @@ def silenced(settings: Config, environ: Mapping[str, str]) -> str:
 
 
 def exit_code(answer: Answer, silence: str) -> int:
-    """Return the exit status: that of the decision where enforcement acts, 0 where it is silenced."""
+    """Return the exit status: that of the decision if enforcement acts, 0 if it is silenced."""
     return 0 if silence else EXIT[answer.decision]
 
 
@@ -170,7 +170,7 @@ def as_json(answer: Answer, question: Question, silence: str) -> dict[str, Any]:
 
 
 def as_text(answer: Answer, question: Question, silence: str, width: int = 0) -> str:
-    """Return the decision as one line, the decision first; of at most `width` columns unless that is 0."""
+    """Return one line that begins with the decision, at most `width` columns wide; 0 means no limit."""
     decisive = [i for i in answer.devices if i.decision == answer.decision]
     parts = [answer.reason] if answer.reason else []
     if answer.decision == PASS:
@@ -229,9 +229,9 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
 
 
 def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection[str], list[str]]:
-    """Return the selected uuids, and the names that match no device.
+    """Return the uuids of the selected devices, and the names that match no device.
 
-    A partitioned device and its instances share silicon: selecting one selects the others.
+    A partitioned device and its instances share silicon: a selection of one includes the others.
     """
     if not names:
         return {d.uuid for d in devices}, []
@@ -245,9 +245,9 @@ def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection
 
 
 def _strangers(names: Sequence[str], ever: Sequence[Device], settings: Config) -> list[str]:
-    """Return the names of devices that this node never had and the configuration does not name.
+    """Return the names that neither this node's record nor the configuration has.
 
-    A backend is a good word on every node. While nothing is on record, no name is known to be wrong.
+    The name of a backend is valid on every node. If the record is empty, no name is known to be wrong.
     """
     named = {
         *settings.devices.include,
@@ -314,7 +314,7 @@ def _newest(store: Store, device: str, now: float) -> float | None:
 
 
 def _within(patience: float, work: Callable[[], Answer]) -> Answer:
-    """Do `work` in a child that is abandoned after `patience` seconds: a hung disk must not hang a prolog."""
+    """Return the answer of `work`, run in a child that is abandoned after `patience` seconds, as a disk may hang."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -337,14 +337,14 @@ def _within(patience: float, work: Callable[[], Answer]) -> Answer:
 
 
 def _reap(child: int) -> None:
-    """Wait for a killed child, but not for one that is stuck in the kernel: that one is left to init."""
+    """Wait for a killed child for `END_PATIENCE` at most. If it is stuck in the kernel, leave it to init."""
     end = time.monotonic() + END_PATIENCE
     while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def _answer(pipe: int, work: Callable[[], Answer]) -> None:
-    """Write what `work` returns, or why it failed, and end this process."""
+    """Write the result of `work`, or the reason why it failed, to `pipe`, and end this process."""
     try:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -1,4 +1,4 @@
-"""`canaryd history`: what happened to a device, newest first. Everything comes from the store, no device is touched.
+"""`canaryd history`: what happened to a device, newest first. Everything comes from the store; no device is used.
 
 The timeline of a dossier is made of the same items.
 """
@@ -28,38 +28,38 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/2"
 RUNS, FAILED = 400, 500
-"""Runs and failed runs of all devices together that are read (ours): about three seconds."""
+"""Largest numbers of runs and of failed runs that are read for all devices together (ours): about three seconds."""
 LEAST_READ = 50
-"""The same for one device at least."""
+"""Smallest number of runs that are read for one device."""
 MOST_ITEMS = 25
-"""Lines that a terminal shows per device; JSON has all."""
+"""Lines per device that a terminal shows; JSON has all of them."""
 NARROW = 80
-"""Columns of text at least: a narrower line would break within words."""
+"""Smallest width in columns: a narrower line would break within words."""
 BAD = frozenset(
     {
         *("xid", "sxid", "mce", "edac", "aer", EventKind.OFF_BUS, "pcie", "port", "unplaced", "oom", "thermal"),
         EventKind.COUNTER,
     }
 )
-"""Kinds of events that count against a device; others are as harmless as a change of the driver."""
+"""Kinds of events that speak against a device. Others are as harmless as a change of the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One line of the timeline; equal ones of a day are joined, with a count."""
+    """One line of the timeline. Equal lines of one day are joined, with a count."""
 
     at: float
-    """When it was last, in seconds since the epoch."""
+    """Time of the last occurrence, in seconds since the epoch."""
     first: float
     kind: str
     """"verdict", "run", "event", "ack" or "stack"."""
     role: str
-    """"bad" for what counts against the device, "calm" for a change around it, "good", or "mark" for the rest."""
+    """"bad" if it speaks against the device, "calm" for a change around it, "good", or "mark" for all others."""
     text: str
-    """A sentence, without its time."""
+    """A sentence without the time."""
     count: int = 1
     runs: tuple[str, ...] = ()
-    """Ids of the runs it is about."""
+    """Ids of the runs that the line is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class History:
     now: float
     since: float
     devices: tuple[tuple[DeviceStatus, tuple[Item, ...]], ...]
-    """Each device, the worst first, with what happened to it, newest first."""
+    """Each device with its items: the worst device first, the newest item first."""
     problems: tuple[str, ...]
 
 
@@ -78,7 +78,7 @@ def gather(
 ) -> History:
     """Return the history of one device (uuid), or of all, from `since` on; times in seconds since the epoch.
 
-    `days` are the summaries of days by device. A device that the store does not know gives no entry.
+    `days` are the summaries of days by device. A device that the store does not know is not in the result.
     """
     seen = status.gather(store, config, now, evidence={})
     chosen = [d for d in seen.devices if device in (None, d.device.uuid)]
@@ -100,7 +100,7 @@ def gather(
 
 
 def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
-    """Yield each change of state or cause with the incidents that came with it."""
+    """Yield an item for each change of state or cause, with the incidents that came with it."""
     before: set[tuple[str, str]] = set()
     for verdict in verdicts:
         held = incidents(verdict)
@@ -114,7 +114,7 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
 
 
 def of_runs(runs: Iterable[Run], *, joined: bool = True) -> Iterator[Item]:
-    """Yield wrong results, differences from a baseline and runs that did not complete; equal ones of a day `joined`."""
+    """Yield wrong results, differences from a baseline and incomplete runs. `joined` joins equal ones of a day."""
     alike: dict[tuple[str, str, object], list[Run]] = defaultdict(list)
     for run in runs:
         what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value
@@ -147,7 +147,7 @@ def _cases(cases: Counter[str]) -> str:
 
 
 def of_events(events: Iterable[Event]) -> Iterator[Item]:
-    """Yield the events, equal ones of a day joined."""
+    """Yield an item for each event. Equal events of one day are joined."""
     for e in joined(events):
         times = 1 if e.kind in AMOUNTS else max(1, round(e.count))
         role = "bad" if e.kind in BAD else "calm"
@@ -155,13 +155,13 @@ def of_events(events: Iterable[Event]) -> Iterator[Item]:
 
 
 def of_acks(acks: Iterable[Ack]) -> Iterator[Item]:
-    """Yield what operators entered."""
+    """Yield an item for each statement of an operator."""
     for ack in acks:
         yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", text=describe_ack(ack, dated=False))
 
 
 def of_stacks(seen: Iterable[Stack]) -> Iterator[Item]:
-    """Yield the changes of the software stack; each CPU instruction set has a stack of its own."""
+    """Yield an item for each change of the software stack. Each CPU instruction set has its own stack."""
     newest: dict[str, Stack] = {}
     known: set[str] = set()
     for stack in sorted(seen, key=lambda s: s.at):
@@ -197,7 +197,7 @@ def as_json(history: History) -> dict[str, Any]:
 
 
 def as_text(history: History, width: int, *, verbose: bool = False, color: bool = False) -> str:
-    """Return the history for a terminal of so many columns: the verdict first, then what happened."""
+    """Return the history as text of `width` columns: for each device the verdict, then what happened."""
     room = max(NARROW, width)
     lines: list[Line] = []
     for one, items in history.devices:

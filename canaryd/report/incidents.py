@@ -1,4 +1,4 @@
-"""Incidents in words: the same sentences in every report, made from the same facts."""
+"""Describe incidents in words: every report has the same sentences, made from the same facts."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from canaryd.report.status import UNJUDGED_RULE, UNTENDED_RULE
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
-"""Columns of the state before a paragraph; what follows stands below the text."""
+"""Columns for the state before a paragraph; the indentation of the lines below it."""
 NAMED = 2
-"""Probes and devices that are named one by one in a sentence; more are counted."""
+"""Most probes or devices that a sentence lists by name. More are only counted."""
 NODE_NAMED = 4
-"""Devices that are named one by one in what is said of a whole node."""
+"""Most devices that a sentence about a whole node lists by name."""
 PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
 TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONLY})
-"""Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
+"""Rules of notes that are always shown, although they need no action: they limit what "healthy" means."""
 COMMANDS = ("canaryd ", "journalctl ")
-"""Beginnings of the commands that actions end with."""
+"""First words of the commands at the end of actions."""
 SHOWN: Mapping[Shown, tuple[str, str]] = {
     Shown.RIGHT: ("computes it correctly", "compute it correctly"),
     Shown.RARER: ("fails far less often", "fail far less often"),
     Shown.ALIKE: ("gives the same wrong bits", "give the same wrong bits"),
     Shown.TOGETHER: ("began to fail with it", "began to fail with it"),
 }
-"""What speaks against another explanation, said of one device and of several."""
+"""Evidence against another explanation → words for one device, and words for several."""
 BY_ITSELF: Mapping[Shown, str] = {
     Shown.RIGHT: "another result matched it",
     Shown.PASSED: "its CPU passed the same tests",
 }
-"""The same where no device is named."""
+"""Evidence against another explanation → words if no device is named."""
 
 
 class Step(NamedTuple):
@@ -49,13 +49,13 @@ class Step(NamedTuple):
 
     text: str
     command: str = ""
-    """What to type for it; "" for nothing."""
+    """The command to type for the step, or "" if there is none."""
     here: bool = True
-    """Whether to type it on this node, so with the options that name this node's record."""
+    """Whether to type the command on this node, and so with the options that select this node's record."""
 
     @property
     def shown(self) -> str:
-        """The command as this user has to type it."""
+        """The command as this user must type it."""
         return typed(self.command) if self.here else self.command
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 
 def headline(incident: Incident) -> str:
-    """Return what is wrong, without the cause: a clause without a full stop."""
+    """Return a clause that says what is wrong, without the cause and without a full stop."""
     lead = incident.lead
     if incident.wrong is None:
         more = len({f.message for f in incident.findings if f.rule == lead.rule}) - 1
@@ -83,7 +83,7 @@ def headline(incident: Incident) -> str:
 
 
 def brief(incident: Incident) -> str:
-    """Return the same in fewer words, as a clause that follows a colon."""
+    """Return a shorter `headline`, as a clause after a colon."""
     if incident.wrong is None or incident.lead.rule not in WRONG[:2]:
         return headline(incident)
     tally = incident.wrong.all
@@ -92,12 +92,12 @@ def brief(incident: Incident) -> str:
 
 
 def _wrong_what(wrong: WrongResults) -> str:
-    """Return what is wrong: results, or memory with what its words do."""
+    """Return "Wrong results", or "Wrong memory" with the kinds of its faults."""
     return f"Wrong memory ({name_cells(wrong.cells)})" if wrong.cells else "Wrong results"
 
 
 def describe(incident: Incident) -> str:
-    """Return what is wrong, how it was confirmed, its cause, and which other explanations were rejected."""
+    """Return sentences: what is wrong, how it was confirmed, its cause, and the rejected explanations."""
     wrong = incident.wrong
     if wrong is None:
         return sentence(headline(incident))
@@ -105,9 +105,9 @@ def describe(incident: Incident) -> str:
 
 
 def step(incident: Incident, *devices: Device) -> Step:
-    """Return what to do now about an incident of a device, or of several alike; no text where there is nothing to do.
+    """Return what to do now about an incident of one device or of several alike; no text if there is nothing to do.
 
-    Every report says the same: the first lines of a status too, where they are about this incident.
+    Every report gives the same step, and so do the first lines of a status if they are about this incident.
     """
     lead, wrong = incident.lead, incident.wrong
     first, each = devices[0], " for each" if len(devices) > 1 and not devices[0].weak_identity else ""
@@ -127,12 +127,12 @@ def step(incident: Incident, *devices: Device) -> Step:
 
 
 def awaits_tests(incident: Incident) -> bool:
-    """Return whether a device is unknown only because its tests are still to come: its words say why."""
+    """Return whether a device is unknown only because its tests have not run yet: the incident's words say so."""
     return incident.lead.rule in (NO_EVIDENCE, NOT_EXAMINED, UNJUDGED_RULE, UNTENDED_RULE)
 
 
 def next_step(incident: Incident, device: Device) -> Step:
-    """Return what to do about a faulty device after `step`: what to send to the vendor, once the part is at fault."""
+    """Return what to do about a faulty device after `step`: what to send to the vendor, if the part is at fault."""
     if incident.state is not State.FAULTY or incident.wrong is None or device.is_endpoint:
         return Step("")
     if incident.cause is Cause.HARDWARE:
@@ -147,13 +147,13 @@ def next_step(incident: Incident, device: Device) -> Step:
 
 
 def _parted(action: str) -> Step:
-    """Return an action as a step: a command at its end apart, since people copy it."""
+    """Return an action as a step. A command at its end is separated from the text, because people copy it."""
     text, _, command = action.rpartition(": ")
     return Step(f"{text}:", command) if text and command.startswith(COMMANDS) else Step(sentence(action))
 
 
 def _repeat(text: str, device: Device, there: Elsewhere) -> Step:
-    """Return a step that shows whether another device computes the same."""
+    """Return a step that repeats the test `there`, to show whether another device computes the same."""
     words = ["canaryd", "check", "--device", there.device, "--probe", there.probe, "--case", there.case]
     words += ["--seed", str(there.seed), "--level", there.level]
     words += ["--instruction-set", there.instruction_set] if there.instruction_set else []
@@ -163,27 +163,27 @@ def _repeat(text: str, device: Device, there: Elsewhere) -> Step:
 
 
 def _as_typed(seconds: float) -> str:
-    """Return a duration as an option takes it: "90s", "15m", "2h"."""
+    """Return a duration as an option accepts it: "90s", "15m", "2h"."""
     size, unit = next(((s, u) for s, u in ((HOUR, "h"), (MINUTE, "m")) if not seconds % s), (1, "s"))
     return f"{seconds / size:.0f}{unit}"
 
 
 def precaution(cause: Cause, devices: Sequence[Device]) -> str:
-    """Return what to do at once with devices that are faulty, one sentence."""
+    """Return one sentence that says what to do immediately with faulty devices."""
     if cause in (Cause.HARDWARE, Cause.UNDETERMINED):
         return f"{out_of_service(devices)}."
     return f"Do not use the results of {names_of(devices)}."
 
 
 def out_of_service(devices: Sequence[Device]) -> str:
-    """Return what to take out of service: a processor computes for the whole node."""
+    """Return a clause that says what to take out of service: for a processor, the whole node."""
     if processors := [d for d in devices if d.backend == "cpu"]:
         return f"Take this whole node out of service ({names_of(processors)} is its processor)"
     return f"Take {names_of(devices)} out of service"
 
 
 def names_of(devices: Sequence[Device]) -> str:
-    """Return the names of devices in a sentence: a few one by one, and how many more."""
+    """Return the names of devices for a sentence: the first `NODE_NAMED` by name, and the number of the others."""
     names = [d.name for d in devices]
     if len(names) > NODE_NAMED + 1:
         names = [*names[:NODE_NAMED], f"{len(names) - NODE_NAMED} more"]
@@ -191,9 +191,9 @@ def names_of(devices: Sequence[Device]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a clause with one full stop, or the colon that it ends with; "" stays "".
+    """Return a clause with a full stop, unless it is empty, has an end mark, or ends with a command.
 
-    A command at its end gets none, since people copy it.
+    A command at its end gets no full stop, because people copy it.
     """
     as_it_is = not text or text[-1] in ".:!?…" or text.rpartition(": ")[2].startswith(COMMANDS)
     return text if as_it_is else f"{text}."
@@ -204,7 +204,7 @@ def _few(names: Sequence[str], things: str) -> str:
 
 
 def _bits(wrong: WrongResults) -> str:
-    """Return which bits were flipped, of the probes that narrow it down most where all together do not."""
+    """Return which bits were flipped. If these are too many, name those of the probes with the fewest bits."""
     bits, where = wrong.bits, ""
     if len(bits) > BITS_NAMED:
         bits = min((t.bits for t in wrong.probes.values() if t.bits), key=len)
@@ -215,9 +215,9 @@ def _bits(wrong: WrongResults) -> str:
 
 
 def _places(results: WrongResults) -> str:
-    """Return where results were wrong, of all the places that computed; "" where that is not known.
+    """Return a clause about the places of wrong results, among all places that computed; "" if none is known.
 
-    A result of all cores together has no single place: what is said of one is said of the results that have.
+    A result of all cores together has no single place: the clause is about the other results.
     """
     places = results.places
     wrong = [p.place for p in places if p.wrong]
@@ -247,7 +247,7 @@ def _confirmed(wrong: WrongResults) -> str:
 
 
 def _cause(incident: Incident, wrong: WrongResults) -> str:
-    """Return the cause with what rejects its rivals; those that are rejected for one reason share a clause."""
+    """Return the cause, and the evidence that rejects other explanations, one clause for each kind of evidence."""
     rejected: dict[tuple[Shown, tuple[str, ...]], list[Suspect]] = {}
     for rival in _rivals(incident):
         if rival.rejected and rival.what is not None:
@@ -264,7 +264,7 @@ def _cause(incident: Incident, wrong: WrongResults) -> str:
 
 
 def _blaming(incident: Incident) -> Finding:
-    """Return the first finding that calls for the state and the cause of the incident."""
+    """Return the first finding whose state and cause are those of the incident."""
     return next(f for f in incident.findings if f.state is incident.state and f.cause is incident.cause)
 
 
@@ -280,7 +280,7 @@ def _reason(shown: Shown, by: Sequence[str]) -> str:
 
 
 def _or(what: Sequence[Suspect]) -> str:
-    """Return "the software, reference or host"; the device itself is never rejected together with another."""
+    """Return "the software, reference or host". The device itself is never rejected together with another."""
     if Suspect.DEVICE in what:
         return "this device alone"
     return f"the {listed([each.value for each in what], 'or')}"
@@ -351,9 +351,9 @@ def state_lines(
     advised: bool = False,
     width: int | None = None,
 ) -> Iterator[Line]:
-    """Yield a device: its worst incident as one paragraph, then the others, then notes; with `verbose` each finding.
+    """Yield lines about a device: its worst incident, the other incidents, then notes; with `verbose` each finding.
 
-    `name`: of all devices of which the same is said. `advised`: what to do about the worst incident is said elsewhere.
+    `name`: names of all devices with the same text. `advised`: another line says what to do about the worst incident.
     """
     found, who = incidents(verdict), name or device.name
     yield from _title_lines(device, verdict, found, who, width, gone=gone)
@@ -372,12 +372,12 @@ def state_lines(
 
 
 def shown_notes(verdict: Verdict) -> list[Finding]:
-    """Return the notes with something to do, and those of operators: the others are shown on request."""
+    """Return the notes that need an action, and those of operators. The others are shown on request."""
     return [f for f in notes(verdict) if f.action or f.rule in TELLING]
 
 
 def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> Iterator[Line]:
-    """Yield the notes on a device, with `verbose` all of them, with their evidence."""
+    """Yield lines with the notes on a device; with `verbose` all notes, with their evidence."""
     for note in notes(verdict) if verbose else shown_notes(verdict):
         about = f"{note.probe}: " if note.probe else ""
         said = f"{about}{sentence(note.message)} {sentence(note.action)}".strip()
@@ -389,7 +389,7 @@ def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> 
 def _title_lines(
     device: Device, verdict: Verdict, found: Sequence[Incident], name: str, width: int | None, *, gone: bool
 ) -> list[Line]:
-    """Return state, name, model, serial number and since when; the serial number only where it fits on the line."""
+    """Return lines with state, name, model, serial number and start of the state; the serial number only if it fits."""
     since = format_time(found[0].since if found else verdict.since, seconds=False)
     ends = ["GONE"] * gone + ["drill, not the device" if verdict.drill else f"since {since}"]
     ends[-1] += _known_cause(found[0]) if found else ""
@@ -401,13 +401,13 @@ def _title_lines(
 
 
 def _known_cause(incident: Incident) -> str:
-    """Return the cause in brackets, where it is known and the incident's own words do not say it."""
+    """Return the cause in brackets; "" if it is not known or the incident's own words contain it."""
     silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED) or awaits_tests(incident)
     return "" if silent else f" ({cause_words(incident.cause)})"
 
 
 def step_lines(lead: str, steps: Iterable[Step], width: int | None = None) -> Iterator[Line]:
-    """Yield what to do: sentences that follow each other as a paragraph, commands on lines of their own."""
+    """Yield lines about what to do: sentences as a paragraph, each command on a line of its own."""
     sentences, hang = "", " " * len(lead)
     for todo in (s for s in steps if s.text):
         sentences = f"{sentences} {todo.text}".lstrip()

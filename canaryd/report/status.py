@@ -1,4 +1,4 @@
-"""The status of a machine as the store knows it, without touching a device: verdicts, events, acknowledgements."""
+"""The status of a machine from its store, without access to a device: verdicts, events, acknowledgements."""
 
 from __future__ import annotations
 
@@ -27,63 +27,63 @@ from canaryd.store.rows import parse_time
 from canaryd.store.store import Store
 
 UNTENDED = 1800.0
-"""Seconds after which a verdict that was not renewed no longer counts: a running daemon renews it every ten minutes."""
+"""Seconds after which a verdict that was not renewed no longer counts: a daemon renews it every ten minutes."""
 UNTENDED_RULE = "untended"
-"""Rule of the finding about such a verdict; it is made here, not by the judge."""
+"""Rule of the finding about a verdict that was not renewed. It is made here, not by the judge."""
 WITHHELD_RULE = "budget-withheld"
-"""Rule of the note about tests that wait for the budget; made here too."""
+"""Rule of the note about tests that wait for the budget. It is made here too."""
 UNJUDGED_RULE = "unjudged"
-"""Rule of the finding about what came after the verdict and is not judged yet; made here too."""
+"""Rule of the finding about records newer than the verdict, not judged yet. It is made here too."""
 UNSTORED_RULE = "unstored"
-"""Rule of the finding about a verdict whose daemon runs and cannot store a newer one; made here too."""
+"""Rule of the finding about a verdict whose daemon cannot store a newer one. It is made here too."""
 RECENT = DAY
-"""Seconds for which an event is shown."""
+"""Seconds for which an event is shown after it happened."""
 STALLED = 300.0
 """Age in seconds from which a cached status is reported as old: a daemon gathers it every 15 s (ours)."""
 LEVELLED = "exact_matmul"
-"""The probe whose newest run shows at which level a node is tested."""
+"""The probe whose newest run shows the level at which a node is tested."""
 LOOKED = 20
-"""Newest runs of a probe that are searched for one that completed, or that was wrong."""
+"""Number of a probe's newest runs that are searched for a completed one, or for a wrong one."""
 Newest = Mapping[str, float | None]
-"""Probe → when its newest whole run or poll that completed began, in seconds since the epoch; None for none so far."""
+"""Probe → start of its newest completed whole run or poll, in seconds since the epoch; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """The newest drill of a device while it is remembered: nothing of it counts against the device."""
+    """A device's newest drill, shown for a time. A drill never counts against the device."""
 
     fault: str
     at: float
-    """When it ran, in seconds since the epoch."""
+    """Time of the drill, in seconds since the epoch."""
     caught: bool
     until: float
-    """When it is forgotten; by then the alert CanarydDrill has ended, where a drill was caught."""
+    """Time after which the drill is not shown. Its alert CanarydDrill (if it was caught) has ended by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceStatus:
-    """One device."""
+    """The status of one device."""
 
     device: Device
     present: bool
     verdict: Verdict
     events: tuple[Event, ...]
-    """What happened to it in the last day, newest last."""
+    """Events of the last day, newest last."""
     acks: tuple[Ack, ...] = ()
-    """Operators' acknowledgements that are in force, newest last."""
+    """Acknowledgements in force, newest last."""
     evidence: Newest = field(default_factory=dict)
     drill: Drill | None = None
 
     @property
     def awaits_first_tests(self) -> bool:
-        """Whether all that is doubtful about it is that its first tests have not ended."""
+        """Whether the only problem is that the device's first tests have not ended."""
         doubts = self._doubts
         # Without a probe and not of this module: no probe is enabled for it, and none will run.
         return bool(doubts) and all(f.rule == NO_EVIDENCE and (f.probe or f.cause is Cause.HARNESS) for f in doubts)
 
     @property
     def acknowledged(self) -> bool:
-        """Whether an operator has acknowledged everything that makes its numbers doubtful."""
+        """Whether an operator has acknowledged everything that makes the device's numbers doubtful."""
         doubts = self._doubts
         return bool(doubts) and all(f.acknowledged for f in doubts) and self.acknowledged_until > 0
 
@@ -93,18 +93,18 @@ class DeviceStatus:
 
     @property
     def acknowledged_until(self) -> float:
-        """When the acknowledgement ends, in seconds since the epoch; 0.0 where there is none."""
+        """Time at which the acknowledgement ends, in seconds since the epoch; 0.0 if there is none."""
         return max((a.until for a in self.acks if a.kind == AckKind.ACKNOWLEDGED), default=0.0)
 
     @property
     def acks_to_show(self) -> tuple[Ack, ...]:
-        """Those of `acks` that no finding mentions."""
+        """The acknowledgements that no finding mentions."""
         mentioned = any(f.rule == ACKNOWLEDGED for f in self.verdict.findings)
         return tuple(a for a in self.acks if not (mentioned and a.kind == AckKind.ACKNOWLEDGED))
 
     @property
     def stalest(self) -> tuple[str, float | None] | None:
-        """The probe whose newest evidence is oldest, and when that began; None where no probe is known."""
+        """The probe whose newest evidence is oldest, and the start of that run; None if no probe is known."""
         return min(self.evidence.items(), key=lambda item: (item[1] or 0.0, item[0]), default=None)
 
 
@@ -116,27 +116,27 @@ class Status:
     daemon: bool
     """Whether a daemon runs on this state directory."""
     released_until: float
-    """End of a `canaryd release`, in seconds since the epoch; 0.0 where there is none."""
+    """Time at which a `canaryd release` ends, in seconds since the epoch; 0.0 if there is none."""
     devices: tuple[DeviceStatus, ...]
     problems: tuple[str, ...]
     unreadable: str = ""
-    """Why what is recorded could not be read, one sentence; "" where it could."""
+    """A sentence with the reason why the record could not be read; "" if it could."""
     absent: str = ""
-    """The state directory, where it does not exist."""
+    """The state directory if it does not exist; else ""."""
     closed: bool = False
-    """Whether this user cannot make it either: then a daemon may run without a record, and nothing here shows it."""
+    """Whether the state directory is absent and this user cannot create it: a daemon may run without a record."""
     not_tested: tuple[Gap, ...] = ()
-    """What the tests on record did not look at."""
+    """Parts that the recorded tests did not examine."""
 
     @property
     def first_tests(self) -> tuple[DeviceStatus, ...]:
-        """The devices whose first tests a daemon runs, where nothing worse is known of any device."""
+        """The devices whose first tests a daemon runs now; empty if any device is known to be worse."""
         waiting = tuple(d for d in self.devices if d.awaits_first_tests)
         return waiting if self.daemon and self.state is State.UNKNOWN and not self.released_until else ()
 
     @property
     def state(self) -> State:
-        """The worst device's state; unknown without devices. What could not be read makes nothing better."""
+        """The state of the worst device, at least unknown if the record is unreadable; unknown without devices."""
         state = judge_verdict.worst([d.verdict for d in self.devices])
         return max(state, State.UNKNOWN, key=lambda s: s.severity) if self.unreadable else state
 
@@ -150,12 +150,12 @@ def gather(
     evidence: Mapping[str, Newest] | None = None,
     itself: bool = False,
 ) -> Status:
-    """Read the status from the store; a verdict that was not renewed is shown as unknown, with what it was.
+    """Return the status from the store. A verdict that was not renewed becomes unknown, with a note on its old state.
 
-    A verdict is also unknown while the daemon cannot store, unless the daemon `itself` calls this: it has newer ones.
+    A verdict also becomes unknown while the daemon cannot store, unless the daemon `itself` calls: it has newer ones.
 
-    `daemon` (whether one runs) and `evidence` (device → probe → when) are read from the store unless they are given:
-    the daemon itself knows both.
+    `daemon` (whether one runs) and `evidence` (device → probe → time) are read from the store by default. The daemon
+    itself passes both.
     """
     now = time.time() if now is None else now
     verdicts = store.verdicts()
@@ -212,7 +212,7 @@ def gather(
 
 
 def _by_device(items: Iterable[Any]) -> Mapping[str, list[Any]]:
-    """Return device → its items, in their order."""
+    """Return device → its items, in their original order."""
     found: dict[str, list[Any]] = defaultdict(list)
     for item in items:
         found[item.device].append(item)
@@ -220,7 +220,7 @@ def _by_device(items: Iterable[Any]) -> Mapping[str, list[Any]]:
 
 
 def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -> tuple[Gap, ...]:
-    """Return what the tests on record did not look at, as a check of their level says it; nothing without tests."""
+    """Return the parts that the recorded tests did not examine, in the words of a check; () if there are no tests."""
     tested = [d for d in devices if d.present and not d.device.is_endpoint and any(d.evidence.values())]
     if not tested:
         return ()
@@ -249,7 +249,7 @@ def _problems(store: Store, config: Config, acks: Iterable[Ack], now: float, *, 
 
 
 def _drill(runs: Iterable[Run], now: float) -> Drill | None:
-    """Return the newest drill of the last hour; None for none."""
+    """Return the newest drill of the last hour, or None if there is none."""
     recent = sorted((r for r in runs if abs(now - r.started) <= DRILL_EXPIRY), key=lambda r: r.started)
     if not recent:
         return None
@@ -260,7 +260,7 @@ def _drill(runs: Iterable[Run], now: float) -> Drill | None:
 
 
 def _postponed(store: Store) -> Mapping[str, Finding]:
-    """Return device → a note about its tests that wait for the budget, from the daemon's own note."""
+    """Return device → a note about its tests that wait for the budget, from the daemon's stored note."""
     return {
         uuid: Finding(
             rule=WITHHELD_RULE,
@@ -277,12 +277,12 @@ def _parse_waiting(text: str) -> dict[str, tuple[float, str]]:
 
 
 def _since_repair(evidence: Newest, repaired: float) -> Newest:
-    """Return the evidence without what is from before the device was repaired."""
+    """Return the evidence with None in place of each time before the device's repair."""
     return {probe: at if at is None or at > repaired else None for probe, at in evidence.items()}
 
 
 def as_of(status: Status, now: float) -> Status:
-    """Return a status that was gathered earlier as it reads now: old verdicts are unknown, old events are gone."""
+    """Return an earlier status as it is at `now`: old verdicts become unknown, old events are removed."""
     old = now - status.now
     stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
     return replace(
@@ -314,7 +314,7 @@ def _worst_first(devices: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
 
 
 def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[str, Newest]:
-    """Return the newest evidence of each probe that ever ran on one of `devices` and is not switched off."""
+    """Return device → newest evidence of each of its probes that is not switched off."""
     found: dict[str, Newest] = {}
     probes = {
         (of.get("device", ""), of.get("probe", ""))  # labels may have rotted
@@ -336,14 +336,14 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
 
 
 def _in_force(device: Device, acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
-    """Return every repair and replacement, and the acknowledgement that has not ended."""
+    """Return all repairs and replacements, and the acknowledgement that has not ended."""
     heeded = judge_acks.heeded(acks, now)
     standing = judge_acks.standing(device, heeded, now)
     return tuple(a for a in heeded if a.kind != AckKind.ACKNOWLEDGED or a is standing)
 
 
 def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
-    """Return the newest evidence of each probe that all devices with this probe have, the oldest first."""
+    """Return probe → time for the evidence that all devices with this probe have, the oldest first."""
     probes = {probe for d in devices for probe in d.evidence}
     found: dict[str, float | None] = {}
     for probe in probes:
@@ -353,17 +353,17 @@ def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
 
 
 def age(at: float | None, now: float) -> str:
-    """Return how long ago something was, "none yet" where it never was."""
+    """Return the time since `at` as text: "3 minutes"; "none yet" for None."""
     return "none yet" if at is None else format_duration(now - at)
 
 
 def ago(at: float | None, now: float) -> str:
-    """Return the same as part of a sentence: "3 minutes ago"."""
+    """Return the time since `at` as part of a sentence: "3 minutes ago"; "none yet" for None."""
     return age(at, now) if at is None else f"{age(at, now)} ago"
 
 
 JUDGE_NOW, TEST_NOW = "Wait some minutes for the daemon to judge it", "Test it: canaryd check"
-"""What to do about what is not judged yet, with a daemon and without one."""
+"""What to do about records that are not judged yet: with a daemon, and without one."""
 UNSTORED = "The daemon cannot store its results, so this verdict may be old."
 READ_LOG = "Free disk space, or give the files to the daemon's user; its log says which"
 
@@ -371,7 +371,7 @@ READ_LOG = "Free disk space, or give the files to the daemon's user; its log say
 def _up_to_date(
     store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float, *, daemon: bool
 ) -> Verdict:
-    """Return the verdict with what came after it and is not judged yet: acknowledgements, and runs that were wrong."""
+    """Return the verdict with findings about newer records that are not judged yet: acknowledgements, wrong runs."""
     shown, action = _unless_old(verdict, device, now, daemon=daemon), JUDGE_NOW if daemon else TEST_NOW
     if verdict is None:
         return shown
@@ -412,9 +412,9 @@ def _up_to_date(
 
 
 def _with_acks(verdict: Verdict, ack: Ack | None, now: float, action: str) -> Verdict:
-    """Return a verdict with the acknowledgement in force applied, as the judge would.
+    """Return a verdict with the acknowledgement in force applied, as the judge would apply it.
 
-    What was suspect when it was given becomes unknown; what an ended one covered is suspect again.
+    Suspicions that it covers become unknown. If an acknowledgement has ended, what it covered is suspect again.
     """
     if ack is None:
         covered = [f for f in verdict.findings if f.acknowledged]
@@ -439,7 +439,7 @@ def _without_ack_note(verdict: Verdict) -> tuple[Finding, ...]:
 
 
 def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
-    """Return a verdict with one more finding, and the state and cause that follow; `at`: when it entered that state."""
+    """Return a verdict with one more finding, and the new state and cause; `at` is when a new state began."""
     findings = tuple(sorted((finding, *verdict.findings), key=lambda f: -f.state.severity))
     state, cause = conclusion(findings)
     since = verdict.since if (state, cause) == (verdict.state, verdict.cause) else at
@@ -447,7 +447,7 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
-    """Return a verdict, or where it is missing or was not renewed, unknown; an alarm stays, with a note."""
+    """Return a verdict; unknown if there is none or it was not renewed. An old alarm stays, with a note."""
     if verdict is None:
         return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", JUDGE_NOW if daemon else ""))
     age = now - verdict.decided
@@ -465,23 +465,23 @@ def _is_renewed(verdict: Verdict, now: float) -> bool:
 
 
 def in_force(verdicts: Mapping[str, Verdict], now: float) -> dict[str, Verdict]:
-    """Return the verdicts that count at `now`: alarms, and others that are renewed.
+    """Return the verdicts that count at `now`: alarms, and other verdicts that were renewed.
 
-    What was healthy when the daemon was stopped long ago is not known to be healthy now.
+    A device that was healthy when the daemon was stopped long ago is not known to be healthy now.
     """
     alarms = {u for u, v in verdicts.items() if v.state.severity > State.UNKNOWN.severity}
     return {u: v for u, v in verdicts.items() if u in alarms or _is_renewed(v, now)}
 
 
 def _unless_alarm(verdict: Verdict, note: Finding) -> Verdict:
-    """Return unknown, with the note; an alarm stays, and gets the note too."""
+    """Return unknown with the note added; an alarm keeps its state and gets the note too."""
     if verdict.state.severity > State.UNKNOWN.severity:
         return replace(verdict, findings=(*verdict.findings, note))
     return _unknown(verdict.device, verdict.decided, note, *verdict.findings)
 
 
 def _note(rule: str, message: str, action: str, *evidence: str) -> Finding:
-    """Return a finding of this module: unknown, and nobody's fault but canaryd's."""
+    """Return a finding of this module, with state unknown and canaryd itself as the cause."""
     return Finding(
         rule=rule, state=State.UNKNOWN, cause=Cause.HARNESS, message=message, action=action, evidence=evidence
     )

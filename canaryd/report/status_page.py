@@ -1,6 +1,6 @@
-"""The daemon's page `/`: what `canaryd status` shows, as one HTML document.
+"""The daemon's page `/`: the content of `canaryd status` as one HTML document.
 
-It has no script and fetches nothing. Ages are computed for each request, and it reloads itself.
+It has no script and fetches nothing. Ages are computed for each request, and the page reloads itself.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SHAPES = {
     State.FAULTY: '<path d="M7 0h10l7 7v10l-7 7H7l-7-7V7z"/>'
     '<path d="M7 7l10 10M17 7L7 17" stroke-width="3" class="ink"/>',
 }
-"""A shape for each state, 24 by 24, for readers who do not see its colour."""
+"""State → a shape, 24 by 24 units, for readers who cannot see its colour."""
 
 
 def render(status: Status, now: float) -> bytes:
@@ -95,24 +95,24 @@ from the state at {_time(status.now)}; this page reloads itself every {RELOAD} s
 
 
 def _text(text: object) -> str:
-    """Return a text as HTML. Its control characters become "?": a device may call itself anything."""
+    """Return a text as HTML. Control characters become "?", because a device's name may contain some."""
     return html.escape("\n".join(map(printable, str(text).split("\n"))))
 
 
 def _items(texts: Iterable[object]) -> str:
-    """Return a list of texts; "" where there are none."""
+    """Return texts as an HTML list, or "" if there are none."""
     items = "".join(f"<li>{_text(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def _html(todo: Iterable[Step]) -> str:
-    """Return what to do now, each command on a line of its own, to be copied."""
+    """Return the steps as HTML, each command on its own line, so that it can be copied."""
     escaped = ((_text(each.text), _text(each.command)) for each in todo if each.text)
     return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in escaped)
 
 
 def _untested(status: Status) -> str:
-    """Return what was not tested, with how to test it behind a click; "" where nothing was tested yet."""
+    """Return what was not tested, with the way to test it behind a click; "" if nothing was tested yet."""
     what = ", ".join(gap.what for gap in status.not_tested)
     return f"<details><summary>Not tested: {_text(what)}</summary>{_items(status.not_tested)}</details>" if what else ""
 
@@ -132,7 +132,7 @@ def _section(title: str, devices: Iterable[DeviceStatus], status: Status, kind: 
 
 
 def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
-    """Return a device: its incidents, and behind a click what the rules say, what happened, and the age of results."""
+    """Return the HTML for a device: its incidents, and behind a click the findings, events and the age of results."""
     verdict, device, found = d.verdict, d.device, incidents(d.verdict)
     gone = "" if d.present else " <strong>GONE</strong>"
     began = f", since {_time(found[0].since, seconds=False)}" if found else ""
@@ -154,7 +154,7 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
 
 
 def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
-    """Return an incident as one paragraph; `advised`: what to do about it stands at the top of the page."""
+    """Return an incident as one HTML paragraph; `advised`: the top of the page already says what to do about it."""
     todo = "" if advised else _html([step(incident, device), next_step(incident, device)])
     action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
     silent = incident.wrong is not None or awaits_tests(incident)
@@ -176,7 +176,7 @@ def _finding(finding: Finding) -> str:
 
 
 def _evidence(newest: Newest, now: float) -> str:
-    """Return the age of each probe's newest evidence."""
+    """Return the age of each probe's newest evidence as HTML."""
     rows = "".join(
         f"<tr><th>{_text(probe)}</th><td>{'none yet' if at is None else f'{ago(at, now)}, {_time(at)}'}</td></tr>"
         for probe, at in newest.items()

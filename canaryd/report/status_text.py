@@ -1,4 +1,4 @@
-"""`canaryd status` for a terminal, and as one JSON object."""
+"""`canaryd status` as text for a terminal, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
 SCHEMA = "canaryd.status/1"
 RECENT_EVENTS = 10
-"""Events of one device that a terminal shows; JSON has them all."""
+"""Events of one device that a terminal shows; JSON has all of them."""
 PARAGRAPHS = 2
-"""Of devices that are not healthy, after which what was not tested is only counted, so that a screen holds all."""
+"""Most paragraphs on unhealthy devices for which untested parts are listed. With more, these are only counted."""
 
 
 def as_json(status: Status) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def as_json(status: Status) -> dict[str, Any]:
 
 
 def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> str:
-    """Return the status for a terminal: may the numbers be trusted, what to do now, then each device, worst first."""
+    """Return the status as text: whether to trust the numbers, what to do now, then each device, worst first."""
     lines: list[Line] = paragraph("", answer(status), role=role_of(status.state))
     lines += step_lines("Do now: ", steps(status))
     alike, covered = dict[object, list[DeviceStatus]](), advised(status)
@@ -88,13 +88,13 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
 
 
 def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
-    """Return whether a device is healthy and there is nothing else to show of it."""
+    """Return whether a device is healthy and has no events, acknowledgements or notes to show."""
     healthy = d.verdict.state is State.HEALTHY and not (d.events or d.acks)
     return healthy and not any(note_lines(d.verdict, verbose=verbose))
 
 
 def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
-    """Return what a paragraph says of a device: devices that share it share the paragraph."""
+    """Return the content of a device's paragraph. Devices with equal content share one paragraph."""
     said: tuple[object, ...] = tuple(
         (describe(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
         for number, i in enumerate(incidents(d.verdict))
@@ -113,7 +113,7 @@ def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
 
 
 def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, more: str, *, verbose: bool) -> Iterator[Line]:
-    """Yield the devices about which there is nothing else to report, on one line if they fit; `more` ends it."""
+    """Yield lines with the devices that have nothing else to report, one line if they fit; `more` ends the line."""
     models: dict[str, list[str]] = {}
     for d in devices:
         models.setdefault(d.device.model, []).append(d.device.name)
@@ -127,7 +127,7 @@ def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, more: str, *
 
 
 def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool, advised: bool) -> Iterator[Line]:
-    """Yield the paragraph of devices that share it; what to do about the worst of all is in the first lines."""
+    """Yield the paragraph that these devices share; `advised`: the first lines already say what to do."""
     d = same[0]
     name = ", ".join(each.device.name for each in same)
     yield from state_lines(d.device, d.verdict, name=name, gone=not d.present, advised=advised, verbose=verbose)
@@ -143,7 +143,7 @@ def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool
 
 
 def _event_lines(events: Sequence[str], *, verbose: bool) -> Iterator[Line]:
-    """Yield the newest events of the last day if `verbose`, else the newest one, on one line."""
+    """Yield one line for each of the newest events of the last day if `verbose`, else one for the newest event."""
     if not verbose:
         for event in events[-1:]:
             end = f" (and {len(events) - 1} more: -v)" if len(events) > 1 else ""
@@ -156,13 +156,13 @@ def _event_lines(events: Sequence[str], *, verbose: bool) -> Iterator[Line]:
 
 
 def _evidence_lines(devices: Sequence[DeviceStatus], now: float) -> list[Line]:
-    """Return the age of each probe's newest result on devices, the oldest first."""
+    """Return lines with the age of each probe's newest result, the oldest first."""
     ages = ", ".join(f"{probe} ({ago(at, now)})" for probe, at in newest_of(devices).items())
     return paragraph(INDENT, f"newest results: {ages}") if ages else []
 
 
 def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
-    """Yield what the tests on record did not look at; with `verbose`, why."""
+    """Yield lines about what the recorded tests did not examine; with `verbose`, with the reasons."""
     if verbose:
         yield from (line for gap in status.not_tested for line in paragraph("not tested: ", str(gap)))
     elif status.not_tested:
@@ -170,7 +170,7 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 
 
 def _last_lines(status: Status) -> Iterator[Line]:
-    """Yield whether a daemon runs, which probe of which device had no result for longest, the time zone, the state."""
+    """Yield lines about the daemon, the probe and device without a result for longest, the time zone, and the state."""
     known = [(*d.stalest, d.device.name) for d in status.devices if d.stalest]
     oldest = ""
     if known:

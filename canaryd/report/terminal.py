@@ -1,4 +1,4 @@
-"""How verdicts and findings look on a terminal, the same in every command."""
+"""Format verdicts and findings for a terminal, the same in every command."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from canaryd.formatting import wrapped
 from canaryd.model import Cause, Finding, Rival, State, Verdict
 
 Line = tuple[str, str]
-"""(role, text): the role chooses the colour, and "" has none."""
+"""(role, text): the role determines the colour; the role "" has no colour."""
 COLOURS = {"bad": "\x1b[31m", "calm": "\x1b[33m", "good": "\x1b[32m", "head": "\x1b[1m"}
 RESET = "\x1b[0m"
 ROLES: Mapping[State, str] = {State.HEALTHY: "good", State.SUSPECT: "bad", State.FAULTY: "bad"}
 """State → role; every other state is "calm"."""
 CANARYD = "canaryd itself"
-"""Cause `harness` in words."""
+"""Words for the cause `harness`."""
 
 COMMANDS = (
     *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "devices", "drill"),
@@ -28,20 +28,20 @@ PRINTED = re.compile(
     rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)"
     r"((?: --[\w-]+(?: [^\s,;-][^\s,;]*)?)*)"
 )
-"""A command in a text for people, and the options behind it; not one of a path, which is what a process was
-started as, nor one that "canaryd baseline export wrote"."""
+"""Matches a command in a text for people, and the options that follow. It does not match a path, which names the
+program of a process, nor the words "canaryd baseline export wrote"."""
 SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
-"""Where units are installed: in `systemd/system` below these (systemd.unit(5))."""
+"""Directories in whose `systemd/system` units are installed (systemd.unit(5))."""
 UNBROKEN = "\u00a0"
-"""The space at which no line is broken."""
+"""A space at which lines are never broken."""
 _REPLACED: dict[str, str] = {}
-"""What `type_with` was given: "options" and "start"."""
+"""The arguments of `type_with`: "options" and "start"."""
 
 
 def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
-    """Let every command that `typed` meets carry these options, so that it acts on the same record.
+    """Set the options that `typed` adds to every command in a text, so that it uses the same record.
 
-    Without options, the daemon is started by systemd where its unit is installed below one of `roots`.
+    Without options, the command that starts the daemon is systemd's, if its unit is installed below one of `roots`.
     """
     installed = any((Path(root) / "systemd/system/canaryd.service").is_file() for root in roots)
     _REPLACED["options"] = shlex.join(options)
@@ -49,7 +49,7 @@ def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
 
 
 def typed(text: str, space: str = " ") -> str:
-    """Return a text for a terminal with its commands as this user has to type them; `space` parts their words."""
+    """Return a text with its commands written as this user must type them; `space` separates the words of a command."""
 
     def command(found: re.Match[str]) -> str:
         start = _REPLACED.get("start") if found[1] == "run" else ""
@@ -60,7 +60,7 @@ def typed(text: str, space: str = " ") -> str:
 
 
 def paint(lines: Iterable[Line], *, color: bool) -> str:
-    """Return lines as one text that is safe on a terminal; in colours if `color`."""
+    """Return lines as one text without control characters, in colours if `color`."""
     safe = ((role, printable(text)) for role, text in lines)
     return "\n".join(
         f"{COLOURS[role]}{text}{RESET}" if color and role in COLOURS and text else text for role, text in safe
@@ -68,43 +68,43 @@ def paint(lines: Iterable[Line], *, color: bool) -> str:
 
 
 def paragraph(lead: str, text: str, width: int | None = None, role: str = "") -> list[Line]:
-    """Return a text, its commands as this user types them, as wrapped lines of one role; see `wrapped`.
+    """Return a text as wrapped lines of one role, its commands as this user types them; see `wrapped`.
 
-    A command within a sentence is never cut in two, since people copy it.
+    A command within a sentence is never broken, because people copy it.
     """
     own = typed(text, UNBROKEN)
     return [(role, line.replace(UNBROKEN, " ")) for line in wrapped(lead, own, width, whole=own != text)]
 
 
 def role_of(state: State) -> str:
-    """Return the role of a state."""
+    """Return the role (colour) of a state."""
     return ROLES.get(state, "calm")
 
 
 def cause_note(cause: Cause) -> str:
-    """Return a cause as it stands in brackets after a state: "faulty (hardware)", "suspect (cause unknown)"."""
+    """Return the words for a cause in brackets after a state: "faulty (hardware)", "suspect (cause unknown)"."""
     return "cause unknown" if cause is Cause.UNDETERMINED else cause_words(cause)
 
 
 def state_note(state: str, cause: Cause | str) -> str:
-    """Return a state with its cause as every report writes them: "faulty (hardware)"; without a cause the state."""
+    """Return a state with its cause, as in every report: "faulty (hardware)"; only the state if there is no cause."""
     return state if cause == Cause.NONE else f"{state} ({cause_note(Cause(cause))})"
 
 
 def verdict_note(verdict: Verdict) -> str:
-    """Return a verdict in two words, as `state_note` writes them."""
+    """Return a verdict's state and cause, as `state_note` writes them."""
     return state_note(verdict.state.value, verdict.cause)
 
 
 def cause_words(cause: Cause) -> str:
-    """Return a cause as people read it: `harness` is "canaryd itself"."""
+    """Return the words for a cause: `harness` is "canaryd itself"."""
     return CANARYD if cause is Cause.HARNESS else cause.value
 
 
 def rival_words(rival: Rival) -> str:
     """Return another explanation as one line: "not the host's memory (hardware): its CPU passed the same tests".
 
-    What it is comes first: "not hardware (…)" would contradict a fault of other hardware.
+    The explanation comes first: "not hardware (…)" would contradict a fault of other hardware.
     """
     kind, cause = "not" if rival.rejected else "maybe", cause_words(rival.cause)
     what, _, reason = rival.why.partition(": ")
@@ -112,9 +112,9 @@ def rival_words(rival: Rival) -> str:
 
 
 def finding_lines(findings: Iterable[Finding], *, width: int | None) -> Iterator[Line]:
-    """Yield what each rule says: message, what to do, evidence, other explanations and runs.
+    """Yield lines about each finding: message, what to do, evidence, other explanations and runs.
 
-    What several of them say is said once. A command stands on a line of its own, whatever its length.
+    Text that several findings share is printed once. A command has a line of its own, whatever its length.
     """
     said: set[str] = set()
     for finding in findings:
@@ -133,5 +133,5 @@ def finding_lines(findings: Iterable[Finding], *, width: int | None) -> Iterator
 
 
 def rule_words(finding: Finding) -> str:
-    """Return which rule a finding is of, and about which probe: "exact-mismatch (exact_matmul)"."""
+    """Return the rule of a finding and the probe that it is about: "exact-mismatch (exact_matmul)"."""
     return finding.rule + (f" ({finding.probe})" if finding.probe else "")

@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def render(result: Result, exit_code: int) -> bytes:
-    """Write a check's result in the text format of Prometheus."""
+    """Return a check's result in the text format of Prometheus."""
     page = Page(FAMILIES)
     page.add("canaryd_check_info", 1, __version__, result.level)
     page.add("canaryd_check_start_time_seconds", result.started)
@@ -71,5 +71,5 @@ def render(result: Result, exit_code: int) -> bytes:
 
 
 def write(path: Path, page: bytes) -> None:
-    """Put `page` at `path` in one step: a collector sees the old file or the new one. Raises `OSError`."""
+    """Write `page` to `path` in one step: a collector reads the old file or the new one. Raises `OSError`."""
     write_whole(path, page, MODE)
