@@ -1,1 +1,1 @@
-"""Send data from host to device and between devices, and tell a wrong way from wrong memory."""
+"""Transfers between host and device and between devices, which find out whether the link or the memory was wrong."""

@@ -1,7 +1,7 @@
-"""A group of processes that send data to each other, one for each device or core, and what they find of their links.
+"""A group of processes, one for each device or core, that send data to each other and test their links.
 
-The processes belong to the worker's own process group: what kills the worker kills them, and each ends itself when the
-worker's end of its standard input closes. They meet through a store that listens on the loopback address alone.
+The processes belong to the worker's process group: what kills the worker kills them. Each also ends when the worker's
+end of its standard input closes. They connect through a store that listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from canaryd.worker.numeric.tensors import can_pin, torch, visible_cores
 from canaryd.worker.visible import environment_of
 
 START = 100.0
-"""Seconds that all members together may take to import torch and to find each other (ours): a slow import takes 12."""
+"""Seconds for all members together to import torch and to connect (our choice): a slow import takes 12."""
 STEP = 30.0
-"""Seconds that one step may take before its members give it up, and again as many before the worker does."""
+"""Seconds after which the members abandon a step; the worker waits the same time again before it gives up."""
 CORES = 4
-"""Cores of a processor that send data to each other, spread over all: 12 links."""
+"""Number of a processor's cores that send data to each other, spread over all cores: 12 links."""
 FAULT = "wrong-link"
 """The drill: a bit flips on one link."""
 ENTRY = Path(__file__).resolve().parents[1] / "__main__.py"
 
 Step = tuple[Any, ...]
-"""Name of a method of `member.Member` and its arguments."""
+"""Name of a method of `member.Member`, and its arguments."""
 
 
 @dataclass(frozen=True)
 class End:
-    """A device, or a core, at the end of links."""
+    """A device or a core that sends and receives."""
 
     name: str
     number: int
-    """What a place calls it: its number in the group, or that of the core."""
+    """Its number in a `Place`: the device's number in the group, or the core's number."""
     device: Device
     core: int | None = None
 
 
 def ends_of(ctx: Context) -> list[End]:
-    """Return the devices of the group, or the cores of the processor. Raises `Skip` where there are not two."""
+    """Return the devices of the group, or cores of the processor. Raises `Skip` for a single accelerator."""
     if ctx.device.unit != "cpu":
         devices = (ctx.device, *ctx.peers)
         if len(devices) < 2:
@@ -74,17 +74,17 @@ def ends_of(ctx: Context) -> list[End]:
 
 
 def need_library(backend: str) -> None:
-    """Raise `Skip` where this torch has no library by which the devices of a backend send to each other."""
+    """Raise `Skip` where this torch has no library for sending between devices of this backend."""
     library = LIBRARIES[backend]
     if not (torch.distributed.is_available() and torch.distributed.is_backend_available(library)):
         raise Skip(f"this torch has no {library}, by which devices send to each other")
 
 
 class Group:
-    """The processes. Use it as a context: they are gone at its end."""
+    """The member processes, as a context manager that ends them."""
 
     def __init__(self, ends: Sequence[End], seed: int, words: int, wrong_link: tuple[int, int] | None) -> None:
-        """Start them; `wrong_link`: ranks between which a drill's bit flips."""
+        """Start the processes; `wrong_link`: ranks of sender and receiver of the link that a drill makes wrong."""
         self.ends = ends
         self._answers: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         listener = socket.create_server(("127.0.0.1", 0))
@@ -143,9 +143,9 @@ class Group:
         pipe.flush()
 
     def _collect(self, last: str, seconds: float) -> list[tuple[int, dict[str, Any]]]:
-        """Return the answers of all members up to the one that has the key `last`.
+        """Return (rank, answer) of all members, each up to its answer with the key `last`.
 
-        Raises `RuntimeError` when a member fails, ends, or is silent for so many seconds.
+        Raises `RuntimeError` when a member fails, ends, or gives no answer for `seconds`.
         """
         waiting, found = set(range(len(self.ends))), []
         deadline = time.monotonic() + seconds
@@ -167,7 +167,7 @@ class Group:
         return found
 
     def do(self, steps: Sequence[Step]) -> list[dict[int, dict[str, Any]]]:
-        """Let all members do the steps; return the answers of each step by rank."""
+        """Make all members do the steps; return the answers of each step by rank."""
         for rank in range(len(self.ends)):
             self._tell(rank, steps)
         found: list[dict[int, dict[str, Any]]] = [{} for _ in steps]
@@ -177,25 +177,25 @@ class Group:
 
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment by which the libraries meet on the loopback interface."""
+"""Environment variables that make the libraries connect over the loopback interface."""
 
 
 @dataclass
 class _Found:
-    """What the rounds of one run found."""
+    """The results of one run."""
 
     ctx: Context
     ends: Sequence[End]
     words: int
     trials: int = 0
     right: dict[tuple[str, Place], int] = field(default_factory=dict)
-    """Case and place → right results."""
+    """Case and place → number of right results."""
     wrong: list[Comparison] = field(default_factory=list)
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     """Sender and receiver → seconds of the fastest transfer."""
 
     def take(self, step: Step, answers: dict[int, dict[str, Any]]) -> None:
-        """Count what the members saw in one step."""
+        """Count the results of one step from the members' answers."""
         for rank, answer in answers.items():
             if "evidence" not in answer:
                 continue
@@ -215,15 +215,15 @@ class _Found:
             self.wrong.append(self._comparison(case_of(step), link, wrong_trials=1, evidence=seen))
 
     def _link(self, step: Step, rank: int) -> Place:
-        """Return the ends of the link of a step; of an operation of all members the one that saw its result."""
+        """Return the place of a step: both ends of its link, or the member `rank` for an operation of all members."""
         ranks = step[2:4] if step[0] == "send" else (rank,)
         return Place(unit="link", numbers=tuple(self.ends[r].number for r in ranks))
 
     def comparisons(self) -> Iterator[Comparison]:
-        """Yield what was wrong, what an operation of all members saw of a link that is known to be wrong, and the rest.
+        """Yield the wrong results, then the right ones.
 
-        A wrong result of an operation of all tells no link. Where transfers show which is wrong, it is put down to the
-        link that ends, or begins, at the member that saw it; members at no such link saw what others had spoilt.
+        A wrong result of an operation of all members names no link. If transfers show a wrong link at the member with
+        the result, that link is blamed for it. If all wrong links are elsewhere, the result is left out.
         """
         links = {c.place for c in self.wrong if len(c.place.numbers) == 2}
         for c in self.wrong:
@@ -255,7 +255,7 @@ def case_of(step: Step) -> str:
 
 
 def steps_of(count: int, formats: Sequence[str]) -> list[Step]:
-    """Return the steps of a round among so many members: every pattern over every link, and the operations of all."""
+    """Return the steps of a round of `count` members: every pattern over every link, then the operations of all."""
     pairs = list(itertools.permutations(range(count), 2))
     alone: list[Step] = [("send", name, *pair) for name in PATTERNS for pair in pairs]  # first: they name the link
     together: list[Step] = [("gather", name) for name in PATTERNS]
@@ -263,10 +263,10 @@ def steps_of(count: int, formats: Sequence[str]) -> list[Step]:
 
 
 def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fact]:
-    """Let all ends send to each other until the budget is spent, once at least; yield every fact of the run.
+    """Let all ends send to each other, at least one round, until the budget is spent; yield every fact of the run.
 
-    `words`: words of 64 bits in each transfer; `formats`: those of the sums. Raises `Skip` where there are not two
-    ends, this torch has no library for them, or a drill does not exist; `NoCase` where no case has a name asked for;
+    `words`: words of 64 bits in each transfer; `formats`: formats of the sums. Raises `Skip` if there are not two ends,
+    if this torch has no library for them, or if the drill does not exist; `NoCase` if no case has a requested name;
     `RuntimeError` when a member fails or hangs.
     """
     if ctx.drill not in ("", FAULT):
@@ -299,7 +299,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
 
 
 def _repeated(group: Group, found: _Found, steps: Sequence[Step]) -> Iterator[Comparison]:
-    """Yield what was wrong with how often it was wrong again, on the same link with the same words."""
+    """Yield the wrong results, with the number of wrong repetitions of the same transfer."""
     for c in found.wrong[:AGAIN]:
         assert c.evidence is not None
         numbers = [end.number for end in found.ends]
@@ -312,7 +312,7 @@ def _repeated(group: Group, found: _Found, steps: Sequence[Step]) -> Iterator[Co
 
 
 def _speeds(found: _Found) -> Iterator[Reading]:
-    """Yield the speed of every link; that of a device is followed over time, that of processes on cores is not."""
+    """Yield the speed of every link. Only the speeds of devices have a name that is followed over time."""
     name = "core_link_speed" if found.ctx.device.unit == "cpu" else f"{SPEEDS}between"
     for (sender, receiver), seconds in sorted(found.seconds.items()):
         labels = {"from": found.ends[sender].name, "to": found.ends[receiver].name}

@@ -1,8 +1,8 @@
-"""One process of a group that sends data to each other: it sees one device, or runs on one core.
+"""One process of a group that sends data to each other: it uses one device, or runs on one core.
 
-`canaryd.worker.links.group` starts it. Standard input gives one JSON object that says who it is, then one line for each
-round: the steps that all members do in the same order. Each step that concerns it is answered by a line on standard
-output. The end of standard input ends it at once, also in the middle of a step that hangs.
+`canaryd.worker.links.group` starts it. The first line of standard input is a JSON object with the member's settings;
+each further line is one round: the steps that all members do in the same order. The member answers each step that
+concerns it with a line on standard output. It ends when standard input ends, even if a step hangs.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import same_bits, synchronize, torch, torch_device
 
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "rocm": "nccl", "xpu": "xccl", "npu": "hccl"}
-"""Backend of a device → that of torch.distributed; RCCL is called nccl there."""
+"""Backend of a device → backend of torch.distributed, in which RCCL is called nccl."""
 FORMATS = {"int64": -1, "float32": (1 << 16) - 1, "bfloat16": 7}
-"""Format of a sum → which bits of the pattern's words are added: up to 32 members the sum is exact in any order (24
-and 8 bits); of int64 all bits, since it wraps."""
+"""Format of a sum → mask of the bits of the words that are added. With up to 32 members the sum is exact in any order
+(24 and 8 bits); for int64 all bits are added, because int64 wraps."""
 
 
 class Member:
-    """What this process does in each step."""
+    """The steps that this process can do."""
 
     def __init__(self, who: dict[str, Any]) -> None:
-        """Join the group; `who` is what `group.Group` wrote."""
+        """Join the group with the settings `who`, which `group.Group` wrote."""
         self.rank, self.size, self.seed, self.words = (int(who[k]) for k in ("rank", "size", "seed", "words"))
         self.device = from_json(Device, who["device"])
         self.wrong_link = who["wrong_link"]
@@ -55,11 +55,11 @@ class Member:
         self.buffer = torch.empty(self.words, dtype=torch.int64, device=self.place)
 
     def words_of(self, rank: int, pattern: str) -> Any:
-        """Return what a member contributes: its own words of the pattern."""
+        """Return the words that the member `rank` contributes: each member has its own words of a pattern."""
         return make(pattern, self.words, derive(self.seed, f"{pattern} of {rank}"), self.place)
 
     def send(self, pattern: str, sender: int, receiver: int) -> dict[str, Any] | None:
-        """Send words from one member to another; return what the receiver, or the sender, saw."""
+        """Send words from one member to another; return this member's observation, or None if it is neither of them."""
         if self.rank == sender:
             words = self.words_of(sender, pattern)
             torch.distributed.send(words, receiver)
@@ -78,7 +78,7 @@ class Member:
         return {"seconds": seconds, "evidence": self._compared(self.buffer, expected, Way.BETWEEN)}
 
     def reduce(self, pattern: str, name: str) -> dict[str, Any]:
-        """Add the words of all members; return what this one saw. Every partial sum is exact."""
+        """Add the words of all members; return this member's observation. Every partial sum is exact."""
         kind, mask = getattr(torch, name), FORMATS[name]
         mine = (self.words_of(self.rank, pattern) & mask | 1).to(kind)
         torch.distributed.all_reduce(mine)
@@ -88,7 +88,7 @@ class Member:
         return {"evidence": self._compared(mine, expected, Way.TOGETHER)}
 
     def gather(self, pattern: str) -> dict[str, Any]:
-        """Gather the words of all members; return what this one saw."""
+        """Gather the words of all members; return this member's observation."""
         parts = [torch.empty_like(self.buffer) for _ in range(self.size)]
         torch.distributed.all_gather(parts, self.words_of(self.rank, pattern))
         synchronize(self.device)
@@ -98,13 +98,13 @@ class Member:
         return {"evidence": self._compared(torch.cat(parts), expected, Way.TOGETHER)}
 
     def _strike(self, words: Any, sender: int | None) -> None:
-        """Inject the drill's fault: a bit flips on one link."""
+        """Inject the drill's fault, a flipped bit, if the words came over the wrong link."""
         if self.wrong_link and self.wrong_link[1] == self.rank and sender in (None, self.wrong_link[0]):
             words[words.numel() // 3] ^= FLIPPED
 
     @staticmethod
     def _compared(found: Any, expected: Any, way: Way) -> Any:
-        """Return the evidence of what differs as JSON, None where nothing does."""
+        """Return the evidence of the difference as JSON, or None if there is none."""
         if same_bits(found, expected):
             return None
         seen: Evidence = differences(expected, found)
@@ -114,7 +114,7 @@ class Member:
 
 
 def main() -> None:
-    """Do what standard input says until it ends."""
+    """Do the steps that standard input gives, until it ends."""
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     who = json.loads(sys.stdin.readline())
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Words that toggle the lines of a link: each device makes them itself, so that both ends know what has to arrive."""
+"""Words that toggle the lines of a link. Each device computes them itself, so both ends know the right words."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ BITS = 64
 
 
 def walking(index: Any, _: int) -> Any:
-    """Return a single 1 that walks through all bits, then a single 0: each line against all others."""
+    """Return words with a single 1 that walks through all bits, then with a single 0: each line against all others."""
     ones = torch.ones_like(index) << (index % BITS)
     return ones ^ -(index // BITS % 2)
 
 
 def alternating(index: Any, _: int) -> Any:
-    """Return 0x55… and 0xAA… in turn: every line changes with every word."""
+    """Return words that alternate between 0x55… and 0xAA…: every line changes with every word."""
     return -(index % 2) ^ ALTERNATING
 
 
 def random(index: Any, seed: int) -> Any:
-    """Return pseudo-random words of a seed."""
+    """Return pseudo-random words for a seed."""
     return mixed(index, derive(seed, "random words"))
 
 
 def address(index: Any, _: int) -> Any:
-    """Return each word's own number, with its complement in the upper half: what arrives elsewhere shows."""
+    """Return each word's own number, with its complement in the upper half, so that a misplaced word shows."""
     return index * OWN - (1 << 32)
 
 

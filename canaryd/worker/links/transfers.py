@@ -1,7 +1,8 @@
-"""Copy patterns from the host to a device and back, compare them at both ends, and tell which way a wrong word went.
+"""Copy patterns from the host to a device and back, compare them at both ends, and find the wrong direction.
 
-Both ends make the pattern themselves. What is wrong on the device is written there again by the device: if that holds,
-the copy was wrong, else the memory. What is right on the device and wrong on the host went wrong on its way back.
+Each end computes the pattern itself. If words on the device are wrong, the device writes them again itself: if they
+are right then, the copy was wrong, otherwise the memory. If they are right on the device but wrong on the host
+afterwards, the copy to the host was wrong.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, synchronize, torch, torch_device
 
 AGAIN = 3
-"""Copies that are repeated after a wrong one, to tell what passes from what stays."""
+"""Repetitions of a wrong copy, which show whether the error persists."""
 LOCKED = ("cuda",)
-"""Types of devices that copy from and to locked pages of the host, as fast as the link is."""
+"""Types of torch devices for which the host's pages are locked, so that copies are as fast as the link."""
 FLIPPED = 1 << 11
 """The bit that a drill flips."""
 WAYS = {
@@ -49,16 +50,16 @@ CULPRITS = {
     Culprit.MEMORY: "the receiver's memory does not hold what it writes itself",
     Culprit.SOURCE: "the sender's memory no longer held it",
 }
-"""Evidence in words."""
+"""Culprit → the evidence against it in words."""
 NAMES = {Way.TO_DEVICE: "to-device", Way.TO_HOST: "to-host"}
-"""A way → the part of its cases' names."""
+"""Direction → its part of the names of cases."""
 
 
 class Copies:
-    """The copies between the host and one device. Every transfer of the probe goes through `send` and `fetch`."""
+    """The copies between the host and one device. The probe copies only with `send` and `fetch`."""
 
     def __init__(self, device: Any, words: int) -> None:
-        """Allocate on both sides; the host's memory is locked where the backend can copy from locked pages."""
+        """Allocate memory on both sides; lock the host's pages where the backend can copy from locked pages."""
         locked = device.type in LOCKED
         self.host, self.back = (torch.empty(words, dtype=torch.int64, pin_memory=locked) for _ in range(2))
         self.there = torch.empty(words, dtype=torch.int64, device=device)
@@ -72,22 +73,22 @@ class Copies:
         self.back.copy_(self.there)
 
     def write(self, words: Any) -> None:
-        """Let the device write words of its own into its end."""
+        """Let the device itself write words into its memory."""
         self.there.copy_(words)
 
 
 @dataclass
 class _Round:
-    """One run: what was copied, how fast, and what was wrong."""
+    """One run: the copies, the fastest times, and the wrong results."""
 
     ctx: Context
     copies: Copies
     trials: int = 0
     seconds: dict[Way, float] = field(default_factory=dict)
-    """Way → seconds of its fastest copy."""
+    """Direction → seconds of the fastest copy."""
 
     def copy(self, way: Way) -> None:
-        """Copy once, and keep the time of the fastest copy."""
+        """Copy once in one direction; keep the time if it is the fastest."""
         synchronize(self.ctx.device)
         begun = time.perf_counter()
         (self.copies.send if way is Way.TO_DEVICE else self.copies.fetch)()
@@ -96,7 +97,7 @@ class _Round:
         self.seconds[way] = min(took, self.seconds.get(way, took))
 
     def there_and_back(self, name: str) -> Iterator[Comparison]:
-        """Copy a pattern to the device and back; yield one comparison for each way."""
+        """Copy a pattern to the device and back; yield one comparison for each direction."""
         copies, seed = self.copies, derive(self.ctx.seed, name)
         words = copies.host.numel()
         copies.host.copy_(make(name, words, seed, copies.host.device))
@@ -114,7 +115,7 @@ class _Round:
             yield self._compared(Way.TO_HOST, name, None if returned else self._wrong_back())
 
     def _wrong_there(self, expected: Any) -> Evidence:
-        """Return what arrived wrongly on the device, and whether its memory is to blame."""
+        """Return the evidence of wrong words on the device, with the culprit: its memory or the transfer."""
         copies = self.copies
         seen = differences(expected, copies.there)
         copies.write(expected)
@@ -154,7 +155,7 @@ class _Round:
 
 
 def differences(expected: Any, there: Any) -> Evidence:
-    """Return what differs on the device by its own comparison; only the words that differ come to the host."""
+    """Return the evidence of the differences that the device finds; only wrong words are copied to the host."""
     where = torch.nonzero(bits(expected) != bits(there)).reshape(-1)[: evidence.EXAMINED]
     found = evidence.collect(expected[where].cpu(), there[where].cpu())
     numbers = where.tolist()
@@ -165,26 +166,26 @@ def differences(expected: Any, there: Any) -> Evidence:
 
 
 def traced(seen: Evidence, way: Way, culprit: Culprit) -> Evidence:
-    """Return evidence with which way the data went, and what was wrong."""
+    """Return the evidence with the direction of the transfer and the culprit."""
     pattern = f"{WAYS[way]}, {CULPRITS[culprit]}: {seen.pattern}"
     return replace(seen, transfer=WrongTransfer(way=way, culprit=culprit), pattern=pattern)
 
 
 def again(seen: Evidence, wrong: Callable[[], bool]) -> Evidence:
-    """Return evidence with how often the same transfer was wrong when it was repeated."""
+    """Return the evidence with the number of wrong repetitions of the same transfer."""
     return replace(seen, repeats=AGAIN, repeats_wrong=sum(wrong() for _ in range(AGAIN)))
 
 
 def case_of(way: Way, name: str) -> str:
-    """Return the name of the case that sends a pattern one way."""
+    """Return the name of the case that sends a pattern in one direction."""
     return f"int64/{name}/{NAMES[way]}"
 
 
 def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
-    """Copy every pattern there and back, again and again until the budget is spent; yield every fact of the run.
+    """Copy every pattern to the device and back until the budget is spent, each at least once; yield the run's facts.
 
-    `words`: words of 64 bits in one copy. Clean copies of a pattern are summed up. Raises `Skip` for a drill that does
-    not exist, `NoCase` where no case has a name that was asked for.
+    `words`: words of 64 bits in one copy. Clean copies of a pattern are counted in one comparison. Raises `Skip` if the
+    drill does not exist, `NoCase` if no case has a requested name.
     """
     if ctx.drill and ctx.drill not in FAULTS:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(FAULTS)}")
@@ -217,7 +218,7 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
 
 
 class _WrongToDevice(Copies):
-    """A bit flips on its way to the device."""
+    """A drill: a bit flips during the copy to the device."""
 
     def send(self) -> None:
         """See `Copies.send`."""
@@ -226,7 +227,7 @@ class _WrongToDevice(Copies):
 
 
 class _WrongToHost(Copies):
-    """A bit flips on its way to the host."""
+    """A drill: a bit flips during the copy to the host."""
 
     def fetch(self) -> None:
         """See `Copies.fetch`."""
@@ -235,7 +236,7 @@ class _WrongToHost(Copies):
 
 
 class _WrongMemory(Copies):
-    """A bit of the device's memory cannot be 0."""
+    """A drill: one bit of the device's memory always reads 1."""
 
     def send(self) -> None:
         """See `Copies.send`."""
@@ -253,4 +254,4 @@ FAULTS: dict[str, type[Copies]] = {
     "to-host": _WrongToHost,
     "device-memory": _WrongMemory,
 }
-"""Name of a drill → copies that err so."""
+"""Name of a drill → class of copies with this fault."""

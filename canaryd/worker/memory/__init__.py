@@ -1,1 +1,1 @@
-"""Sweep memory with patterns, and tell a wrong cell from a wrong transfer."""
+"""Tests of memory with patterns, which find out whether the memory or the transfer was wrong."""

@@ -1,7 +1,7 @@
-"""Slices of memory that WebGPU reaches: storage buffers, written and compared by shaders.
+"""Slices of memory for WebGPU: storage buffers, which shaders write and compare.
 
-What tells a wrong cell from a wrong transfer is the same as for torch's memory (`canaryd.worker.memory.cells`): tensors
-that go in and come out are the host's.
+A wrong cell is distinguished from a wrong transfer as for torch's memory (`canaryd.worker.memory.cells`). The methods
+take and return tensors in the host's memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime import interface, wgsl
 
 AT_ONCE = 128
-"""Rows that one dispatch reads or writes: 8 MiB, which the host compares whole only where a word is wrong."""
+"""Rows that one dispatch reads or writes: 8 MiB. The host compares all of them only where a word is wrong."""
 
 
 class Scratch:
-    """What the slices of one device share: differences, a flag, and the present tile."""
+    """Buffers that all slices of one device share: the differences, a flag, and the present tile."""
 
     def __init__(self, device: Device, rows: int) -> None:
-        """Take memory for `rows` rows at most."""
+        """Allocate memory for at most `rows` rows."""
         self.runtime = cast("Any", interface.of(device))
         self.runtime.need(device)
         self.rows = min(rows, AT_ONCE)
@@ -31,11 +31,11 @@ class Scratch:
         self._uploaded = self.runtime.new_buffer(TILE * WORD)
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows that fit."""
         return self.rows
 
     def tile(self, expected: Expected) -> Any:
-        """Return the buffer with what each row holds."""
+        """Return the buffer that holds the content of every row; upload it first where it changed."""
         if self._tile is not expected.tile:
             self._tile = expected.tile
             self.runtime.write(self._uploaded, 0, expected.tile)
@@ -43,32 +43,32 @@ class Scratch:
 
 
 class Words:
-    """The words of a buffer by number: a single one as an int, a range as a copy, both as int64."""
+    """The words of a buffer, by number: one word as an int, a range as a copy in a tensor of int64."""
 
     def __init__(self, runtime: Any, buffer: Any, count: int) -> None:
-        """Name `count` words."""
+        """Give access to the first `count` words of `buffer`."""
         self._runtime, self._buffer, self._count = runtime, buffer, count
 
     def __getitem__(self, at: Any) -> Any:
-        """Return a word, or a tensor of those in a slice."""
+        """Return one word, or a tensor with the words of a range."""
         if isinstance(at, slice):
             start, stop, _ = at.indices(self._count)
             return self._runtime.read(self._buffer, start * WORD, (stop - start) * WORD).view(torch.int64)
         return int(self._runtime.read(self._buffer, int(at) * WORD, WORD).view(torch.int64))
 
     def __setitem__(self, at: Any, values: Any) -> None:
-        """Write a word, or those in a slice."""
+        """Write one word, or the words of a range."""
         start = at.start if isinstance(at, slice) else int(at)
         self._runtime.write(self._buffer, start * WORD, torch.as_tensor(values, dtype=torch.int64))
 
 
 class BufferSlice(Slice):
-    """One buffer under test."""
+    """One WebGPU buffer under test."""
 
     address = None
 
     def __init__(self, rows: int, first: int, device: Any, scratch: Scratch) -> None:  # noqa: ARG002  scratch knows it
-        """See `Slice`: the buffer is of the scratch's device."""
+        """See `Slice`. The buffer is on the device of `scratch`."""
         self.rows, self.first, self._scratch = rows, first, scratch
         self._runtime: Any = scratch.runtime
         self.words = self._runtime.new_buffer(rows * TILE * WORD)
@@ -76,11 +76,11 @@ class BufferSlice(Slice):
 
     @property
     def device(self) -> Any:
-        """See `Slice.device`: the host."""
+        """See `Slice.device`: always the host."""
         return torch.device("cpu")
 
     def lock(self) -> bool:
-        """See `Slice.lock`: where a buffer lies is the driver's business."""
+        """See `Slice.lock`: always False, because the driver decides where a buffer is."""
         return False
 
     def write(self, part: range, expected: Expected) -> None:
@@ -91,7 +91,7 @@ class BufferSlice(Slice):
             self._compute(wgsl.WRITE_TILE, part, self._scratch.tile(expected), self.words)
 
     def difference(self, part: range, expected: Expected) -> Any:
-        """See `Slice.difference`: compared on the device, and read back only where a bit differs."""
+        """See `Slice.difference`: the device compares, and the host reads the result only where a bit differs."""
         found, flag, size = self._scratch.differences, self._scratch.flag, len(part) * TILE
         if expected.own:
             self._compute(wgsl.DIFFERENCE_OWN, part, self.words, found)

@@ -1,4 +1,4 @@
-"""Examine wrong words of a slice: whether the cell or the transfer was wrong, and what the cell does."""
+"""Examine wrong words of a slice: whether the cell or the transfer was wrong, and how the cell behaves."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from canaryd.worker.memory.slices import TILE, Expected, Slice, number_in
 from canaryd.worker.numeric.tensors import torch
 
 EXAMINED = 4096
-"""Wrong words of one look that are examined; the others are only counted."""
+"""Most wrong words of one slice and pattern that are examined; further ones are only counted."""
 TRACED = 4
-"""Words of one look for which the word that disturbs them is searched."""
+"""Most words of one group of rows for which the disturbing word is searched."""
 MARKS = (0x0F1E2D3C4B5A6978, 0x5A5A0FF0C33C6996)
-"""Two values with which an alias is distinguished from a coupling."""
+"""Two values that are written to one word to see whether another word shows them too (an alias, no coupling)."""
 
 
 @dataclass
 class Wrong:
-    """The words that one look at a slice found wrong, oldest first."""
+    """The words of one slice that one pattern found wrong, oldest first."""
 
     slices: Sequence[Slice]
-    """All that is under test."""
+    """All slices under test."""
     count: int = 0
     at: list[int] = field(default_factory=list)
-    """Numbers of the words within the slice, at most `EXAMINED`."""
+    """Numbers of the wrong words within the slice, at most `EXAMINED`."""
     expected: list[int] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
     """Bits that differed at the first read, as int64."""
     cells: Counter[Cell] = field(default_factory=Counter)
     partner: int | None = None
-    """Number, over all slices, of the first word that disturbs another or stands for it; None where none was found."""
+    """Number, counted over all slices, of the first word found to disturb or replace another; None if none was."""
 
     def add(self, memory: Slice, part: range, expected: Expected, difference: Any) -> None:
-        """Take the differences of a group of rows, and examine their words before anything else is written."""
+        """Record the wrong words of a group of rows, and examine them before anything else is written."""
         flat = difference.reshape(-1)
         where = torch.nonzero(flat).reshape(-1)
         if self.at:  # an earlier look may have found them too
@@ -53,7 +53,7 @@ class Wrong:
             self._examine(memory, at, values, own=expected.own)
 
     def _examine(self, memory: Slice, at: Any, values: Any, *, own: bool) -> None:
-        """Read the words again, then write them: sort them into `cells`, and leave in them what they must hold."""
+        """Read the words again, then write test values; count each in `cells`; leave the right value in each."""
         again = memory.get(at)
         stays = again != values
         self.cells[Cell.TRANSFER] += int((~stays).sum())
@@ -72,7 +72,7 @@ class Wrong:
             self.cells[self._behaviour(memory, word, value, held, own=own, trace=number < TRACED)] += 1
 
     def _behaviour(self, memory: Slice, word: int, value: int, held: int, *, own: bool, trace: bool) -> Cell:
-        """Return what a word does that held something else and can be written; search its partner if `trace`."""
+        """Return how a word that was wrong but can be written behaves; `trace`: search the word that disturbs it."""
         number = number_in(held, sum(m.count for m in self.slices)) if own else None
         if number is not None:
             owner = next(m for m in reversed(self.slices) if m.first * TILE <= number)
@@ -87,7 +87,7 @@ class Wrong:
 
 
 def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, other_value: int) -> bool:
-    """Return whether a word reads what is written to another one; both are then written as they must be."""
+    """Return whether `word` shows the values written to the word `other`; leave the right value in both."""
     one, mine = (torch.tensor([number], device=memory.device) for number in (other, word))
     follows = []
     for mark in MARKS:
@@ -99,9 +99,9 @@ def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, oth
 
 
 def disturber(memory: Slice, word: int, value: int) -> int | None:
-    """Return the number of a word of the slice whose writing changes `word`, which must hold `value`; None without one.
+    """Return the number of a word of the slice whose writing changes `word`, or None if no such word is found.
 
-    Halves the slice again and again: all words of a half but `word` itself are inverted twice.
+    `value` is what `word` must hold. The search halves the slice repeatedly and inverts the words of a half twice.
     """
 
     def disturbed(start: int, stop: int) -> bool:
@@ -129,7 +129,7 @@ def disturber(memory: Slice, word: int, value: int) -> int | None:
 
 
 def holds(memory: Slice, wrong: Wrong, seconds: float) -> int:
-    """Write the wrong words again, leave the memory alone, and return how many are wrong then."""
+    """Write the wrong words again, wait for `seconds` without access, and return the number that are wrong then."""
     at = torch.tensor(wrong.at, device=memory.device)
     values = torch.tensor(wrong.expected, dtype=torch.int64, device=memory.device)
     memory.put(at, values)

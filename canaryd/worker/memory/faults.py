@@ -1,4 +1,4 @@
-"""Faulty memory, for drills and tests of detection: a slice whose cells or transfers err as a model says."""
+"""Faulty memory for drills and tests of detection: slices whose cells or transfers err as a model defines."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ MODELS = {
     "transfer": Cell.TRANSFER,
     "leaking": Cell.LEAKING,
 }
-"""Name of a drill → what a sweep must call the words that it finds."""
+"""Name of a drill → the kind of wrong word that a sweep must report."""
 
 
 @dataclass
 class Model:
-    """A faulty memory. `flat`: the words of a slice; `word`, `bit`: where; `other`: a second word."""
+    """A model of faulty memory. `flat`: a slice's words; `word`, `bit`: the faulty place; `other`: a second word."""
 
     name: str
-    """One of `MODELS`; "": a sound memory."""
+    """One of `MODELS`, or "" for memory without a fault."""
     flat: Any = None
     word: int = 0
     other: int = 0
     bit: int = 0
     last: int = 0
-    """What `other` held after the last write."""
+    """The content of the word `other` after the last write."""
     reads: int = 0
 
     def wrote(self, start: int, stop: int) -> None:
-        """Err after the words start…stop - 1 were written."""
+        """Apply the fault after the words start…stop - 1 were written."""
         flat, word, other = self.flat, self.word, self.other
         strikes, meets = start <= word < stop, start <= other < stop
         if self.name == "stuck-at-1" and strikes:
@@ -59,30 +59,30 @@ class Model:
                 flat[high] = flat[low]
 
     def read(self, difference: Any) -> None:
-        """Flip a bit of every third read on its way, in place; the memory is right."""
+        """Flip one bit of `difference`, in place, at every third read: a wrong transfer from right memory."""
         self.reads += 1
         if self.name == "transfer" and self.reads % 3 == 1:
             difference.view(-1)[mix64(self.word + self.reads) % difference.numel()] ^= self.bit
 
     def rested(self) -> None:
-        """Lose the ones of a word that was not written for a while."""
+        """Clear all bits of one word, as a leaking cell does during a pause."""
         if self.name == "leaking":
             self.flat[self.word] &= 0
 
 
 NAMES = (*MODELS, *faults.FAULTS)
-"""Every drill of memory: the models, and what strikes the results of other probes, here words that were written."""
+"""Every drill of memory: the models here, and the faults of other probes' results, which here change written words."""
 
 
 class Faulty(Slice):
-    """What makes a slice, whose class comes behind it, one of a faulty memory."""
+    """A mixin that makes the slice class behind it faulty."""
 
     model: Model = Model("")
     strike_rows: Callable[[int, int], None] = staticmethod(lambda _start, _stop: None)
-    """What strikes the words start…stop - 1 after rows were written; single words are spared."""
+    """Injects a fault into the words start…stop - 1 after rows were written; writes of single words have none."""
 
     def arm(self, name: str, case: str, seed: int) -> None:
-        """Put the fault called `name` in, where `seed` decides; raise `KeyError` for one that does not exist."""
+        """Inject the fault called `name` at a place drawn from `seed`; raise `KeyError` for an unknown name."""
         size = self.count
         if name in MODELS:
             word = mix64(seed) % size
@@ -112,7 +112,7 @@ class Faulty(Slice):
         return found
 
     def put(self, at: Any, values: Any) -> None:
-        """See `Slice.put`; one word after the other."""
+        """See `Slice.put`; writes one word after the other."""
         for word, value in zip(at, values.expand(at.shape) if hasattr(values, "expand") else [values], strict=True):
             self.flat[word] = value
             self.model.wrote(int(word), int(word) + 1)
@@ -129,4 +129,4 @@ class Faulty(Slice):
 
 
 class FaultySlice(Faulty, Slice):
-    """A slice of a faulty memory of torch's."""
+    """A slice of torch's memory with a fault."""

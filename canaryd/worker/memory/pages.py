@@ -1,4 +1,4 @@
-"""The host's pages: hold them in memory, and ask where they lie."""
+"""The host's memory pages: lock them in memory, and look up their physical addresses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import struct
 from pathlib import Path
 
 PRESENT, FRAME = 1 << 63, (1 << 55) - 1
-"""Bits of an entry of /proc/PID/pagemap: the page is in memory; the number of its frame (Linux, pagemap.rst)."""
+"""Bits of an entry of /proc/PID/pagemap: "the page is in memory", and the number of its frame (Linux, pagemap.rst)."""
 
 
 def lock(address: int, size: int) -> bool:
-    """Keep pages from being swapped or moved to another place on disk; return whether the system allows it (mlock(2)).
+    """Lock pages, so that the system does not swap them; return whether the system allowed it (mlock(2)).
 
-    They are unlocked when the memory is given back.
+    The lock ends when the memory is freed.
     """
     mlock = getattr(ctypes.CDLL(None), "mlock", None)
     if mlock is None:
@@ -24,9 +24,9 @@ def lock(address: int, size: int) -> bool:
 
 
 def physical_address(address: int, pagemap: Path = Path("/proc/self/pagemap")) -> int | None:
-    """Return the physical address behind a virtual one of this process; None where the system does not tell it.
+    """Return the physical address of a virtual one of this process, or None where the system does not give it.
 
-    The kernel tells frames only to processes with CAP_SYS_ADMIN; others read zeros.
+    The kernel shows frame numbers only to processes with CAP_SYS_ADMIN; other processes read zeros.
     """
     page, inside = divmod(address, mmap.PAGESIZE)
     try:

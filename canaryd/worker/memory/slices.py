@@ -1,7 +1,7 @@
-"""Slices of memory and the few operations that a sweep does on them, all on the device.
+"""Slices of memory, and the few operations of a sweep on them, all computed on the device.
 
-A slice is `rows` x `TILE` words of 64 bits. What a word must hold follows from its number: a tile that repeats in every
-row, or the word's own number.
+A slice has `rows` x `TILE` words of 64 bits. The number of a word determines its content: a word of the tile, which
+repeats in every row, or the number itself.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from canaryd.worker.memory import pages
 from canaryd.worker.numeric.tensors import torch
 
 TILE = 8191
-"""Words of a row. A prime of the form 2**13 - 1: no power of two is a multiple of it, so that two words whose addresses
+"""Words of a row. A prime of the form 2**13 - 1: no power of two is a multiple of it, so two words whose addresses
 differ in one bit never hold the same word of the tile."""
 WORD = 8
 ROW = TILE * WORD
 LARGEST = 256 << 20
-"""Most bytes of one slice."""
+"""Largest size of one slice in bytes."""
 AT_ONCE = {"cpu": 16}
-"""Rows that one operation reads or writes, so that its scratch stays in a processor's cache: 1 MiB."""
+"""Rows that one operation reads or writes: 1 MiB, so that the scratch memory stays in a processor's cache."""
 AT_ONCE_ELSEWHERE = 1024
 OWN = 1 - (1 << 32)
-"""Times a word's number, less 2**32: the number in the lower half and its complement in the upper half."""
+"""Factor: a word's number times this, minus 2**32, has the number in its lower half and its complement in the upper."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the words of a slice must hold."""
+    """The right content of the words of a slice."""
 
     tile: Any
-    """int64, shape (TILE,), on the device: what each row holds; with `own`, the words' numbers within row 0."""
+    """int64, shape (TILE,), on the device: the content of each row; with `own`, the contents of row 0."""
     own: bool = False
-    """True: each word holds its own number, and the number's complement in its upper half."""
+    """True: each word holds its own number in its lower half, and the complement in its upper half."""
 
     def into(self, out: Any, row: int) -> Any:
-        """Write what rows `row`… hold into `out`, int64 of shape (rows, TILE); return it."""
+        """Write the right content of the rows from `row` on into `out`, int64 (rows, TILE); return `out`."""
         if not self.own:
             return out.copy_(self.tile)
         first = torch.arange(row, row + len(out), dtype=torch.int64, device=out.device)
         return torch.add((first * (TILE * OWN) - (1 << 32))[:, None], self.tile, out=out)
 
     def values(self, row: int, at: Any) -> Any:
-        """Return what words `at` (int64, their numbers within a slice that begins at row `row`) hold."""
+        """Return the right content of the words `at` (int64: numbers within a slice whose first row is `row`)."""
         return (at + row * TILE) * OWN - (1 << 32) if self.own else self.tile[at % TILE]
 
     def inverted(self) -> Expected:
-        """Return the same with every bit inverted."""
+        """Return this content with every bit inverted."""
         assert not self.own
         return Expected(torch.bitwise_not(self.tile))
 
@@ -59,7 +59,7 @@ def own_numbers(device: Any) -> Expected:
 
 
 def number_in(value: int, words: int) -> int | None:
-    """Return which of `words` words holds this value (int64) in the pattern of own numbers; None where none does."""
+    """Return the number of the word that holds `value` if each holds its own; None if none of `words` words does."""
     low, high = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
     number = low + ((high + low + 1 & 0xFFFFFFFF) << 32)
     return number if number < words else None
@@ -69,7 +69,7 @@ class Slice:
     """One allocation under test. Every read and write of the sweep goes through these methods."""
 
     def __init__(self, rows: int, first: int, device: Any, scratch: Any) -> None:
-        """Allocate `rows` rows; `first`: rows of the slices before it; `scratch`: rows for differences, shared."""
+        """Allocate `rows` rows. `first`: rows of all slices before this one; `scratch`: shared rows for differences."""
         self.rows, self.first = rows, first
         self.words: Any = torch.empty((rows, TILE), dtype=torch.int64, device=device)
         self.flat: Any = self.words.view(-1)
@@ -77,41 +77,41 @@ class Slice:
 
     @property
     def address(self) -> int | None:
-        """Its first byte's virtual address, as the process or the device's driver numbers it; None: unknown."""
+        """Virtual address of the first byte, in the numbering of process or driver; None if unknown."""
         return int(self.words.data_ptr())
 
     @property
     def device(self) -> Any:
-        """Where tensors are that go in and come out."""
+        """The torch device of the tensors that the methods take and return."""
         return self.words.device
 
     @property
     def count(self) -> int:
-        """Words in all."""
+        """Number of words in the slice."""
         return self.rows * TILE
 
     def lock(self) -> bool:
-        """Keep the host's pages where they are, if it is the host's memory; return whether that was done."""
+        """Lock the pages if the slice is in the host's memory; return whether they are locked."""
         return self.device.type == "cpu" and pages.lock(int(self.words.data_ptr()), self.words.nbytes)
 
     def parts(self) -> list[range]:
-        """Return the rows in groups, ascending; one operation reads or writes a group."""
+        """Return the rows in ascending groups, each for one operation."""
         at_once = len(self._scratch)
         return [range(start, min(self.rows, start + at_once)) for start in range(0, self.rows, at_once)]
 
     def write(self, part: range, expected: Expected) -> None:
-        """Write what a group of rows must hold."""
+        """Write the expected content to a group of rows."""
         expected.into(self.words[part.start : part.stop], self.first + part.start)
 
     def difference(self, part: range, expected: Expected) -> Any:
-        """Read a group of rows once; return the bits that differ, int64 (rows, TILE), valid until the next call."""
+        """Read a group of rows once; return its wrong bits, int64 (rows, TILE), valid until the next call."""
         out, words = self._scratch[: len(part)], self.words[part.start : part.stop]
         if expected.own:
             return expected.into(out, self.first + part.start).bitwise_xor_(words)
         return torch.bitwise_xor(words, expected.tile, out=out)
 
     def get(self, at: Any) -> Any:
-        """Read single words again, from the memory: all other words are read first, which empties the caches."""
+        """Return single words read again from memory: reading all other words first empties the caches."""
         self.words.sum()
         return self.flat[at]
 
@@ -124,11 +124,11 @@ class Slice:
         self.flat[start:stop].bitwise_not_()
 
     def rest(self, seconds: float) -> None:
-        """Leave the memory alone."""
+        """Wait for `seconds` without access to the memory."""
         time.sleep(seconds)
 
 
 def scratch_for(device: Any, rows: int) -> Any:
-    """Return scratch for slices of at most `rows` rows."""
+    """Return the scratch rows that slices of at most `rows` rows share."""
     at_once = AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE)
     return torch.empty((min(rows, at_once), TILE), dtype=torch.int64, device=device)

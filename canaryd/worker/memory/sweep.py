@@ -1,4 +1,4 @@
-"""Sweep slices of memory with patterns, and yield what was compared."""
+"""Test slices of memory with patterns, and yield the comparisons."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from canaryd.worker.runtime import interface
 
 ALTERNATING = 0x5555555555555555
 FIRST = 64
-"""Wrong words that are written out with their bits."""
+"""Wrong words that are reported with their bits."""
 WRONG_ENOUGH = 8
-"""Wrong slices of one pattern after which it is not continued."""
+"""Wrong slices of one pattern after which the pattern stops."""
 RESERVE = 512 << 20
-"""Bytes of a device's memory that are never taken: the driver and other processes need some."""
+"""Bytes of a device's memory that a sweep never takes: the driver and other processes need some."""
 HOST_RESERVE = 2 << 30
-"""The same of the host's memory; at least an eighth of what is free."""
+"""Bytes of the host's memory that a sweep never takes; at least an eighth of the free memory."""
 UNREPORTED = 1 << 30
-"""Bytes that are swept at most where the runtime reports no free memory: a server beside it may need the rest."""
+"""Most bytes of a sweep where the runtime reports no free memory: a server on the device may need the rest."""
 OF_ROOM = 2
-"""The part of the budget's memory that is taken beside a server, as a divisor: torch itself needs some."""
+"""Divisor: beside a server a sweep takes this part of the budget's memory, because torch itself needs some."""
 
 
 @dataclass
 class Sweep:
-    """One run: the slices under test, and what each pattern does with them."""
+    """One run: the slices under test, and the operations of the patterns on them."""
 
     ctx: Context
     slices: list[Slice]
     pause: float
-    """Seconds for which `retention` leaves the memory alone."""
+    """Seconds of each pause without access to the memory in the pattern `retention`."""
     trials: int = 0
     bytes_read: int = 0
     wrong: dict[int, cells.Wrong] = field(default_factory=dict)
-    """Of the present pattern: number of a slice → what is wrong there."""
+    """Number of a slice → its wrong words in the present pattern."""
 
     def fill(self, expected: Expected) -> Iterator[None]:
         """Write every word of every slice; yield after each slice."""
@@ -69,7 +69,7 @@ class Sweep:
             yield
 
     def look(self, number: int, memory: Slice, part: range, expected: Expected) -> None:
-        """Read a group of rows once; examine what is wrong."""
+        """Read and compare a group of rows once; examine its wrong words."""
         self.ctx.pace()
         difference = memory.difference(part, expected)
         self.bytes_read += len(part) * ROW
@@ -86,14 +86,14 @@ class Sweep:
 
 
 def address(sweep: Sweep) -> Iterator[None]:
-    """Every word holds its own number: what two addresses share shows, over all slices."""
+    """Write each word's own number and compare: two addresses that share a cell show, over all slices."""
     expected = own_numbers(sweep.slices[0].device)
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
 
 
 def inversions(sweep: Sweep) -> Iterator[None]:
-    """Moving inversions: read and invert upwards, then downwards, so that each write passes over read neighbours."""
+    """Read and invert all words upwards, then downwards (moving inversions), over neighbours read before."""
     device = sweep.slices[0].device
     plain = Expected(torch.full((TILE,), ALTERNATING, dtype=torch.int64, device=device))
     inverse = plain.inverted()
@@ -112,7 +112,7 @@ def inversions(sweep: Sweep) -> Iterator[None]:
 
 
 def random(sweep: Sweep) -> Iterator[None]:
-    """Random words, read twice: all other memory is read in between."""
+    """Write random words and compare them twice: between the two reads of a word all other memory is read."""
     expected = _random_tile(sweep, "random")
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
@@ -120,7 +120,7 @@ def random(sweep: Sweep) -> Iterator[None]:
 
 
 def retention(sweep: Sweep) -> Iterator[None]:
-    """Random words and then their complements, read after a pause in which nobody writes."""
+    """Write random words, then their complements; compare each after a pause without access."""
     plain = _random_tile(sweep, "retention")
     for expected in (plain, plain.inverted()):
         yield from sweep.fill(expected)
@@ -150,9 +150,9 @@ def _random_tile(sweep: Sweep, name: str) -> Expected:
 
 
 def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
-    """Sweep at most `most` bytes of the device's memory, in slices; yield every fact of the run.
+    """Sweep at most `most` bytes of the device's memory; yield every fact of the run.
 
-    Raises `Skip` where not even one row is free, or for a drill that does not exist.
+    Raises `Skip` if not even one row is free, or if the drill does not exist.
     """
     if ctx.drill and ctx.drill not in faults.NAMES:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(faults.NAMES)}")
@@ -183,9 +183,9 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
 
 
 def _asked_for(ctx: Context) -> list[tuple[str, str]]:
-    """Return the cases that `ctx.cases` selects, whatever size they name, each with its pattern; else raise `NoCase`.
+    """Return the cases that `ctx.cases` selects, each with its pattern; raise `NoCase` if there is none.
 
-    The size follows from what is free, so a retest may have another.
+    Sizes in names are ignored: the size follows from the free memory, so a retest may have another one.
     """
     names = [(f"int64/{name}/sweep", name) for name in PATTERNS]
     wanted = [case.partition("@")[0] for case in ctx.cases]
@@ -198,9 +198,9 @@ def _asked_for(ctx: Context) -> list[tuple[str, str]]:
 
 
 def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
-    """Let a pattern go over all slices; return whether it came to its end before the budget was spent or enough found.
+    """Run a pattern over all slices; return False if the budget ended, or enough was wrong, before its end.
 
-    One slice is never left in the middle.
+    The run never stops inside a slice.
     """
     for _ in pattern:
         if len(sweep.wrong) >= WRONG_ENOUGH or (sweep.ctx.left <= 0.0 and len(sweep.slices) > 1):
@@ -209,9 +209,9 @@ def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
 
 
 def allocate(ctx: Context, most: int) -> list[Slice]:
-    """Return slices of at most `LARGEST` and together at most `most` bytes, as far as memory is free.
+    """Return slices of at most `LARGEST` bytes each and `most` bytes together, less where less memory is free.
 
-    Raises `Skip` where not even one row is free.
+    Raises `Skip` if not even one row is free.
     """
     free = _free(ctx)
     limits = [most, ctx.room // OF_ROOM] if ctx.room else [most]
@@ -239,7 +239,7 @@ def allocate(ctx: Context, most: int) -> list[Slice]:
 
 
 def _free(ctx: Context) -> int | None:
-    """Return the free bytes of a device's memory, less the reserve; None where nobody can tell."""
+    """Return the free bytes of the device's memory minus the reserve, or None if they are unknown."""
     if ctx.device.unit == "cpu":
         free = available()
         return None if free is None else free - max(HOST_RESERVE, free // 8)
@@ -248,7 +248,7 @@ def _free(ctx: Context) -> int | None:
 
 
 def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Comparison]:
-    """Yield one comparison for each wrong slice, and one for all that are right, if the pattern was everywhere."""
+    """Yield one comparison for each wrong slice, and one for all right slices if the pattern reached every slice."""
     known = is_settled(sweep.ctx.device)
 
     def comparison(memory: Slice, **more: Any) -> Comparison:

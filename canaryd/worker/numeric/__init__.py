@@ -1,1 +1,1 @@
-"""Exact and recorded operations on a device."""
+"""Operations on a device whose results are exact, or recorded and compared."""

@@ -1,21 +1,21 @@
 """Queries, keys and values whose attention has one right answer.
 
-Letters: B batch, H query heads, G key/value heads, L queries, S keys, D head dimension. Softmax is exact in two places
-only: where one score is exactly 0 and every other so far below that its exponential vanishes (one-hot), and where 2**k
-scores are exactly 0 and the rest vanish (uniform: the mean of 2**k integers). Both are built with *codes*: a key
-carries a bit code, a query asks for one, and their product is minus a large gap times the number of differing bits.
+Letters: B batch, H query heads, G key/value heads, L queries, S keys, D head dimension. Softmax is exact in two cases
+only. One-hot: one score is exactly 0, and every other is so far below that its exponential vanishes. Uniform: 2**k
+scores are exactly 0 and the rest vanish; the answer is the mean of 2**k integers. Both are built with *codes*: a key
+has a bit code, a query has the code it selects, and their product is minus a large gap per differing bit.
 
 Why the answer does not depend on the kernel. The winners' scores are exactly 0: every term of q.k is 0, whatever the
 scale or the order of summation, so their exponential is exactly 1 (a kernel that folds the scale into exp2 would not
 give exactly 1 for a nonzero maximum). Kernels for 16-bit formats may approximate even exp(0) (torch's on CPUs is off by
-5e-5): numerator and denominator then carry the same factor, and rounding to 11 or 8 bits restores the answer as long as
+5e-5): numerator and denominator then have the same factor, and rounding to 11 or 8 bits restores the answer as long as
 the approximation errs by less than 2**-12. That is an assumption about rounding, so 16-bit attention is of class R.
-Kernels that share the keys out (FlashAttention, where rows and heads leave SMs idle) weigh each part by the logarithm
-of its sum, and those factors err by up to 2**-20: the mean of a uniform row is at least 1/66 of its largest value.
+Kernels that split the keys among blocks (FlashAttention, where rows and heads leave SMs idle) weigh each part by the
+logarithm of its sum. Those factors err by up to 2**-20: a uniform row's mean is at least 1/66 of its largest value.
 
-The others are at most -gap: below -104 the exponential is under half the smallest float32 subnormal, for float64 under
-2**-53 of any value here. Rescaling by online softmax multiplies what came before the winner by that same zero. The sum
-of 2**k ones is exact, and so is the sum of their values by the bound.
+The losers' scores are at most -gap: below -104 the exponential is under half the smallest float32 subnormal, for
+float64 under 2**-53 of any value here. Online softmax multiplies all sums from before the winner by that same zero. The
+sum of 2**k ones is exact, and so is the sum of their values by the bound.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ GAP = 128.0
 """Least distance of a losing score below the winner, after scaling, for float32 and narrower: exp(-104) already
 rounds to zero in float32 with subnormals."""
 GAP_FLOAT64 = 1024.0
-"""The same for float64, where exp(-745) is the last nonzero value."""
+"""Least distance for float64, where exp(-745) is the last nonzero value."""
 LARGEST_SCORE = 60_000.0
-"""No score may leave float16, in which some kernels keep scores."""
+"""Largest magnitude of a score: some kernels keep scores in float16."""
 
 CONTENTS = ("onehot", "uniform", "rising", "falling")
 MASKS = ("none", "causal", "bool", "float")
@@ -61,36 +61,36 @@ class Attention:
     S: int
     D: int
     bits: int = 53
-    """Most significant bits of a value: fewer than the format's where the kernel multiplies by fewer."""
+    """Most significant bits of a value; fewer than the format's where the kernel multiplies with fewer."""
 
     @property
     def shape(self) -> str:
-        """Sizes in words."""
+        """The sizes as text."""
         return f"B={self.B} H={self.H} G={self.G} L={self.L} S={self.S} D={self.D}"
 
 
 THREE_PRODUCTS = 20
-"""Significant bits of a float32 value that three TF32 products carry whole: each half holds 11 bits, the second one of
-what the first one's rounding left (NVIDIA CUTLASS, example 27_ampere_3xtf32_fast_accurate_tensorop_gemm)."""
+"""Significant bits of a float32 value that three TF32 products keep exactly: each half holds 11 bits, the second half
+those that rounding removed from the first (NVIDIA CUTLASS, example 27_ampere_3xtf32_fast_accurate_tensorop_gemm)."""
 
 
 SOUND_CUDNN = 9, 10, 2
-"""Oldest cuDNN whose attention may accuse a device. Before 9.10 minus infinity in a mask may give NaN, and NVIDIA keeps
-9.10.0 and 9.10.1 off for known errors (NVIDIA/cudnn-frontend, attn_score_modifiers.h, get_negative_inf_value;
+"""Oldest cuDNN version whose attention may accuse a device. Before 9.10 minus infinity in a mask may give NaN; NVIDIA
+disables 9.10.0 and 9.10.1 for known errors (NVIDIA/cudnn-frontend, attn_score_modifiers.h, get_negative_inf_value;
 sdpa_support_surface.h; jax pull request 22078)."""
 
 
 def value_bits(device: Device, form: str, kernel: str) -> int:
-    """Return how many significant bits of a value a kernel carries: memory-efficient float32 is made of TF32 products.
+    """Return the number of significant bits of a value that a kernel keeps: all bits of the format, with one exception.
 
-    On processors, and in every other kernel and format, all bits of the format.
+    Memory-efficient float32 attention on accelerators consists of TF32 products and keeps fewer.
     """
     three = device.backend != "cpu" and form == "float32" and kernel.upper() == "EFFICIENT_ATTENTION"
     return THREE_PRODUCTS if three else 53
 
 
 def blank(spec: Attention) -> Problem:
-    """Return a problem of the right kinds and sizes that holds only zeros: enough to ask whether a kernel takes it."""
+    """Return a problem with the right formats and sizes but only zeros, to find out whether a kernel supports it."""
     dtype = spec.form.dtype
     query = torch.zeros((spec.B, spec.H, spec.L, spec.D), dtype=dtype)
     key = torch.zeros((spec.B, spec.G, spec.S, spec.D), dtype=dtype)
@@ -100,10 +100,10 @@ def blank(spec: Attention) -> Problem:
 
 
 def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask: Any = None) -> Any:
-    """Return the attention of operands on their device by one of torch's kernels ("": by torch's own choice).
+    """Return the attention of operands on their device, by the torch kernel `kernel` ("": by torch's own choice).
 
-    Where torch says only that it has no kernel, raises `NotImplementedError` with the reason, which torch gives as a
-    warning; and where cuDNN's kernel may give a healthy device's answer wrongly.
+    Raises `NotImplementedError` with the reason if torch has no kernel (torch gives the reason as a warning), or if
+    cuDNN's kernel is known to give wrong answers on healthy devices.
     """
     cudnn = kernel == "CUDNN_ATTENTION" and query.device.type == "cuda"
     tensors = (t for t in (query, key, value, mask) if t is not None)
@@ -127,14 +127,14 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
 
 
 _UNPLANNED: dict[tuple[Any, ...], str] = {}
-"""Problems for which cuDNN has no plan → why. Some torches keep an empty plan of such a problem, and the process dies
-when it meets that (pytorch, aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop)."""
+"""Problem for which cuDNN has no plan → reason. Some torches keep an empty plan of such a problem, and the process dies
+when it uses that plan (pytorch, aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop)."""
 
 
 def _unsound(query: Any, *, causal: bool) -> str:
-    """Return why a wrong answer of cuDNN's kernel would say nothing of the device; "" where it would.
+    """Return the reason why a wrong answer of cuDNN's kernel is no evidence against the device, or "" if it is.
 
-    Sources: pytorch issue 193893 (other answers on B200), for which newer torches refuse one query there (MHA.cpp,
+    Sources: pytorch issue 193893 (different answers on B200), for which newer torches refuse one query there (MHA.cpp,
     check_cudnn_sdpa_decode); cuDNN 9.18.1 release notes, "Known Issues" (one query under a causal mask).
     """
     if torch.version.hip:
@@ -150,7 +150,7 @@ def _unsound(query: Any, *, causal: bool) -> str:
 
 
 def _why_no_kernel(kernel: str, call: Any) -> str:
-    """Return the warning that follows "… kernel not used because:" when torch has to do without this kernel."""
+    """Return torch's warning after "… kernel not used because:", which says why it does not use this kernel."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(RuntimeError):
@@ -208,12 +208,12 @@ def build(spec: Attention, seed: int) -> Problem:
 
 
 def _accumulator(form: Format) -> int:
-    """Significant bits of the sum over keys: softmax and its product with the values accumulate in float32 at least."""
+    """Return the significant bits of the sum over keys: softmax and its products accumulate in float32 at least."""
     return 53 if form.name == "float64" else 24
 
 
 def _groups(spec: Attention, seed: int, size: int) -> Any:
-    """Key 0 is a group of its own (the early rows of a causal mask see nothing else); the rest in groups of `size`."""
+    """Return the group of each key: key 0 alone (early rows of a causal mask see only it), then groups of `size`."""
     masked = spec.mask in ("bool", "float")
     if size >= spec.S or (masked and spec.S < 3):
         raise Inexact(f"{spec}: fewer keys than one group")
@@ -233,7 +233,7 @@ def _groups(spec: Attention, seed: int, size: int) -> Any:
 
 
 def _numbered(length: int, size: int) -> Any:
-    """Number the groups of keys in order; the left-over keys are one that no query asks for."""
+    """Return the group of each key, in order of position; keys left over form a last group that no query selects."""
     n = (length - 1) // size
     group = torch.full((length,), n + 1, dtype=torch.int64)
     group[0] = 0
@@ -242,14 +242,14 @@ def _numbered(length: int, size: int) -> Any:
 
 
 def _winner(spec: Attention, seed: int) -> int:
-    """Position of the winning key of a ladder: last where maxima rise, first where they fall or rows see little."""
+    """Return the position of a ladder's winning key: last where maxima rise under no mask, otherwise first."""
     if spec.mask != "none":
         return 0
     return spec.S - 1 - int(below(seed, "winner", (1,), min(4, spec.S))) if spec.content == "rising" else 0
 
 
 def _asked(spec: Attention, seed: int, size: int) -> Any:
-    """Choose a group for every query, among those whose keys it can all see."""
+    """Choose the group that each query selects, among the groups whose keys it can all see."""
     if spec.content in ("rising", "falling"):
         return torch.zeros((spec.B, spec.H, spec.L), dtype=torch.int64)
     seen = torch.full((spec.L,), spec.S)
@@ -272,7 +272,7 @@ def _allowed(spec: Attention) -> Any:
 
 
 def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
-    """Full significands: any for a group of one; for a larger group pairs that cancel and two that leave the mean."""
+    """Return values with full significands; in groups of several keys, pairs cancel and the last two leave the mean."""
     p = min(spec.form.bits, spec.bits if size == 1 else min(spec.bits, _accumulator(spec.form) - 4))
     values = signed(seed, "v", (spec.B, spec.G, spec.S, spec.D), 1 << (p - 1), (1 << p) - 1)
     if size == 1:
@@ -293,7 +293,7 @@ def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
 
 
 def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
-    """Codes in pairs: a key holds (c, 1 - c), a query minus (1 - c, c), so that equal codes meet only zeros."""
+    """Return queries and keys with codes in pairs: key (c, 1 - c), query -(1 - c, c); equal codes give only zeros."""
     width = max(1, longest(member))
     repeat = spec.D // (2 * width)
     if repeat < 1:
@@ -317,7 +317,7 @@ def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any
 
 
 def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
-    """Scores that climb to the winner (or fall from it) in steps, so that a running maximum is replaced many times."""
+    """Return queries and keys whose scores climb to the winner, or fall from it: running maxima change often."""
     winner = _winner(spec, seed)
     distance = (torch.arange(spec.S) - winner).abs().to(torch.float64)
     steps = torch.ceil(distance / max(1.0, spec.S / 128))  # at most 128 steps: exact in bfloat16, within float16
@@ -333,7 +333,7 @@ def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
 def _witness(
     spec: Attention, member: Any, ask: Any, allowed: Any, values: Any, total: Any, owner: Any, seed: int
 ) -> bool:
-    """Recompute sampled answers in plain Python from the definition; False when one differs."""
+    """Compute sampled answers again in plain Python from the definition; return False if one differs."""
     shape = tuple(total.shape)
     for sample in below(seed, "witness", (16, 4), 1 << 40).tolist():
         b, h, row, d = (value % size for value, size in zip(sample, shape, strict=True))

@@ -1,4 +1,4 @@
-"""The cases of an exact probe: what each is, which of them a run asks for, and why a device does not take one."""
+"""The cases of an exact probe: their definition, the selection for a run, and reasons for skipped cases."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Elsewhere, Unsupported
 
 QUOTED = 90
-"""Characters kept of a backend's error where it does not support a problem."""
+"""Most characters of a backend's error that the reason of a skipped case quotes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One golden to verify: how to build it from a seed, and how the device computes it."""
+    """One golden to verify: a function that builds it from a seed, and one that computes it on the device."""
 
     name: str
     """"dtype/content/shape-kind/layout@sizes": the part before "@" is stable, the sizes follow from the budget."""
     build: Callable[..., Problem]
-    """seed → problem."""
+    """Function seed → problem."""
     compute: Callable[[tuple[Any, ...], Any], Any]
-    """(operands on the device, a result to reuse or None) → result, contiguous."""
+    """Function (operands on the device, a result to overwrite or None) → contiguous result."""
     characterised: bool = True
     """Whether canaryd ships it as characterised (`is_characterised`)."""
     struck: int = 0
-    """Which operand an injected operand fault strikes: one in which every bit reaches the result."""
+    """Index of the operand that an injected operand fault changes: one in which every bit reaches the result."""
     fixed: bool = False
-    """True: built from FIXED_SEED, one trial, part of the fingerprint."""
+    """True: built from FIXED_SEED, computed in one trial, part of the fingerprint."""
     product: Product | None = None
-    """What it is, where a device may gather fresh operands of it turn by turn; `build` takes a `turn` then."""
+    """The product, if a device may gather fresh operands of it for every turn; `build` then takes a `turn`."""
     stem: str = ""
-    """What its seed is drawn from, where cases of other sizes share their pools; "": its name before "@"."""
+    """Text that the seed is derived from, if cases of other sizes share their pools; "": the name before "@"."""
 
     def at(self, turn: int) -> Case:
-        """Return one turn as a case of its own, whose operands the host makes whole: "name#turn", the first "name"."""
+        """Return one turn as a separate case whose operands the host makes: "name#turn"; the first turn is "name"."""
         name = f"{self.name}#{turn}" if turn else self.name
         return replace(self, name=name, build=partial(self.build, turn=turn), product=None)
 
 
 def chosen(ctx: Context, name: str) -> bool:
-    """Return whether `ctx.cases` selects a case; with none of them, all are."""
+    """Return whether `ctx.cases` selects a case; an empty `ctx.cases` selects all."""
     return not ctx.cases or any(selects(want, name) for want in ctx.cases)
 
 
 def selects(want: str, name: str) -> bool:
-    """Return whether one of `ctx.cases` selects a case: "*", its full name, or a prefix that ends before "/" or "@".
+    """Return whether `want`, an item of `ctx.cases`, selects a case: "*", its name, or a prefix before "/" or "@".
 
-    With "*" a run tries every variant of every case as long as its budget lasts, whatever its level.
+    With "*" a run tries every variant of every case until its budget is spent, whatever its level.
     """
     return want in ("*", name) or (name.startswith(want) and name[len(want)] in "/@")
 
 
 def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
-    """Return why the device does not support this problem, or "" after it has computed it under the strict switches.
+    """Return the reason why the device does not support this problem, or "" if it computed it with strict switches.
 
     Any other error is raised: a failing device must not look like a missing kernel.
     """
@@ -81,11 +81,11 @@ def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...]
 
 
 class Refused(Exception):
-    """A kernel does not take a problem; the text says why."""
+    """A kernel does not support a problem; the text gives the reason."""
 
 
 def first_result(device: Device, compute: Callable[[tuple[Any, ...], Any], Any], operands: tuple[Any, ...]) -> Any:
-    """Return the first result of an upload; raise `Refused` where there is no kernel for it."""
+    """Return the first result of an upload; raise `Refused` if there is no kernel for it."""
     try:
         return compute(operands, None)
     except Exception as error:
@@ -95,7 +95,7 @@ def first_result(device: Device, compute: Callable[[tuple[Any, ...], Any], Any],
 
 
 def why_refused(device: Device, error: Exception) -> str:
-    """Return the reason of a case that was skipped because of this error."""
+    """Return the reason to report for a case that this error made the run skip."""
     if isinstance(error, Elsewhere):
         return str(error)  # whole: it names the nodes
     text = (str(error).splitlines() or ["no reason given"])[0]
@@ -104,7 +104,7 @@ def why_refused(device: Device, error: Exception) -> str:
 
 
 def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
-    """Keep the cases that `ctx.cases` selects; raise `NoCase` where there is none."""
+    """Return the cases that `ctx.cases` selects; raise `NoCase` if there is none."""
     kept = [case for case in cases if chosen(ctx, case.name)]
     for case, (name, _, turn) in itertools.product(cases, (want.partition("#") for want in ctx.cases)):
         if name == case.name and turn.isdigit() and case.product is not None:
@@ -117,14 +117,14 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
 
 
 def none_supported(device: Device, what: str, *reasons: str) -> str:
-    """Return that nothing could run, and the first reason."""
+    """Return the sentence that the device supports none of `what`, with the first reason."""
     return f"this {device.runtime} on {device.unit} supports no {what}" + "".join(f": {why}" for why in reasons[:1])
 
 
 def product_case(
     device: Device, source: str, target: str, content: str, kind: str, layout: str, sizes: tuple[int, int, int, int]
 ) -> Case:
-    """Return one float product as a case; `sizes` are M, N, K and batch (0 for none); kind "fixed" has a fixed seed."""
+    """Return one float product as a case; `sizes`: M, N, K, batch (0 for none); the kind "fixed" has a fixed seed."""
     M, N, K, batch = sizes
     room = room_of(device, source, target, batched=batch > 0)
     fresh = kind != "fixed"

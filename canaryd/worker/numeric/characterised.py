@@ -1,6 +1,6 @@
-"""What canaryd ships as characterised: how wide the partial sums of a device are, and where its goldens hold.
+"""The tables that canaryd ships as characterised: widths of partial sums on devices, and where its goldens hold.
 
-All else is characterised by evidence, which is the judge's part (canaryd/judge/characterised.py).
+Everything else is characterised by evidence, which is the task of canaryd/judge/characterised.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from canaryd.worker.numeric.tensors import FORMATS, overrides
 
 @dataclass(frozen=True)
 class Accumulator:
-    """The format of partial sums on a backend, and whether healthy devices were shown to be exact up to there."""
+    """The width of partial sums on a backend, and whether healthy devices were seen to be exact up to that width."""
 
     bits: int
     characterised: bool
@@ -23,7 +23,7 @@ class Accumulator:
 
 
 def accumulator(device: Device, source: str) -> Accumulator:
-    """Return the narrowest container that a kernel of `device` may use for partial sums of `source` products.
+    """Return the narrowest format in which a kernel of `device` may keep partial sums of `source` products.
 
     Sources: NVIDIA CUDA C++ Programming Guide (float32 accumulation of tensor cores, when reduced-precision reduction
     is off); M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021 (additions inside a block are
@@ -51,11 +51,11 @@ def accumulator(device: Device, source: str) -> Accumulator:
 
 
 def room_of(device: Device, source: str, target: str, *, batched: bool) -> int:
-    """Return the significant bits that every partial sum of a product must fit.
+    """Return the number of significant bits that every partial sum of a product must fit into.
 
-    cuBLAS may share a long sum among blocks and add their parts in the result's format. torch forbids that for products
+    cuBLAS may split a long sum among blocks and add their parts in the result's format. torch forbids that for products
     of two 16-bit matrices only, not for batches and scaled products (aten/src/ATen/cuda/CUDABlas.cpp: `bgemm_internal`
-    sets no math mode, `scaled_gemm` no reduction scheme). cuBLASLt does so on an L40 (NVIDIA/TransformerEngine, pull
+    sets no math mode, `scaled_gemm` no reduction scheme). cuBLASLt does it on an L40 (NVIDIA/TransformerEngine, pull
     request 3440).
     """
     bits = accumulator(device, source).bits
@@ -64,7 +64,7 @@ def room_of(device: Device, source: str, target: str, *, batched: bool) -> int:
 
 
 def is_x86(device: Device) -> bool:
-    """Return whether the processor that a device is, or belongs to, is an x86."""
+    """Return whether a device is an x86 processor, or belongs to one."""
     return device.detail.get("architecture") in ("x86_64", "AMD64")
 
 
@@ -73,21 +73,21 @@ SHOWN: Mapping[str, tuple[str, str]] = {
     "onnx-cpu": ("onnxruntime", "1.32.0"),
     "jax-cpu": ("jax", "0.10.2"),
 }
-"""Backend of another runtime → its package, and the version with which a healthy x86 processor was right in every class
-in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Other versions are characterised by evidence."""
+"""Backend of another runtime than torch → its package, and the version with which a healthy x86 processor was right in
+every class in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Evidence characterises other versions."""
 
 
 def is_shown(device: Device) -> bool:
-    """Return whether a device of another runtime than torch has the version that ships as characterised."""
+    """Return whether a device of another runtime than torch runs the version in `SHOWN`."""
     package, version = SHOWN.get(device.backend, ("", ""))
     return bool(package) and is_x86(device) and device.detail.get(package) == version
 
 
 def _accumulator_elsewhere(device: Device, source: str) -> Accumulator:
-    """Return the same for the devices of other runtimes than torch.
+    """Return the `accumulator` of a device of another runtime than torch.
 
     On x86 processors MLX and ONNX Runtime multiply 16-bit formats in float32 (measured as `characterise` does: 24 bits
-    kept). CUDA's tensor cores as under torch; of ONNX Runtime no switch is known that forbids float16 sums there.
+    kept). CUDA's tensor cores are as under torch; ONNX Runtime has no known switch that forbids float16 sums there.
     """
     if device.runtime in ("webgpu", "jax") and source == "float16":
         return Accumulator(11, is_shown(device), "WGSL's f16 and JAX's F16_F16_F16: sums in float16")
@@ -104,16 +104,16 @@ def _accumulator_elsewhere(device: Device, source: str) -> Accumulator:
 
 SETTLED = ("cuda", "rocm")
 """Backends whose float32 products round no operand under the strict switches, and whose integer kernels torch tests bit
-for bit. Elsewhere what rounds nothing has still been wrong on healthy devices: pytorch issues 78915 (top-k), 90635
-(cumulative sum), 183885 (argsort) and 195595 (64-bit keys through float32), all of MPS; CANN's first training products
-multiply float32 in float16 (precision mode force_fp16)."""
+for bit. On other backends even operations without rounding were wrong on healthy devices: pytorch issues 78915
+(top-k), 90635 (cumulative sum), 183885 (argsort) and 195595 (64-bit keys through float32), all of MPS; CANN's first
+training products multiply float32 in float16 (precision mode force_fp16)."""
 
 
 def is_characterised(device: Device, source: str, *, rounds_nothing: bool = False) -> bool:
     """Return whether canaryd ships the cases of a format as characterised on a device (docs/goldens.md).
 
-    What rounds nothing is, on the backends in `SETTLED`, unless the environment overrides the switches; processors have
-    a table of their own. All else is characterised by evidence, which is the judge's part.
+    It does for cases without rounding on the backends in `SETTLED`, unless the environment overrides the switches.
+    Processors have a table of their own. The judge characterises everything else by evidence.
     """
     if overrides():
         return False

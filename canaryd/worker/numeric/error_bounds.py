@@ -1,8 +1,8 @@
-"""How far a kernel's result may be from the exact one: float64 references, and forward error bounds for each element.
+"""Bounds for a kernel's distance from the exact result: float64 references, and forward error bounds for each element.
 
 Each function takes operands as float64 host tensors (their values are exact there) and returns the reference and a
-tolerance for everything that happens before the result is written. `allowed` adds the one rounding to the output's
-format. u is a unit roundoff: 2**-p for p significant bits, rounding to nearest; the sources are
+tolerance for all errors before the result is written. `allowed` adds the one rounding to the output's format. u is a
+unit roundoff: 2**-p for p significant bits, rounding to nearest; the sources are
 
 - N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., SIAM 2002: lemma 3.1 (a product of n factors
   (1 + d)**±1 with |d| ≤ u is within (1 - u)**-n - 1 ≤ gamma_n = n u / (1 - n u) of 1), section 3.1 (a dot product of
@@ -21,8 +21,8 @@ What is *assumed*, and therefore generous:
 - the constant 3 for every variance algorithm, where Chan et al. give the order of n u;
 - one rounding to nearest at the end, and that partial results below 2**-126 may be flushed to zero.
 
-The float64 arithmetic of the reference itself has a unit roundoff 2**29 times smaller than float32's and makes the same
-number of roundings: `WIDER` covers it.
+The float64 arithmetic of the reference has a unit roundoff 2**29 times smaller than float32's and makes the same
+number of roundings: `WIDER` covers its error.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.tensors import Format, torch
 
 SINGLE = 2.0**-24
-"""Unit roundoff of float32, in which kernels compute between reading and writing."""
+"""Unit roundoff of float32, the format of a kernel's intermediate values."""
 ULPS = 4.0
 """Assumed largest error of an elementary function in float32, in units in the last place; twice what is documented."""
 EXP_ULPS = 32.0
-"""The same for the exponentials inside softmax and attention."""
+"""Assumed largest error of the exponentials inside softmax and attention, in units in the last place."""
 ERF = 2.0**-20
-"""The same for erf as an absolute error: 9.5e-7, for a formula good to 1.5e-7 and the roundings of its evaluation."""
+"""Assumed largest absolute error of erf: 9.5e-7, for a formula good to 1.5e-7 and the roundings of its evaluation."""
 FLUSHED = 2.0**-126
 """Largest error of one partial result that is flushed to zero."""
 WIDER = 1.0 + 2.0**-20
-"""Widens every tolerance by more than the reference's own error."""
+"""Factor that widens every tolerance by more than the reference's own error."""
 
 Bounded = tuple[Any, Any]
-"""Reference and tolerance, both float64, of the result's shape."""
+"""Reference and tolerance, both float64 tensors with the result's shape."""
 
 
 def unit(device: Device, source: str) -> float:
@@ -56,7 +56,7 @@ def unit(device: Device, source: str) -> float:
 
     For tensor cores it is four times 2**-bits: they truncate instead of rounding (twice), and align all products of a
     block to the largest before adding (each loses less than one unit of the largest: twice again; M. Fasi et al.,
-    PeerJ CS 2021). FP8: what `exact.accumulator` allows to tensor cores has one of these margins already.
+    PeerJ CS 2021). For FP8, `exact.accumulator` already includes one of these margins for tensor cores.
     """
     if device.backend == "cpu" and source.startswith("float8"):
         return SINGLE  # their products are exact in float32, in which CPUs add them
@@ -72,12 +72,12 @@ def roundoff(form: Format) -> float:
 
 
 def reach(*steps: tuple[float, float]) -> float:
-    """Return the largest relative change by (how many, unit roundoff) factors (1 + d)**±1: (1 - u)**-n - 1."""
+    """Return the largest relative change by factors (1 + d)**±1; `steps`: pairs of their number and unit roundoff."""
     return math.expm1(sum(-count * math.log1p(-u) for count, u in steps))
 
 
 def allowed(bounded: Bounded, form: Format) -> Bounded:
-    """Add the rounding to `form` to a tolerance: half a unit in the last place of the largest value permitted."""
+    """Return the bounds with a rounding to `form` added: half a unit in the last place of the largest value allowed."""
     reference, tolerance = bounded[0], bounded[1] * WIDER
     exponent = torch.frexp(reference.abs() + tolerance).exponent - 1
     half = torch.ldexp(torch.ones_like(reference), exponent.clamp(min=form.emin) - form.bits)
@@ -85,36 +85,36 @@ def allowed(bounded: Bounded, form: Format) -> Bounded:
 
 
 def dot(a: Any, b: Any, u: float, *more: tuple[float, float]) -> Bounded:
-    """Bound a @ b (…, M, K) x (…, K, N) summed in any order at unit roundoff `u`; `more`: roundings of the operands."""
+    """Return the bounds of a @ b (…, M, K) x (…, K, N) in any order of sums; `more`: the operands' own roundings."""
     return a @ b, (a.abs() @ b.abs()) * reach((a.shape[-1], u), *more)
 
 
 def elementary(function: Any, x: Any) -> Bounded:
-    """Bound an elementary function in float32: `ULPS` units in the last place, each at most 2u of the value."""
+    """Return the bounds of a float32 function: `ULPS` units in the last place, each at most 2u of the value."""
     reference = function(x)
     return reference, reference.abs() * reach((2 * ULPS, SINGLE))
 
 
 def rsqrt(x: Any, form: Format) -> Bounded:
-    """Bound 1 / sqrt(x): torch's scalar code writes the root in `form` before it divides."""
+    """Return the bounds of 1 / sqrt(x): torch's scalar code writes the root in `form` before it divides."""
     reference, tolerance = elementary(torch.rsqrt, x)
     return reference, tolerance + (reference.abs() + tolerance) * reach((1, roundoff(form)), (2, SINGLE))
 
 
 def erf(x: Any) -> Bounded:
-    """Bound erf by an absolute error: near zero the vectorised formula subtracts 1 from nearly 1."""
+    """Return the bounds of erf, an absolute error: near zero the vectorised formula subtracts 1 from nearly 1."""
     reference, tolerance = elementary(torch.erf, x)
     return reference, tolerance + ERF
 
 
 def silu(x: Any) -> Bounded:
-    """Bound x / (1 + exp(-x)): the exponential, an addition of positive terms, a division and a product."""
+    """Return the bounds of x / (1 + exp(-x)): an exponential, an addition of positive terms, a division, a product."""
     reference = x * torch.sigmoid(x)
     return reference, reference.abs() * reach((2 * ULPS + 3, SINGLE))
 
 
 def swiglu(gate: Any, up: Any, form: Format) -> Bounded:
-    """Bound silu(gate) * up, whose first factor may be written and read in `form`."""
+    """Return the bounds of silu(gate) * up; a kernel may write the first factor in `form` and read it again."""
     reference, tolerance = silu(gate)
     tiny = 2.0 ** (form.emin - form.bits)  # half the spacing of subnormals, where the first factor is one
     relative = reach((1, roundoff(form)), (2, SINGLE))
@@ -123,9 +123,9 @@ def swiglu(gate: Any, up: Any, form: Format) -> Bounded:
 
 
 def gelu(x: Any) -> Bounded:
-    """Bound x/2 (1 + erf(x/sqrt 2)): where erf is near -1 the sum cancels, so its error is an absolute one, `ERF`.
+    """Return the bounds of x/2 (1 + erf(x/sqrt 2)): near erf = -1 the sum cancels, so the error is the absolute `ERF`.
 
-    The argument is rounded twice; |z erf'(z)| ≤ sqrt(2/(pi e)) < 1/2, so that moves erf by at most 2u / 2 = u.
+    The argument is rounded twice; |z erf'(z)| ≤ sqrt(2/(pi e)) < 1/2, so this changes erf by at most 2u / 2 = u.
     """
     reference = x * 0.5 * torch.special.erfc(-x / math.sqrt(2.0))
     lost = ERF + SINGLE
@@ -133,22 +133,22 @@ def gelu(x: Any) -> Bounded:
 
 
 def rope(x: Any, cosine: Any, sine: Any, form: Format) -> Bounded:
-    """Bound x cos + rotate(x) sin, each of the three operations perhaps written in `form` (and rounded in float32)."""
+    """Return the bounds of x cos + rotate(x) sin; a kernel may write each of the three operations in `form`."""
     turned = rotate(x)
     size = (x * cosine).abs() + (turned * sine).abs()
     return x * cosine + turned * sine, size * reach((2, roundoff(form)), (2, SINGLE)) + 2.0 ** (form.emin - form.bits)
 
 
 def rotate(x: Any) -> Any:
-    """Return (-second half, first half) of the last axis."""
+    """Return the last axis as (-second half, first half)."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, form: Format) -> Bounded:
-    """Bound x rsqrt(mean(x²) + eps) weight; the sum is of positive terms, and the root halves its relative error.
+    """Return the bounds of x rsqrt(mean(x²) + eps) weight; the sum has no cancellation, the root halves its error.
 
-    x times the root may be written in `form` before it meets the weight.
+    A kernel may write x times the root in `form` before it multiplies by the weight.
     """
     reference = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     steps = ((x.shape[-1] / 2 + 2, SINGLE), (2 * ULPS + 2, SINGLE), (1, roundoff(form)))
@@ -156,12 +156,12 @@ def rms_norm(x: Any, weight: Any, eps: float, form: Format) -> Bounded:
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Bounded:
-    """Bound (x - mean) / sqrt(variance + eps) weight + bias for two-pass, textbook and updating variances alike.
+    """Return the bounds of (x - mean) / sqrt(variance + eps) weight + bias for every common variance algorithm.
 
-    The mean errs by g mean|x| with g = gamma of n + 4 roundings. With Q = mean(x²) ≥ mean², variance: the textbook
-    formula errs by g Q in mean(x²) and 2 |mean| g mean|x| ≤ 2 g Q in mean²; the two-pass one by less; updating ones by
-    the order of n u sqrt(Q variance) ≤ g Q. So 3 g Q covers them; its half, relative to variance + eps, is what the
-    root passes on.
+    The mean errs by g mean|x| with g = gamma of n + 4 roundings. Let Q = mean(x²), which is ≥ mean² and ≥ variance. The
+    textbook formula errs by g Q in mean(x²) and 2 |mean| g mean|x| ≤ 2 g Q in mean²; the two-pass one by less; updating
+    ones by the order of n u sqrt(Q variance) ≤ g Q. So 3 g Q covers them. The root halves this error, relative to
+    variance + eps.
     """
     n = x.shape[-1]
     mean, square = x.mean(-1, keepdim=True), x.square().mean(-1, keepdim=True)
@@ -180,12 +180,12 @@ def layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Bounded:
 
 
 def weights(scores: Any, error: Any) -> Bounded:
-    """Return softmax(scores) over the last axis and the relative error theta of each, exponent errors `error` given.
+    """Return softmax(scores) over the last axis and the relative error theta of each; `error`: errors of the exponents.
 
     Subtracting the largest score rounds once, and kernels that use exp2 multiply by a rounded log2(e): at most 4u times
-    |score - largest|; which largest is subtracted cancels. With exponents off by theta_j, p_j is multiplied by at most
-    exp(theta_j) and the sum by at most sum p exp(theta) =: exp(m), or divided by it (Jensen), so that theta_j + m
-    bounds the logarithm of the change. Masked entries have p = 0 and do not count.
+    |score - largest|; the choice of the subtracted score cancels. With exponents off by theta_j, p_j is multiplied by
+    at most exp(theta_j), and the sum is multiplied or divided by at most sum p exp(theta) =: exp(m) (Jensen), so that
+    theta_j + m bounds the logarithm of the change. Masked entries have p = 0 and do not count.
     """
     largest = scores.amax(-1, keepdim=True)
     away = torch.where(scores.isinf(), torch.zeros_like(scores), scores - largest)
@@ -195,19 +195,19 @@ def weights(scores: Any, error: Any) -> Bounded:
 
 
 def softmax(x: Any) -> Bounded:
-    """Bound softmax over the last axis: `weights`, a sum of n positive terms, a division (or a product by 1 / sum)."""
+    """Return the bounds of softmax over the last axis: `weights`, a sum of n positive terms, a division."""
     p, theta = weights(x, torch.zeros_like(x))
     n = x.shape[-1]
     return p, p * torch.expm1(theta + math.log1p(reach((n + 4, SINGLE)))) + 2 * n * FLUSHED
 
 
 def attention(query: Any, key: Any, value: Any, u: float, form: Format, *, causal: bool, written: bool) -> Bounded:
-    """Bound softmax(q kᵀ / sqrt D) v, (B, H, L, D); `written`: scores may be written to memory in `form`.
+    """Return the bounds of softmax(q kᵀ / sqrt D) v, (B, H, L, D); `written`: kernels may store scores in `form`.
 
-    A score errs by a dot product's bound, four roundings in float32 and, where scaled operands, scores and masked
-    scores are written in `form`, by four roundings there. Probabilities are rounded to `form` before they meet the
-    values. Online kernels rescale sum and result by one and the same factor, whose own error cancels; its products
-    round, at most twice a key.
+    A score errs by a dot product's bound and by four roundings in float32. Where scaled operands, scores and masked
+    scores are written in `form`, four roundings in `form` are added. Probabilities are rounded to `form` before their
+    product with the values. Online kernels rescale sum and result by the same factor, whose own error cancels; the
+    products with it round, at most twice a key.
     """
     share = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)

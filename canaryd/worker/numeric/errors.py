@@ -1,6 +1,6 @@
-"""What an exception of a backend means: refused, failed on the device, out of memory, or something else.
+"""The meaning of a backend's exception: refused, failed on the device, out of memory, or something else.
 
-`MESSAGES` is the table of what CUDA, ROCm, MPS, XPU, NPU and torch itself write. An error that contains none of them is
+`MESSAGES` is the table of the messages of CUDA, ROCm, MPS, XPU, NPU and torch itself. An error with none of them is
 `OTHER`: a broken device raises unforeseen errors, and none of them may pass for a kernel that does not exist.
 """
 
@@ -12,20 +12,20 @@ from enum import Enum
 
 
 class ErrorKind(str, Enum):
-    """What an error says about the device."""
+    """The meaning of an error for the device."""
 
     OTHER = "other"
-    """Settings, other users of the device, links to other devices, and what nobody foresaw."""
+    """Settings, other users of the device, links to other devices, and unforeseen errors."""
     MEMORY = "memory"
     """Memory ran out, on the device or on the host."""
     DEVICE = "device"
     """The device failed while it computed: uncorrectable ECC, illegal address, launch failure."""
     REFUSED = "refused"
-    """This kernel does not take this problem: no evidence about the device."""
+    """This kernel does not support this problem: no evidence about the device."""
 
 
 UNBUILT = r"no kernel image is available|error: invalid device function"
-"""Of a library that was built for other devices."""
+"""Regular expression for errors of a library that was built for other devices."""
 MESSAGES: Mapping[ErrorKind, tuple[str, ...]] = {
     ErrorKind.OTHER: (
         r"busy or unavailable",  # cudaGetErrorString of libcudart 12.1 and 13.0
@@ -83,11 +83,11 @@ MESSAGES: Mapping[ErrorKind, tuple[str, ...]] = {
         r"unexpected keyword argument|invalid combination of arguments|(module|type object) '.*' has no attribute",
     ),
 }
-"""Kind, in the order of precedence → regular expressions, found anywhere in a text, upper or lower case."""
+"""Kind, in the order of precedence → regular expressions, found anywhere in a message, in upper or lower case."""
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """Return what an exception means, by its type where that says it, otherwise by its text."""
+    """Return the meaning of an exception, by its type where that is enough, otherwise by its text."""
     if isinstance(error, MemoryError) or any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
         return ErrorKind.MEMORY
     if isinstance(error, NotImplementedError):
@@ -101,11 +101,11 @@ def _within(text: str) -> Callable[[str], object]:
 
 
 def is_unbuilt(error: BaseException) -> bool:
-    """Return whether a library that was built for other devices has no kernel for this one."""
+    """Return whether the error comes from a library that was built for other devices and has no kernel for this one."""
     is_one = isinstance(error, RuntimeError) and kind_of(error) is ErrorKind.REFUSED
     return is_one and bool(_within(str(error))(UNBUILT))
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether a kernel does not take a problem, rather than failed on it: only the former may be skipped."""
+    """Return whether a kernel does not support a problem and did not fail on it: only then may the case be skipped."""
     return kind_of(error) is ErrorKind.REFUSED

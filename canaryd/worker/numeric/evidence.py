@@ -1,4 +1,4 @@
-"""Turn two tensors that should be equal into evidence: how many elements, where, which bits, in words."""
+"""Evidence from two tensors that should be equal: how many elements are wrong, where, and which bits, in words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from canaryd.facts import Evidence, Span
 from canaryd.worker.numeric.tensors import FORMATS, bits, torch
 
 FIRST = 64
-"""Wrong elements written out with their bits."""
+"""Most wrong elements that are written out with their bits."""
 EXAMINED = 65_536
-"""Wrong elements looked at for the bit histogram."""
+"""Most wrong elements that are counted in the bit histogram."""
 WARP = 32
 """Lanes of a warp (NVIDIA PTX ISA, WARP_SZ)."""
 
@@ -20,9 +20,9 @@ _AXES = ("batch", "head", "row", "column")
 
 
 def collect(golden: Any, observed: Any) -> Evidence:
-    """Compare two host tensors of equal kind that differ somewhere; return what the difference looks like.
+    """Compare two host tensors of one format that were reported to differ; return the evidence of their difference.
 
-    What found the difference may have erred, or the look at the elements may: then no element is wrong.
+    The report or this comparison may be wrong: then the evidence has no wrong element.
     """
     width = golden.element_size() * 8
     unsigned = (1 << width) - 1
@@ -58,7 +58,7 @@ def collect(golden: Any, observed: Any) -> Evidence:
 
 
 def span(indices: Iterable[int], size: int) -> Span:
-    """Return what indices below `size` share: one value, a residue, or only a range."""
+    """Return the property that all indices below `size` share: one value, a residue, or only a range."""
     values = sorted(set(indices))
     # Lanes, fragments and tiles repeat with powers of two: the largest period that all wrong indices share.
     periods = (p for p in (128, 64, 32, 16, 8, 4, 2) if size > p and len({v % p for v in values}) == 1)
@@ -67,7 +67,7 @@ def span(indices: Iterable[int], size: int) -> Span:
 
 
 def bit_name(dtype: Any, bit: int) -> str:
-    """Name a bit of a format: "bit 0 (lowest of the mantissa)", "bit 30 (exponent)", "bit 31 (sign)"."""
+    """Return the name of a bit in a format: "bit 0 (lowest of the mantissa)", "bit 30 (exponent)", "bit 31 (sign)"."""
     form = FORMATS.get(str(dtype).removeprefix("torch."))
     if form is None:
         return f"bit {bit}"
@@ -96,5 +96,5 @@ def _sentence(golden: Any, where: Any, found: Evidence, examined: int, *, exchan
 
 
 def collect_nothing(golden: Any, pattern: str = "") -> Evidence:
-    """Return evidence of a disagreement that no element shows (a digest, a comparator), with `pattern` as its words."""
+    """Return evidence of a disagreement without a wrong element (a digest, a comparator); `pattern` is its text."""
     return Evidence(wrong=0, total=golden.numel(), first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern=pattern)

@@ -1,8 +1,8 @@
 """Software faults for drills, benchmarks and tests of detection: small, named, in the tensor on the device.
 
-Each fault changes the bits of a result (or an operand) in place, as a broken unit would. A drill run carries the
-fault's name everywhere and never counts against the device. Faults of memory are in `canaryd.worker.memory.faults`,
-those of the gather and of the comparison in `canaryd.worker.runtime.faulty`. `canaryd.cli.check` names those that a
+Each fault changes the bits of a result (or an operand) in place, as a broken unit would. All results of a drill have
+the fault's name and never count against the device. Faults of memory are in `canaryd.worker.memory.faults`,
+those of the gather and of the comparison in `canaryd.worker.runtime.faulty`. `canaryd.cli.check` lists those that a
 person can choose.
 """
 
@@ -16,11 +16,11 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.interface import Change, Runtime
 
 LANES = 16
-"""Elements after which a lane comes again."""
+"""Lanes of the simulated unit: elements this far apart are in the same lane."""
 
 
 def signed(pattern: int, flat: Any) -> int:
-    """Return a bit pattern as the integer that torch wants for an element of raw bits; bytes are unsigned."""
+    """Return a bit pattern as the integer that torch needs for an element of raw bits; bytes are unsigned."""
     width = 8 * flat.element_size()
     pattern &= (1 << width) - 1
     return pattern - (1 << width) if width > 8 and pattern >> (width - 1) else pattern
@@ -32,7 +32,7 @@ def lane(flat: Any, choice: int) -> Any:
 
 
 def force(some: Any, bit: int, *, high: bool) -> None:
-    """Let one bit of raw bits read 1 or 0, in place."""
+    """Set one bit of raw bits to 1 (`high`) or 0, in place."""
     if high:
         some |= signed(1 << bit, some)
     else:
@@ -40,7 +40,7 @@ def force(some: Any, bit: int, *, high: bool) -> None:
 
 
 def flip(flat: Any, choice: int) -> None:
-    """Flip any one bit of any one element."""
+    """Flip one bit of one element, both chosen by `choice`."""
     flat[choice % flat.numel()] ^= signed(1 << (choice >> 32) % (8 * flat.element_size()), flat)
 
 
@@ -70,7 +70,7 @@ def _nan(flat: Any, choice: int) -> None:
 
 
 def _stuck(flat: Any, choice: int) -> None:
-    """Bit 0 reads 1 in every sixteenth element: a lane with a stuck wire."""
+    """Set bit 0 to 1 in every sixteenth element, as a lane with a stuck wire does."""
     force(lane(flat, choice), 0, high=True)
 
 
@@ -80,14 +80,14 @@ def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element
 
 @dataclass(frozen=True)
 class Fault:
-    """What to change, where in the computation, and how often."""
+    """A fault: the change, its place in the computation, and how often it happens."""
 
     name: str
     change: Change
     operand: bool = False
-    """True: applied to an operand before the product; False: to the result after it."""
+    """True: changes an operand before the product; False: changes the result after it."""
     always: bool = False
-    """True: in every result of every case; False: in the first result of one case."""
+    """True: changes every result of every case; False: only the first result of one case."""
 
 
 FAULTS = {
@@ -105,13 +105,13 @@ FAULTS = {
 
 @dataclass
 class Injector:
-    """Apply one fault during a run: to every result, or once to the case that the seed chose."""
+    """Injects one fault during a run: into every result, or once into the case that the seed chooses."""
 
     fault: Fault | None
     seed: int
     runtime: Runtime
     target: str = ""
-    """Name of the case that a one-shot fault strikes."""
+    """Name of the case that a one-shot fault changes."""
     spent: bool = False
 
     def arm(self, cases: list[str]) -> None:
@@ -120,13 +120,13 @@ class Injector:
             self.target = cases[mix64(self.seed) % len(cases)]
 
     def before(self, case: str, operands: tuple[Any, ...], struck: int) -> tuple[Any, ...]:
-        """Return uploaded operands, the one that is `struck` changed if this case is due."""
+        """Return uploaded operands, with operand number `struck` changed if the fault is due for this case."""
         if not self._due(case, operand=True):
             return operands
         return (*operands[:struck], self._apply(operands[struck]), *operands[struck + 1 :])
 
     def after(self, case: str, result: Any) -> Any:
-        """Return a result, changed if this case is due."""
+        """Return a result, changed if the fault is due for this case."""
         return self._apply(result) if self._due(case, operand=False) else result
 
     def _due(self, case: str, *, operand: bool) -> bool:

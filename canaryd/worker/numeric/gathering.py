@@ -1,8 +1,8 @@
-"""Fresh operands at the speed of the device: rows and columns of uploaded pools, gathered there turn by turn.
+"""Fresh operands at the speed of the device: rows and columns of uploaded pools, gathered there for every turn.
 
 The host makes the pools once and computes their answers twice; after that, a turn costs it only some index numbers.
-Errors of the gather are found as well. Operands and golden are gathered by two uploads of the same indices, so an index
-that changed in one upload gives a wrong result. `differs` looks now and then for errors that would change both alike.
+Errors of the gather are found as well: operands and golden are gathered by two uploads of the same indices, so an index
+that changed in one upload gives a wrong result. `differs` sometimes checks for errors that change both alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from canaryd.worker.numeric.tensors import host_same_bits
 from canaryd.worker.runtime.interface import Operation, Runtime
 
 PRODUCTS = 8
-"""Results computed from one gather: fresh ones every eighth product leave the device nearly all of its time (our
+"""Results computed from one gather: fresh operands every eighth product leave nearly all device time to products (our
 choice; benchmarks.verified_gemm has the share)."""
 
 Arrays = tuple[Any, ...]
@@ -26,17 +26,17 @@ Arrays = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class LaidOut(Problem):
-    """Pools, and how the gather of one layout reads them."""
+    """Pools in the memory layout that the gather of one product layout reads."""
 
     arrays: Arrays = ()
-    """The pools of A, B and the golden: rows, or columns."""
+    """The pools of A, B and the golden, by rows or by columns."""
 
 
 class Gatherer:
-    """The pools of one product on a device."""
+    """The pools of one product on a device, from which it gathers operands and goldens."""
 
     def __init__(self, runtime: Runtime, device: Device, product: Product, pools: Problem, seed: int) -> None:
-        """Upload the pools, each as its layout wants it: rows to take whole, or columns."""
+        """Upload the pools in the memory layout that the product needs: by rows or by columns."""
         self._runtime, self._device, self._product, self._seed = runtime, device, product, seed
         row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
         self._pools = runtime.upload((pools if isinstance(pools, LaidOut) else laid_out(product, pools)).arrays, device)
@@ -53,28 +53,28 @@ class Gatherer:
         self._kept: list[Any] = [None, None, None, None]
 
     def twin(self) -> Gatherer:
-        """Return another that gathers from the same pools into memory of its own."""
+        """Return a second gatherer with the same pools and its own memory for the gathered arrays."""
         other = copy.copy(self)
         other._kept = [None, None, None, None]  # noqa: SLF001
         return other
 
     @property
     def answers(self) -> Any:
-        """The pools' answers on the device, from which goldens are gathered."""
+        """The pools' answers on the device: the goldens are gathered from them."""
         return self._pools[2]
 
     def answer(self, turn: int, choice: int) -> int:
-        """Return which of the answers is one element of a turn's golden, counted row by row; `choice` says which."""
+        """Return the index, in the pools' answers row by row, of one element of a turn's golden; `choice` picks it."""
         rows, columns = (index[0] for index in draw(self._product, self._seed, turn))
         row, column = divmod(choice % (len(rows) * len(columns)), len(columns))
         return int(rows[row]) * self._product.of_pools.N + int(columns[column])
 
     def gather(self, turn: int) -> tuple[Arrays, Any]:
-        """Return operands and golden of a turn, on the device; they are overwritten by the next turn."""
+        """Return operands and golden of a turn, on the device; the next turn overwrites them."""
         return self.gather_by(self._upload(draw(self._product, self._seed, turn), turn), turn)
 
     def sheet(self, number: int) -> Arrays:
-        """Return the indices of `SHEET` turns on the device; those of one are what `gather_by` wants."""
+        """Return the indices of `SHEET` turns on the device; `gather_by` takes those of one turn."""
         return self._upload(sheet(self._product, self._seed, number), number * SHEET + 1)
 
     def _upload(self, drawn: tuple[Any, Any], turn: int) -> Arrays:
@@ -84,7 +84,7 @@ class Gatherer:
         return self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in each), self._device)
 
     def gather_by(self, indices: Arrays, turn: int) -> tuple[Arrays, Any]:
-        """Return operands and golden by the indices of a turn; turn 0 has ways of its own, the others share theirs."""
+        """Return operands and golden for the indices of a turn; turn 0 uses other gather operations than the rest."""
         run, kept = self._runtime.run, self._kept
         for at, (way, index) in enumerate(zip(self._ways[turn > 0], indices, strict=True)):
             pool = self._pools[at] if at < len(self._pools) else kept[at - 1]
@@ -93,7 +93,7 @@ class Gatherer:
 
 
 def laid_out(product: Product, pools: Problem) -> LaidOut:
-    """Return the pools as a gather of this product's layout reads them."""
+    """Return the pools in the memory layout that a gather of this product reads."""
     a, b = pools.operands
     arrays = (
         a if product.layout[0] == "n" else a.T.contiguous(),
@@ -108,9 +108,9 @@ def _of_runs(index: Any, together: int) -> Any:
 
 
 def differs(held: Sequence[Any], right: Problem) -> str:
-    """Return what the device gathered otherwise than the host did, in words; "" where all of it is right.
+    """Return a text that names what the device gathered wrongly, or "" if it equals what the host gathered.
 
-    `held`: operands and golden of the device, fetched.
+    `held`: the device's operands and golden, copied to the host.
     """
     pairs = zip(("operand A", "operand B", "the golden"), held, (*right.operands, right.golden), strict=True)
     wrong = [name for name, array, own in pairs if not host_same_bits(array, own)]

@@ -1,6 +1,6 @@
-"""Integer and index problems whose answers are made by plain Python, one element at a time.
+"""Integer and index problems whose answers plain Python computes, one element at a time.
 
-Index operations were the first wrong kernels of real incidents (scatter, modulo). Their right answer is one value on
+Index operations were the first wrong kernels of real incidents (scatter, modulo). Their right answer is the same on
 every device and stack. The golden is plain Python and shares no code with the tested kernels.
 
 Letters: n elements, D columns of an embedding, E experts of a mixture.
@@ -19,7 +19,7 @@ from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch
 
 Builder = Callable[[int, int], tuple[tuple[Any, ...], list[Any]]]
-"""(seed, n) → operands, golden as nested lists of Python integers."""
+"""Function (seed, n) → operands, and the golden as nested lists of Python integers."""
 
 
 def _gather(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
@@ -82,7 +82,7 @@ def _bucketize(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _experts(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """Route tokens to experts, group them, change each by its expert's number, and put them back in place."""
+    """Build tokens, the expert of each, and the golden: each token changed by its expert's number, in the old order."""
     tokens, expert = stream(seed, "tokens", (n,)) >> 2, below(seed, "expert", (n,), 64)
     return (tokens, expert), [t ^ (e * 0x9E3779B9) for t, e in zip(tokens.tolist(), expert.tolist(), strict=True)]
 
@@ -104,7 +104,7 @@ EXPRESSIONS: dict[str, tuple[Builder, str]] = {
     "bucketize": (_bucketize, "torch.bucketize(a, b)"),
     "experts": (_experts, EXPERTS),
 }
-"""Name → how to build it, and how torch computes it from its operands a and b, as the dossier's script does too."""
+"""Name → builder, and the torch expression of its operands a and b, which the dossier's script uses too."""
 OPERATIONS: dict[str, tuple[Builder, Callable[..., Any]]] = {
     name: (make, eval(f"lambda a, b=None: {text}", {"torch": torch}))  # noqa: S307 - our own text
     for name, (make, text) in EXPRESSIONS.items()
@@ -112,7 +112,7 @@ OPERATIONS: dict[str, tuple[Builder, Callable[..., Any]]] = {
 
 
 def build(name: str, n: int, seed: int) -> Problem:
-    """Build one integer problem of n elements, of int64 or int32 tensors."""
+    """Build one integer problem of n elements, with int64 or int32 tensors."""
     operands, answer = OPERATIONS[name][0](seed, n)
     golden = torch.tensor(answer, dtype=operands[0].dtype if name == "embedding" else torch.int64)
     return Problem(

@@ -1,7 +1,7 @@
-"""Integer arithmetic that the goldens rest on: reproducible streams, exact rounding, and an order-sensitive digest.
+"""Integer arithmetic for the goldens: reproducible streams, exact rounding, and an order-sensitive digest.
 
-Nothing here uses a floating-point operation, and everything is defined by two's-complement int64 arithmetic modulo
-2**64, so that it gives the same bits on every torch, every backend and every vendor.
+Nothing here uses a floating-point operation. Everything is defined by two's-complement int64 arithmetic modulo 2**64,
+so that it gives the same bits on every torch, every backend and every vendor.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def _mix(z: Any) -> Any:
 
 
 def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:
-    """Return int64 values uniform on 0 … 2**63 - 1, shape `shape`, on the host; a pure function of its arguments."""
+    """Return int64 values uniform on 0 … 2**63 - 1, on the host; a pure function of its arguments."""
     index = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64)
     return (mixed(index, derive(seed, name)) & ((1 << 63) - 1)).view(shape)
 
 
 def mixed(index: Any, start: int) -> Any:
-    """Return the words of a stream at `index` (int64, any device): all 64 bits, a pure function of its arguments."""
+    """Return the words of a stream at the positions `index` (int64, any device): all 64 bits, a pure function."""
     return _mix(index * _GAMMA + start)
 
 
 def below(seed: int, name: str, shape: tuple[int, ...], limit: int) -> Any:
-    """Return int64 values on 0 … limit - 1. The bias of the remainder is below limit / 2**63."""
+    """Return int64 values uniform on 0 … limit - 1; the bias of the remainder is below limit / 2**63."""
     return stream(seed, name, shape) % limit
 
 
@@ -66,12 +66,12 @@ def bit_length(values: Any) -> Any:
 
 
 def longest(values: Any) -> int:
-    """Return the number of bits of the largest |value| of an int64 tensor."""
+    """Return the number of bits of the largest magnitude in an int64 tensor."""
     return int(values.abs().max()).bit_length()
 
 
 def significant_bits(values: Any) -> int:
-    """Return the largest number of bits between the highest and the lowest set bit of any value, both included."""
+    """Return the largest distance, over all values, from the highest to the lowest set bit, both included, in bits."""
     lowest = bit_length(values & -values)
     return int((bit_length(values) - lowest + (lowest > 0).to(torch.int64)).max())
 
@@ -89,9 +89,9 @@ def round_significand(values: Any, precision: int) -> Any:
 
 
 def digest(tensor: Any) -> str:
-    """Return 64 bits, as hex, that depend on every bit of the tensor and on its place; computed where the tensor lies.
+    """Return a digest of 64 bits, as hex, of every bit of the tensor and its place; computed on the tensor's device.
 
-    The sum of mixed (bits, index) pairs modulo 2**64: an exchange of two different elements, a moved row or a single
+    It is the sum of mixed (bits, index) pairs modulo 2**64. An exchange of two different elements, a moved row or one
     flipped bit each change it, but for a chance of 2**-64.
     """
     flat = bits(tensor.contiguous()).view(-1)
@@ -104,7 +104,7 @@ def digest(tensor: Any) -> str:
 
 
 def combine(digests: list[tuple[str, str]]) -> int:
-    """Fold named digests into one integer below 2**53, which a Prometheus sample carries without loss."""
+    """Return one integer below 2**53 for named digests; a Prometheus sample holds it without loss."""
     total = 0
     for name, value in sorted(digests):
         total = mix64(total ^ derive(int(value, 16), name))

@@ -1,4 +1,4 @@
-"""Which kernels a call runs on a device: asked of torch's profiler once per software, and kept in a file."""
+"""The names of the kernels that a call runs on a device: learnt from torch's profiler once, and kept in a file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import synchronize, torch
 
 SHOWN = 200
-"""Characters of kernel names in a chain, after their digest."""
+"""Most characters of kernel names in a chain, after their digest."""
 
 
 class Launches:
     """The kernels of recorded cases on one device.
 
-    A profiler takes longer to start than most cases take to run, so each case is asked for once per device and stack:
-    equal stacks choose equal kernels. Without a directory that outlives the process it is asked once per process.
+    A profiler takes longer to start than most cases take to run, so each case is profiled once per device and stack:
+    equal stacks choose equal kernels. Without a directory that outlives the process it is profiled once per process.
     """
 
     def __init__(self, session: Session) -> None:
@@ -41,7 +41,7 @@ class Launches:
             self._recall()
 
     def ask(self, case: str, call: Callable[[], Any]) -> None:
-        """Learn which kernels a case runs, by two more calls of it, unless they are known."""
+        """Learn the kernels of a case, by two more calls of it, unless they are known."""
         if not self._asks or case in self.known:
             return
         names, why = launched(self._device, call)
@@ -49,7 +49,7 @@ class Launches:
         self.unnamed = self.unnamed or why
 
     def keep(self) -> None:
-        """Write what was learnt; without the right to write it is asked again. A case without a name is not kept."""
+        """Write the learnt names to the file; if it cannot be written, the next process learns them again."""
         if self._new:
             kernels = {case: names for case, names in self.known.items() if names}
             keep(*self._kept, {"stack": self._stack, "kernels": kernels})
@@ -67,7 +67,7 @@ _IN_PROCESS: dict[tuple[str, str], dict[str, str]] = {}
 
 
 def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the kernels that a call runs on the device as a digest and names, and "" or why they are unknown.
+    """Return the kernels of a call as a digest and names, and "" or the reason why they are unknown.
 
     The call runs twice, and must show the same kernels twice: CUPTI of CUDA 12.6 to 13.0 gives the first kernels of a
     session no time, and torch's profiler drops those (pytorch issue 192021).

@@ -1,6 +1,6 @@
-"""What the host makes for the cases of a run, twice each: operands and golden, or the pools of both.
+"""Make the operands and golden of a run's cases, or the pools of both, twice on the host.
 
-For an accelerator it makes what the next case needs while the device computes, so that the device does not wait.
+While an accelerator computes, the host makes the next case's data, so that the device does not wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from canaryd.worker.numeric.tensors import can_pin, host_same_bits, on_two_cores
 from canaryd.worker.runtime import interface
 
 Made = tuple[Problem, list[Comparison]]
-"""What a case needs, and the comparisons that failed while it was made: none on a healthy host."""
+"""The problem (or pools) of a case, and the comparisons that failed while it was made: none on a healthy host."""
 
 
 def gathers(session: Session, case: Case) -> bool:
@@ -33,9 +33,9 @@ def gathers(session: Session, case: Case) -> bool:
 
 
 def make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
-    """Return what a case needs: its problem, or its pools where the device gathers; begun before, or made now.
+    """Return the problem of a case, or its pools if the device gathers; use the result of `begin` if there is one.
 
-    What making raises is raised here.
+    Errors of making are raised here.
     """
     if session.begun is not None and session.begun[0] == (case.name, seed):
         future, session.begun = session.begun[1], None
@@ -45,7 +45,7 @@ def make(session: Session, case: Case, seed: int, core: int | None, shipped: str
 
 
 def begin(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> None:
-    """Begin to make what the next case needs. On a processor nothing is begun: there the host is the device."""
+    """Start making the next case in another thread. On a processor this does nothing: there the host is the device."""
     if session.ctx.device.unit == "cpu":
         return
     session.begun = (case.name, seed), thread("make").submit(_make, session, case, seed, core, shipped)
@@ -59,7 +59,7 @@ def settle(session: Session) -> None:
 
 @contextlib.contextmanager
 def settled(session: Session) -> Iterator[None]:
-    """Leave nothing that is still being made behind, however the block ends: the next run makes its own goldens."""
+    """Wait at the end of the block, also after an error, for work in other threads: the next run makes new goldens."""
     try:
         yield
     finally:
@@ -69,10 +69,10 @@ def settled(session: Session) -> Iterator[None]:
 
 
 def finish(session: Session) -> list[Comparison]:
-    """Wait for what was begun for a case that is not run any more; return what was doubtful about it.
+    """Wait for a begun case that will not run any more; return its failed comparisons.
 
-    A host that contradicted itself is reported, whatever the golden was for. What making raised is of a case that the
-    budget left out.
+    A host that contradicted itself is reported, for every golden. Errors of making are ignored, because the budget left
+    this case out.
     """
     begun, session.begun = session.begun, None
     if begun is None:
@@ -90,7 +90,7 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
 
 
 def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Made:
-    """Make the pools of a case twice, or take those of the case before where they are the same."""
+    """Make the pools of a case twice, or reuse those of the case before if they are the same."""
     assert case.product is not None
     wanted = (case.product.of_pools, seed)
     doubts: list[Comparison] = []
@@ -107,7 +107,7 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Ma
 
 
 def make_twice(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
-    """Build a problem twice on the host."""
+    """Build a problem twice on the host; return it, and a failed comparison for each doubt about it."""
     first, second = session.makers(case.name, core)
     problem, twin = on_two_cores(first, second, partial(case.build, seed))
     doubts = []

@@ -1,7 +1,7 @@
-"""Compute one case on a device again and again, and compare every result with its golden; count, and collect evidence.
+"""Compute one case on a device again and again, compare every result with its golden, count, and collect evidence.
 
-The device compares. The host looks at the first result of every upload itself, because the comparator can be the broken
-part; on an accelerator it does so while the next results are computed.
+The device compares. The host also compares the first result of every upload, because the comparator can be the broken
+part; on an accelerator it does so while the device computes the next results.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from canaryd.worker.numeric.tensors import host_same_bits, is_alone, on_core, sa
 from canaryd.worker.runtime.faulty import GATHERS
 
 WRONG_ENOUGH = 3
-"""Wrong results after which an upload is not repeated further."""
+"""Number of wrong results after which an upload is not repeated further."""
 LOOKED_AT = 8
-"""In one of so many cases the host looks at what the device gathered though nothing is wrong (our choice)."""
+"""The host checks the gathered arrays of one in this many cases although nothing is wrong (our choice)."""
 
 Found = tuple[int, Comparison, Comparison | None]
-"""Turn, its comparison, and one more if the comparator erred."""
+"""Turn, its comparison, and a second comparison if the comparator erred, else None."""
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Operands and golden on the device, and what the host knows of them."""
+    """Operands and golden on the device, and the host's data about them."""
 
     operands: tuple[Any, ...]
     golden: Any
     problem: Problem
-    """The problem, or the pools that it was gathered from."""
+    """The problem, or the pools from which it was gathered."""
     right: Callable[[], Any]
-    """Gives the host's own golden."""
+    """Function that returns the host's own golden."""
     elements: int
-    """Of one result."""
+    """Number of elements of one result."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a device computed over one upload, and what the host will say of it."""
+    """The device's results over one upload, and the host's check of them."""
 
     comparison: Comparison
     agreed: bool = True
-    """What the device said of the first result."""
+    """Whether the device found the first result equal to the golden."""
     looked: Future[Evidence | None] | None = None
-    """How the first result differs from the host's own golden; None where the host does not look."""
+    """How the first result differs from the host's own golden, if it does; None where the host does not compare."""
     gathered: Future[str] | None = None
-    """What the device gathered wrongly, in words; None where nobody looks."""
+    """Text that names wrongly gathered arrays; None where the host does not check them."""
     blind: str = ""
-    """What the comparator was found not to see."""
+    """Text that names a difference which the comparator missed, or ""."""
 
     def settled(self, right: Callable[[], Any]) -> tuple[Comparison, Comparison | None, str]:
-        """Wait for the host; return the comparison, one more if the comparator erred, and what was gathered wrongly."""
+        """Wait for the host; return the comparison, another if the comparator erred, and the text on wrong gathers."""
         comparison, erred = self.comparison, self.blind
         if self.looked is not None:
             found = self.looked.result()
@@ -79,7 +79,7 @@ class Computed:
 def measure_whole(
     session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
-    """Compute and compare for `seconds` over one upload of what the host made."""
+    """Compute and compare for `seconds` with one upload of a problem that the host made."""
     runtime, device = session.runtime, session.ctx.device
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
@@ -92,15 +92,15 @@ def measure_whole(
 def measure_fresh(
     session: Session, case: Case, pools: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
-    """Compute and compare for `seconds` over turns that the device gathers; clean turns are summed up under the first.
+    """Compute and compare for `seconds` over turns that the device gathers; clean turns are counted in the first one.
 
-    What was gathered the host looks at on every alarm, and in one case of `LOOKED_AT`.
+    The host checks the gathered arrays on every alarm, and in one case of `LOOKED_AT`.
     """
     return _Fresh(session, case, pools, seed, core, session.ctx.clock() + seconds).found()
 
 
 class _Fresh:
-    """One case over turn after turn of operands that the device gathers from its pools."""
+    """One case over many turns of operands that the device gathers from its pools."""
 
     def __init__(self, session: Session, case: Case, pools: Problem, seed: int, core: int | None, until: float) -> None:
         assert case.product is not None
@@ -112,7 +112,7 @@ class _Fresh:
         self.wrong: list[Found] = []
 
     def found(self) -> list[Found]:
-        """Compute the first turn, then others until the time is over or enough is wrong."""
+        """Compute the first turn, then others until the time is over or enough is wrong; return all comparisons."""
         done, upload = self._compute(0)
         turns = None if done.comparison.wrong else self._prepared(upload)
         if turns is not None and (blind := turns.blind(derive(self.seed, "flipped on purpose"))):
@@ -159,12 +159,12 @@ class _Fresh:
         return OnDevice(operands, golden, self.pools, right, self.product.elements)
 
     def _gathered(self, turn: int, upload: OnDevice) -> Callable[[], str]:
-        """Fetch what the device gathered; return what compares it with the host's own."""
+        """Copy the gathered arrays to the host; return a function that compares them with the host's own."""
         held = [self.session.runtime.download(array) for array in (*upload.operands, upload.golden)]
         return lambda: differs(held, gather(self.product, self.pools, self.seed, turn))
 
     def _repeat(self, turns: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
-        """Let the device repeat turns by itself, while the host looks at the first one."""
+        """Let the device repeat turns without the host, while the host checks the first turn."""
         self.clean = [(0, first.comparison, None)]
         for turn in turns.turns(self.until):
             mine = self._upload(turn.number, turn.by.operands, turn.by.golden)
@@ -192,7 +192,7 @@ class _Fresh:
         return _counted(self.session, case, upload, self.seed, self.core, trials, len(wrong), found)
 
     def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:
-        """Sum a clean turn up under the first; keep each wrong one, with what was gathered wrongly."""
+        """Count a clean turn in the first one; keep each wrong turn, with the text on wrongly gathered arrays."""
         comparison, comparator, why = done.settled(upload.right)
         if comparison.wrong or why:
             why = why or self._gathered(turn, upload)()
@@ -206,7 +206,7 @@ class _Fresh:
 
 
 def _with_gather(comparison: Comparison, why: str, golden: Any) -> Comparison:
-    """Return a wrong comparison with what the device gathered wrongly, if it did; right results do not excuse that."""
+    """Return the comparison as wrong, with the text `why`, if the device gathered wrongly; even for right results."""
     if not why:
         return comparison
     found = comparison.evidence or evidence.collect_nothing(golden)
@@ -226,7 +226,7 @@ def _compute(
     most: int = 0,
     look: bool = True,
 ) -> Computed:
-    """Compute and compare over one upload until a time, or at `most` so many results (0: no such limit).
+    """Compute and compare over one upload until the time `until`, or until `most` results (0: no such limit).
 
     `look`: the host compares the first result too. `buffers` keeps the memory of results between calls.
     """
@@ -268,7 +268,7 @@ def _compute(
 def _look(
     session: Session, case: Case, upload: OnDevice, core: int | None, result: Any, seed: int, *, agreed: bool
 ) -> tuple[bool, Future[Evidence | None], str, str]:
-    """Let the host look at a result; return what the device said, the host's look, what is not seen, and a digest."""
+    """Let the host compare a result; return the device's answer, the host's, the text on blindness, and a digest."""
     runtime = session.runtime
     held = runtime.download(result)
 
@@ -316,7 +316,7 @@ def _counted(
 
 
 def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
-    """Compare a result on the host: on another core than the one that computed it, and in another way."""
+    """Return whether a result is right, compared on the host, on another core and by another method than before."""
     by_bytes = session.pins and (core is not None or is_alone(golden))
     compare = same_bits if by_bytes else host_same_bits
     with on_core(None if core is None else session.makers(case.name, core)[0]):
@@ -324,7 +324,7 @@ def _host_agrees(session: Session, case: Case, core: int | None, result: Any, go
 
 
 def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
-    """Return the comparison that accuses the comparator; `text` says how host and device disagree."""
+    """Return the comparison that accuses the comparator; `text` describes how host and device disagree."""
     doubt = evidence.collect_nothing(golden, text)
     erred = replace(comparison, subject=Subject.COMPARATOR, doubt=Doubt.COMPARATOR, evidence=doubt, digest="")
     return replace(erred, trials=1, wrong_trials=1)

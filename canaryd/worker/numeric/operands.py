@@ -1,4 +1,4 @@
-"""What goes into an exact product: operands whose every partial sum is exact, and the one right answer.
+"""Operands of exact products: every partial sum is exact, and there is one right answer.
 
 Letters: M, N, K the sizes of a product; P ≤ M and Q ≤ N the sizes of the *pools*. Rows of A are drawn from a pool of P
 integer rows and columns of B from a pool of Q integer columns, each with a power of two of its own; the answer of the
@@ -6,7 +6,7 @@ pools (P x Q, integer arithmetic) then gives the whole answer by indexing, and a
 
 The bound. Let the products of one output be a_k b_k, integers in units of 2**u. Every kernel adds some of them in some
 order, keeping partial sums in an accumulator of `bits` significant bits. Any partial sum is an integer multiple of the
-unit and at most S = sum |a_k b_k| in magnitude; with S < 2**bits each is exactly representable, so no addition rounds,
+unit and at most S = sum |a_k b_k| in magnitude. With S < 2**bits each is exactly representable, so no addition rounds,
 whatever the order, the split, the tile or the fusion of multiply and add. `Bound` computes S over the real data and
 refuses to build a problem that breaks it.
 """
@@ -38,7 +38,7 @@ POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long
 several times as much. Other kinds need pools of their own, no larger than the product."""
 
 SHEET = 16
-"""Turns that are drawn at once: a draw costs the host nearly as much as sixteen do (ours)."""
+"""Turns that are drawn in one call: drawing one turn costs the host nearly as much as drawing sixteen (ours)."""
 
 INT8_NARROW = 63
 """|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in
@@ -46,12 +46,12 @@ saturating 16-bit arithmetic (VPMADDUBSW) and are healthy."""
 
 
 class Inexact(AssertionError):
-    """A problem whose exactness does not follow from its data. A defect of canaryd, never of a device."""
+    """The data of a problem does not prove that it is exact: a defect of canaryd, never of a device."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest sum of magnitudes over the outputs, in units of the products, and what it must stay below."""
+    """The largest sum of magnitudes over the outputs, in units of the products, and the limit above it."""
 
     magnitude: int
     limit: int
@@ -72,7 +72,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands, the one right answer, and why it is right. All tensors on the host."""
+    """Operands, the one right answer, and the proof that it is right. All tensors are on the host."""
 
     operands: tuple[Any, ...]
     golden: Any
@@ -80,9 +80,9 @@ class Problem:
     bound: Bound
     shape: str
     witnessed: bool = True
-    """False when a second way of making the golden (float64 products of the integers) disagreed with the first."""
+    """False if a second method of making the golden (float64 products of the integers) disagreed with the first."""
     operations: int = 0
-    """Multiplications and additions of one result; 0 where they are not counted."""
+    """Number of multiplications and additions of one result; 0 where they are not counted."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +93,25 @@ class Product:
     source: Format
     target: Format
     accumulator: int
-    """Significant bits of the narrowest container that a kernel may use for a partial sum."""
+    """Significant bits of the narrowest format in which a kernel may keep a partial sum."""
     M: int
     N: int
     K: int
     batch: int = 0
     layout: str = "nn"
-    """For A then B: "n" row-major, "t" stored transposed."""
+    """One letter each for A and B: "n" row-major, "t" stored transposed."""
     pool: int = 0
-    """Rows of each pool; 0: as many as the product has, up to `POOL`."""
+    """Rows of each pool; 0: the product's own number, at most `POOL`."""
 
     @functools.cached_property
     def of_pools(self) -> Product:
-        """The product of the pools, which every product has that draws from them: P x K times K x Q."""
+        """The product of the pools, P x K times K x Q, common to all products that draw from them."""
         P, Q = (self.pool or min(POOL, n * max(1, self.batch)) for n in (self.M, self.N))
         return replace(self, M=P, N=Q, batch=0, layout="nn")
 
     @functools.cached_property
     def together(self) -> int:
-        """How many neighbours in a pool a turn draws together: as many as fill a `WORD`, 1 where a size forbids it."""
+        """Number of neighbours in a pool that a turn draws together, which fill a `WORD`; 1 where sizes forbid it."""
         count = WORD // min(self.source.dtype.itemsize, self.target.dtype.itemsize)
         sizes = [self.N, self.of_pools.N]
         if self.layout[0] == "t":
@@ -120,17 +120,17 @@ class Product:
 
     @property
     def elements(self) -> int:
-        """Elements of the result."""
+        """Number of elements of the result."""
         return max(1, self.batch) * self.M * self.N
 
     @property
     def shape(self) -> str:
-        """Sizes in words."""
+        """The sizes as text."""
         return f"{f'batch={self.batch} ' if self.batch else ''}M={self.M} N={self.N} K={self.K}"
 
 
 def _split(total: int, cap_a: int, cap_b: int) -> tuple[int, int]:
-    """Share `total` bits between two operands as evenly as their caps allow; (0, 0) when not even 1 + 1 fit."""
+    """Split `total` bits between two operands as evenly as their caps allow; return (0, 0) if `total` is below 2."""
     if total < 2:
         return 0, 0
     a = min(cap_a, (total + 1) // 2)
@@ -143,7 +143,7 @@ def _log2_ceil(n: int) -> int:
 
 
 def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Every product live. All products even but one, which is odd: no sum is zero, and none is a power of two only."""
+    """Build operands without zeros. All terms are even but one: no sum is zero, and none is only a power of two."""
     K, p = product.K, product.source.bits
     a_bits, b_bits = _split(product.accumulator - _log2_ceil(K) - 1, p, p - 1)
     live = K
@@ -161,9 +161,9 @@ def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _sparse(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bits: int, live: int) -> Pools:
-    """Few live products per dot, spread over K by rotation: row i of A lives at o_i, o_i + s, o_i + 2 s, … mod K.
+    """Build operands with few live terms per dot, spread over K: row i of A lives at o_i, o_i + s, o_i + 2 s, … mod K.
 
-    So for odd seeds. Even ones exchange the operands: where B alone is wide, the low bits of A would never be 1.
+    That is for odd seeds. Even seeds exchange A and B: if only B were wide, the low bits of A would never be 1.
     """
     if not seed & 1:
         turned = _sparse_rows(product, seed, Q, P, a_bits, b_bits, live)
@@ -191,7 +191,7 @@ def _sparse_rows(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bit
 
 
 def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Full significands on both sides and as many live products as the accumulator holds."""
+    """Build operands with full significands on both sides and as many live terms as the accumulator holds."""
     p, acc = product.source.bits, product.accumulator
     if 2 * p <= acc:
         return _sparse(product, seed, P, Q, p, p, 1 << (acc - 2 * p))
@@ -200,13 +200,13 @@ def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _permute(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """A permutation with signs times full significands: each output is one operand, moved."""
+    """Build a permutation with signs times full significands: each output is one operand, moved."""
     b_bits = min(product.source.bits, product.target.bits, product.accumulator)
     return _sparse(product, seed, P, Q, 1, b_bits, 1)
 
 
 def _cancel(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Sums that climb to half of the accumulator's range and come back to at most 8 significant bits.
+    """Build sums that climb to half of the accumulator's range and come back to at most 8 significant bits.
 
     Columns k and k' of A are equal; row k' of B is minus row k, plus 1 or -1 at one k per column. The answer is that
     one element of A, small and exact in every output format, so an error of one unit in the accumulator is seen. The
@@ -248,11 +248,11 @@ CONTENTS: dict[str, Callable[[Product, int, int, int], Pools]] = {
     "scaled": _dense,  # with powers of two on rows, columns and along K
     "band": _full,  # with one power of two that moves everything to the edge of the format's range
 }
-"""Content classes of float products by name (docs/goldens.md says what each is for)."""
+"""Content class of float products → its builder (docs/goldens.md gives the purpose of each class)."""
 
 
 def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any, Any, Any]:
-    """Choose exponents for the pools' rows (P), columns (Q) and along K: nothing is subnormal or overflows.
+    """Choose exponents for the pools' rows (P), columns (Q) and along K, so that no value is subnormal or overflows.
 
     `top` is the bit length of the largest |answer| or operand sum. A term's unit becomes 2**(row + column).
     """
@@ -294,7 +294,7 @@ def _around(seed: int, name: str, n: int, width: int) -> Any:
 
 
 def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
-    """Assign one of `pool` rows to each of batch x n rows; every pool row is used when there are enough."""
+    """Assign one of `pool` rows to each of batch x n rows; every pool row is used if there are enough."""
     count = batch * n
     if count <= pool:
         return permutation(seed, name, pool)[:count].view(batch, n)
@@ -304,7 +304,7 @@ def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
 
 
 def _shuffles(seed: int, name: str, count: int, pool: int, together: int) -> Any:
-    """Return the rows of every turn of a sheet, (SHEET, count): the whole pool in random order, again and again."""
+    """Return the pool rows of every turn of a sheet, (SHEET, count): the whole pool in random order, repeatedly."""
     order = stream(seed, name, (SHEET, -(-count // pool), pool // together)).argsort(-1)
     return (order.unsqueeze(-1) * together + torch.arange(together)).view(SHEET, -1)[:, :count]
 
@@ -314,10 +314,10 @@ def _stored(tensor: Any, how: str) -> Any:
 
 
 def make_pools(product: Product, seed: int) -> Problem:
-    """Make what the operands and the golden of one float product are gathered from; a function of its arguments alone.
+    """Make the pools of operands and golden of one float product; a pure function of its arguments.
 
     Returns operands A (P, K) and B's columns as rows (Q, K) in `source.dtype`, and as golden their answers (P, Q) in
-    `target.dtype`. Raises `Inexact` when the bound, the range or the absence of zeros does not hold.
+    `target.dtype`. Raises `Inexact` if the bound or the range is broken, or if an answer is zero.
     """
     P, Q = product.of_pools.M, product.of_pools.N
     pools = CONTENTS[product.content](product, seed, P, Q)
@@ -353,10 +353,10 @@ def make_pools(product: Product, seed: int) -> Problem:
 
 @functools.lru_cache(maxsize=2)  # the device's gather and the host's own want the same
 def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
-    """Return which rows (batch, M) and columns (batch, N) of the pools make up the product's operands, int64.
+    """Return the pool rows (batch, M) and pool columns (batch, N) that make up the product's operands, int64.
 
-    Every `turn` of a seed draws others; 0 is the first, whose digests ship with the fixed cases. From then on what a
-    device takes as columns is drawn by `Product.together` neighbours. The batch is 1 where the product has none.
+    Every `turn` of a seed draws others. Turn 0 is the first, whose digests ship with the fixed cases. Later turns draw
+    `Product.together` neighbours at once where the device gathers columns. The batch is 1 if the product has none.
     """
     P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
     if turn == 0:
@@ -368,7 +368,7 @@ def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=2)  # of one product, and of another beside it
 def sheet(product: Product, seed: int, number: int) -> tuple[Any, Any]:
-    """Return what `draw` gives for the turns from `number * SHEET + 1` on: rows (SHEET, batch, M) and columns."""
+    """Return the draws of the `SHEET` turns from `number * SHEET + 1` on: rows (SHEET, batch, M) and columns."""
     P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
     stem = derive(seed, f"gather {number}")
     r = _shuffles(stem, "rows", batch * product.M, P, 1 if product.layout[0] == "n" else product.together)
@@ -377,9 +377,9 @@ def sheet(product: Product, seed: int, number: int) -> tuple[Any, Any]:
 
 
 def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
-    """Return the product that a turn draws, by indexing alone: A (…, M, K), B (…, K, N), golden (…, M, N).
+    """Return the product of a turn, by indexing alone: A (…, M, K), B (…, K, N), golden (…, M, N); raises nothing.
 
-    Layouts are the product's; raises nothing.
+    Its operands have the product's layouts.
     """
     r, c = draw(product, seed, turn)
     a, b = (bits(pool) for pool in pools.operands)  # FP8 cannot be indexed, its bits can
@@ -392,7 +392,7 @@ def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
 
 
 def gather_golden(product: Product, pools: Problem, seed: int, turn: int) -> Any:
-    """Return the golden of the product that a turn draws, (…, M, N), by indexing alone; raises nothing."""
+    """Return the golden (…, M, N) of a turn, by indexing alone; raises nothing."""
     r, c = draw(product, seed, turn)
     table = bits(pools.golden)
     # Columns first, while there are few rows: several times faster than both at once.
@@ -401,7 +401,7 @@ def gather_golden(product: Product, pools: Problem, seed: int, turn: int) -> Any
 
 
 def _as(raw: Any, dtype: Any) -> Any:
-    """View raw bits as a format, also where a tensor lies transposed."""
+    """View raw bits as a format, even if the tensor is stored transposed."""
     return raw.view(dtype) if raw.is_contiguous() else raw.mT.view(dtype).mT
 
 
@@ -431,7 +431,7 @@ def _check_range(problem: Problem, product: Product) -> None:
 def build_int8(content: str, M: int, N: int, K: int, layout: str, seed: int, *, left: str = "int8") -> Problem:
     """Build an int8 product with int32 results: `wide` uses -128…127 on both sides, `narrow` keeps |b| ≤ 63.
 
-    With `left` "uint8", A is of uint8 and uses 0…255.
+    With `left` "uint8", A has the format uint8 and values 0…255.
     """
     lowest = 0 if left == "uint8" else -128
     a = below(seed, "a", (M, K), 256) + lowest

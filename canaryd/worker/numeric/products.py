@@ -1,4 +1,4 @@
-"""How a device multiplies matrices of each format: pairs of formats, layouts, and the call of torch."""
+"""Products of matrices on a device: pairs of formats, layouts, and the call of torch."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ FORMAT_PAIRS = (
     ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"),
     ("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16"),
 )  # fmt: skip
-"""Operand and result format: float32 results of narrow operands show the accumulator unrounded."""
+"""Operand and result format: float32 results of narrow operands show the unrounded accumulator."""
 INT8_CONTENTS = ("narrow", "wide")
 LAYOUTS = ("nn", "nt", "tn", "tt")
-"""How A and B lie in memory: "n" by rows, "t" by columns."""
+"""Memory layouts of A and B, one letter each: "n" by rows, "t" by columns."""
 
 
 def format_pairs(device: Device) -> list[tuple[str, str]]:
-    """Return operand and result format of every product, in the kind of FP8 that the device multiplies."""
+    """Return the operand and result format of every product, with FP8 in the variant that the device multiplies."""
     return [(float8(device, source), target) for source, target in FORMAT_PAIRS]
 
 
 def int8_pairs(device: Device) -> list[tuple[str, str]]:
-    """Return A's format (B is int8) and content of every integer product."""
+    """Return A's format and the content of every integer product; B is int8."""
     return list(itertools.product(interface.of(device).left_integers, INT8_CONTENTS))
 
 
 def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, fast: bool = False) -> Any:
-    """Return the product of two operands on their device; `out` may be reused. `fast`: FP8's fast accumulation."""
+    """Return the product of two operands on their device; it may overwrite `out`. `fast`: FP8's fast accumulation."""
     a, b = operands
     kept = out if a.device.type == "cuda" else None  # of other backends not every product takes one
     if source == "int8":
@@ -56,10 +56,10 @@ def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, f
 
 
 def label_of(source: str, target: str) -> str:
-    """Return the name of a pair of formats in the names of cases."""
+    """Return the label of a pair of formats for the names of cases."""
     return source if source == target else f"{source}>{target}"
 
 
 def computing(device: Device, source: str, target: str) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Return how a device computes products of a pair of formats."""
+    """Return the function with which a device computes products of a pair of formats."""
     return partial(interface.of(device).run, Operation("matmul", source, target))

@@ -1,16 +1,16 @@
-"""Exact products with quantised weights: what is stored, what it stands for, and the one right answer.
+"""Exact products with quantised weights: stored codes, their values, and the one right answer.
 
-Letters: x (M, K) activations; W (K, N) weights. A weight stands for scale * code, plus an offset in mode "affine".
+Letters: x (M, K) activations; W (K, N) weights. The value of a weight is scale * code, plus an offset in mode "affine".
 Weights are stored in groups that share a scale, along K (layout "nt": rows of the stored matrix are columns of W) or
 along N ("nn").
 
-Everything is a whole number times a power of two that depends on the row of x and the column of W alone. Kernels differ
-in two things. Some turn weights into the format of x and keep partial sums in it too (MLX does on CPUs, as of 0.32.4):
-so every scale * code, every weight and every partial sum is representable there. Others add up x * code and x * offset
-apart, in float32: so these sums stay below 2**22, as for TF32 products. Then nothing rounds, in any order.
+Every value is a whole number times a power of two that depends only on the row of x and the column of W. Kernels differ
+in two ways. Some convert weights to the format of x and keep partial sums in it too (MLX does on CPUs, as of 0.32.4):
+so every scale * code, every weight and every partial sum is representable there. Others sum x * code and x * offset
+separately, in float32: so these sums stay below 2**22, as for TF32 products. Then nothing rounds, in any order.
 
 No weight is 0. No answer is 0 either: one place along K, the anchor, has odd weights and odd activations, and all other
-activations are even; where the format has room for one product alone, it is the answer.
+activations are even. Where the format has room for one product only, that product is the answer.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ KINDS = ("decode", "prefill")
 LAYOUTS = ("nt", "nn")
 FIXED = (16, 128, 256)
 SIZES = {"quick": (256, 512), "standard": (256, 2048), "deep": (512, 4096)}
-"""N and K by level: whole numbers of groups of 128. The sums of K = 4096 are shared among blocks by MLX on Metal."""
+"""N and K by level: multiples of groups of 128. MLX on Metal splits the sums of K = 4096 among blocks."""
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PREFILL = 64
 APART = 22
-"""Significant bits of sums of x * code, where a kernel adds offsets apart."""
+"""Significant bits of sums of x * code, where a kernel adds the offsets separately."""
 SPREAD = 3
 """Exponents of rows and of columns: -3 to 2, so that 11 bits stay inside float16."""
 LARGEST_SCALE = 15
 """Largest significand of a scale: four bits, as E4M3 has."""
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the values of E2M1 without sign, by code (OCP Microscaling Formats 1.0, section 5.3.3)."""
+"""Twice the magnitude of each E2M1 code (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Stored weights. Whole numbers, int64; `codes` and `values` as stored (rows, length), others (rows, groups)."""
+    """Stored weights, whole numbers in int64: `codes`, `values` (rows, length), `scales`, `offsets` (rows, groups)."""
 
     codes: Any
     values: Any
-    """What codes stand for with scale and offset, without the columns' powers of two."""
+    """Values of the codes with scale and offset, without the powers of two of the columns."""
     scales: Any
     offsets: Any
-    """Of mode "affine"."""
+    """Offsets of the groups in mode "affine"; otherwise 0."""
 
 
 def pairs(device: Device) -> list[tuple[Packing, str]]:
-    """Return every packing that a device's runtime multiplies, with every format of activations."""
+    """Return every pair of a packing that the device's runtime multiplies and a format of activations."""
     return list(itertools.product(interface.of(device).packings, FORMS))
 
 
 def label_of(packing: Packing, form: str) -> str:
-    """Return the name of a packing and a format in the names of cases."""
+    """Return the label of a packing and a format for the names of cases."""
     return f"{packing.name}>{form}"
 
 
@@ -91,7 +91,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def fresh_cases(ctx: Context, labels: Collection[str]) -> Iterator[Case]:
-    """Yield the cases of the packings and formats in `labels`: at quick one format and variant of each packing."""
+    """Yield the cases of the packings and formats in `labels`; at quick, one format and variant of each packing."""
     variants = list(itertools.product(KINDS, LAYOUTS))
     for turn, (packing, form) in enumerate(pairs(ctx.device), ctx.seed):
         if label_of(packing, form) not in labels:
@@ -142,7 +142,7 @@ def build(packing: Packing, form: Format, layout: str, sizes: tuple[int, int, in
 def _weights(
     packing: Packing, form: Format, seed: int, anchor: int, shape: tuple[int, int], *, turned: bool
 ) -> Weights:
-    """Draw codes, scales and offsets; weights at the anchor are odd, and none is 0."""
+    """Draw codes, scales and offsets of which no weight is 0, and all weights at the anchor are odd."""
     groups = shape[0], shape[1] // packing.group
     at = torch.zeros(shape, dtype=torch.bool)
     at[(anchor, slice(None)) if turned else (slice(None), anchor)] = True
@@ -171,14 +171,14 @@ def _weights(
 
 
 def _codes_of_fp8(seed: int, shape: tuple[int, int], at: Any) -> Any:
-    """Return codes of E4M3 with significands 8 to 15 and four exponents; at the anchor odd ones of the lowest."""
+    """Return E4M3 codes with significands 8 to 15 and four exponents; at the anchor odd, with the lowest exponent."""
     fields = below(seed, "exponents", shape, 4)
     fields, mantissas = torch.where(at, 0, fields), below(seed, "mantissas", shape, 8) | at.to(torch.int64)
     return below(seed, "signs", shape, 2) << 7 | (fields + 6) << 3 | mantissas
 
 
 def _meant(packing: Packing, codes: Any) -> Any:
-    """Return what codes stand for before scale and offset, as whole numbers."""
+    """Return the values of codes before scale and offset, as whole numbers."""
     if packing.mode == "affine":
         return codes
     size = 8 + (codes & 7) << (codes >> 3 & 15) - 6 if packing.mode == "mxfp8" else torch.tensor(FP4)[codes & 7]
@@ -186,7 +186,7 @@ def _meant(packing: Packing, codes: Any) -> Any:
 
 
 def _largest_sum(x: Any, weights: Any) -> int:
-    """Return the largest sum of magnitudes over the outputs; float64 holds these sums."""
+    """Return the largest sum of magnitudes over the outputs, which float64 holds exactly."""
     return int((x.abs().to(torch.float64) @ weights.abs().to(torch.float64)).max())
 
 
@@ -197,7 +197,7 @@ def _apart(packing: Packing, kept: Weights) -> Any:
 
 
 def _activations(form: Format, seed: int, M: int, K: int, anchor: int, largest: int) -> Any:
-    """Return x (M, K): as many live products, and then as wide ones, as the format's sums have room for."""
+    """Return x (M, K), with as many live products as the format's sums have room for, and then as wide ones."""
     room = (1 << min(form.bits, APART - 1)) - 1  # a bit less: offsets that are added apart need as much again
     live = min(K - 1, (room - largest) // (2 * largest))
     order = permutation(seed, "live", K)
@@ -212,7 +212,7 @@ def _activations(form: Format, seed: int, M: int, K: int, anchor: int, largest: 
 
 
 def packed(bits: int, codes: Any) -> Any:
-    """Return codes as words of 32 bits, the first code in the lowest bits."""
+    """Return codes packed into words of 32 bits, the first code in the lowest bits."""
     count = 32 // bits
     shifts = torch.arange(count) * bits
     words = (codes.view(codes.shape[0], -1, count) << shifts).sum(-1)
@@ -220,7 +220,7 @@ def packed(bits: int, codes: Any) -> Any:
 
 
 def _scaled(packing: Packing, form: Format, kept: Weights, exponents: Any) -> tuple[Any, ...]:
-    """Return scales, and offsets in mode "affine", as stored, with the powers of two of columns."""
+    """Return the scales, and in mode "affine" the offsets, as stored, multiplied by the columns' powers of two."""
     if packing.mode == "affine":
         two = torch.tensor(2.0, dtype=torch.float64)
         return tuple((part * two**exponents).to(form.dtype) for part in (kept.scales, kept.offsets))

@@ -1,4 +1,4 @@
-"""Compute recorded cases: fresh uploads, recorded bits, errors compared with their bounds, names of kernels."""
+"""Compute recorded cases: fresh uploads, recorded bits, errors compared with their bounds, kernel names."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ from canaryd.worker.numeric.tensors import (
 )
 
 GRID = 8
-"""Tiles along each axis of a result (as a matrix of its last axis) whose means a recording keeps."""
+"""Tiles along each axis of a result, as a matrix of its last axis; a recording keeps the mean of each tile."""
 STEP = {"cpu": 64, "other": 512}
-"""Alignment in bytes of torch's allocations, on the CPU and elsewhere: the step by which a fresh upload moves."""
+"""Alignment in bytes of torch's allocations, on the CPU and elsewhere: fresh uploads start at multiples of it."""
 OFFSETS = 16
-"""Possible starts of an upload, in steps."""
+"""Number of possible starts of an upload, one `STEP` apart."""
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """A case that was not run, and why."""
+    """A case that was not run, and the reason."""
 
     kernel: Kernel
     reason: str
     is_late: bool = False
-    """Whether only the budget kept it from running; the device can run it."""
+    """Whether only the budget prevented the case; the device can run it."""
 
 
 class Made:
-    """A case's operands and bounds, made on a host core, and its results so far."""
+    """The operands and bounds of a case, made on a host core, and its results so far."""
 
     def __init__(self, kernel: Kernel, core: int) -> None:
         self.kernel = kernel
@@ -93,7 +93,7 @@ class Recorder:
         self._launches = Launches(session)
 
     def missed(self, kernel: Kernel) -> None:
-        """Note a case that the budget did not reach."""
+        """Record a case that the budget did not reach."""
         self._not_run[kernel.name] = NotRun(kernel, self.session.ctx.late(kernel.name).reason, is_late=True)
 
     def refused(self, kernel: Kernel) -> bool:
@@ -101,7 +101,7 @@ class Recorder:
         return kernel.name in self._not_run
 
     def record(self, kernel: Kernel, turn: int) -> Iterator[Recording | Comparison]:
-        """Compute a case once from a fresh upload; yield new bits, and a comparison where a bound is broken."""
+        """Compute a case once from a fresh upload; yield new bits, and a comparison if a bound is broken."""
         made = self._made.get(kernel.name)
         if made is None:
             maker = self.session.makers(kernel.name, self._place(kernel, turn))[0]
@@ -131,7 +131,7 @@ class Recorder:
             yield self._broken(made, found, turn)
 
     def summary(self) -> Iterator[Fact]:
-        """Yield the clean comparisons, what was not run and why, and the readings of each kind of kernel."""
+        """Yield the clean comparisons, the cases that were not run, and the readings of each kind of kernel."""
         for made in self._made.values():
             if made.clean:
                 yield self._comparison(made, trials=made.clean)
@@ -147,9 +147,9 @@ class Recorder:
             yield from self._readings(kind)
 
     def _place(self, kernel: Kernel, turn: int) -> int | None:
-        """Return the one core that computes on a CPU: another each turn, because the core must not change the bits.
+        """Return the one core that computes on a CPU, another for each turn; None for other devices.
 
-        Never all cores: the number of threads that share a sum may change the bits.
+        The core must not change the bits. The number of threads that share a sum may, so no case uses all cores.
         """
         ctx = self.session.ctx
         if ctx.device.backend != "cpu":
@@ -168,7 +168,7 @@ class Recorder:
         return tuple(fresh)
 
     def _compute(self, made: Made, turn: int) -> Any:
-        """Return a result as a host tensor; a case's first call runs twice, because loading kernels takes time."""
+        """Return a result as a host tensor; the first call of a case runs twice, because loading kernels takes time."""
         ctx, kernel = self.session.ctx, made.kernel
         with on_core(self._place(kernel, turn)), self.session.on_device():
             operands = self._upload(made, turn)
@@ -183,7 +183,7 @@ class Recorder:
         return result.cpu()
 
     def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
-        """Return evidence of a broken bound, and the largest error over its bound; None where it is not finite."""
+        """Return the evidence of a broken bound or None, and the largest error over its bound (None: not finite)."""
         form = form_of(result.dtype)
         if made.bounded is None:
             made.bounded = made.kernel.judged(made.operands, form)
@@ -205,7 +205,7 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return the comparison of a broken bound: of the host, if it now makes other operands or another reference."""
+        """Return the comparison of a broken bound; it accuses the host if operands or reference made again differ."""
         assert made.bounded is not None
         first = self._compute(made, turn)
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
@@ -239,10 +239,10 @@ class Recorder:
         )
 
     def _fingerprint(self) -> Reading | Absent:
-        """Return one integer over the bits of every case that this device can run, or why there is none.
+        """Return one integer for the bits of every case that this device can run, or the reason why there is none.
 
-        Identical devices on equal chains are compared by it. There is none where the bits of a case vary within a run:
-        leaving the case out only in some runs would make their fingerprints differ.
+        It is used to compare identical devices on equal chains. There is none if the bits of a case vary within a run:
+        leaving the case out in only some runs would make their fingerprints differ.
         """
         varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
         if self.session.ctx.cases or not self._made or any(case.is_late for case in self._not_run.values()):
@@ -255,7 +255,7 @@ class Recorder:
         return Reading(name=FINGERPRINT, value=combine(digests), unit="1")
 
     def _skipped(self) -> Iterator[Skipped]:
-        """Yield what was not run; a format or an attention kernel that did not run at all, as one."""
+        """Yield the cases that were not run; a format or an attention kernel of which none ran is yielded as one."""
         groups: dict[tuple[str, str, bool], list[str]] = {}
         for case in self._not_run.values():
             groups.setdefault((_group(case.kernel.name), case.reason, case.is_late), []).append(case.kernel.name)
@@ -265,7 +265,7 @@ class Recorder:
             yield from (Skipped(case=name, reason=reason, late=late) for name in ([group] if whole else names))
 
     def _readings(self, kind: str) -> Iterator[Reading | Absent]:
-        """Yield the largest error over its bound, and the mean over the cases of the median time of one call.
+        """Yield a kind's largest error over its bound, and the mean over its cases of the median time of a call.
 
         The error is of float32 results only: one rounding to 16 bits uses the whole bound in every healthy run.
         """
@@ -289,13 +289,13 @@ class Recorder:
 
 
 def _group(name: str) -> str:
-    """Return the first parts of a name: kind and format, of attention kind, kernel and format."""
+    """Return the first parts of a name: kind and format; for attention: kind, kernel and format."""
     parts = name.partition("@")[0].split("/")
     return "/".join(parts[: 3 if parts[0] == "sdpa" else 2])
 
 
 def fingerprint(*tensors: Any) -> str:
-    """Return 16 hex digits over the raw bytes of contiguous host tensors (SHA-256, which hardware does fast)."""
+    """Return a digest, 16 hex digits, of the bytes of contiguous host tensors (SHA-256, which hardware speeds up)."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -304,7 +304,7 @@ def fingerprint(*tensors: Any) -> str:
 
 
 def tiles(result: Any) -> tuple[float | None, ...]:
-    """Return the means of `GRID` x `GRID` tiles of a host tensor, row by row; None where one is not finite."""
+    """Return the means of `GRID` x `GRID` tiles of a host tensor, row by row; None for a mean that is not finite."""
     matrix = result.to(torch.float64).reshape(-1, result.shape[-1])
     rows, columns = (min(GRID, size) for size in matrix.shape)
     means = [float(t.mean()) for row in matrix.tensor_split(rows, 0) for t in row.tensor_split(columns, 1)]

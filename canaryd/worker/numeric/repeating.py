@@ -1,7 +1,7 @@
-"""Turns that a device gathers, computes and compares by itself: the host launches them, and reads what they found.
+"""Turns that a device gathers, computes and compares without the host, which launches them and reads the answers.
 
-While the host reads one turn, the device works on the next. So there are two repeaters, each with operands and results
-of its own: what is found wrong is still there to be looked at.
+While the host reads one turn, the device works on the next. So there are two repeaters with separate operands and
+results: the data of a wrong turn are still there to be examined.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from canaryd.worker.runtime.graphs import cannot_be_captured, why_not
 from canaryd.worker.runtime.interface import Repeated
 
 AHEAD = 2
-"""Turns that are handed to the device at a time."""
+"""Most turns that the device has been given but has not answered yet."""
 TRIED = SHEET
-"""The turn that is computed while a repeater is made, and with a wrong golden. It is none of the first: the results of
-those must not lie there already."""
+"""Turn for making a repeater and for the test with a wrong golden. It is none of the first turns, because their results
+must not be in memory before."""
 EQUAL, DIFFERENT = 0, 1
 
 
 class Repeater:
-    """What repeats the turns of a case: it gathers operands, computes and compares, all in one go of the device."""
+    """One launchable turn of a case: the device gathers operands, computes and compares in one operation."""
 
     def __init__(
         self, session: Session, case: Case, gatherer: Gatherer, results: list[Any], indices: tuple[Any, ...]
     ) -> None:
-        """Prepare it for the memory of `results`; `indices` are those of a turn."""
+        """Prepare the operation with the memory of `results`; `indices` are those of any turn."""
         self._runtime, self._case, self._gatherer, self.results = session.runtime, case, gatherer, results
         self._indices = tuple(index.clone() for index in indices)
         self.operands: tuple[Any, ...] = ()
@@ -51,36 +51,36 @@ class Repeater:
         return self.results, self.golden
 
     def launch(self, indices: tuple[Any, ...]) -> None:
-        """Hand a turn with these indices to the device.
+        """Start a turn with these indices on the device.
 
-        Its results lie where those of the turn before the last lay, which has another golden: a kernel that writes
-        nothing leaves wrong ones. Single elements of both may be equal (half of them, where sums cancel), so the memory
-        of the first result is overwritten before.
+        Its results overwrite those of the turn before the last, which has another golden: a kernel that writes nothing
+        leaves wrong results. Single elements of both may be equal (half of them, where sums cancel), so the memory of
+        the first result is overwritten before.
         """
         for mine, given in zip(self._indices, indices, strict=True):
             mine.copy_(given)
         self._device.launch()
 
     def answers(self) -> list[int]:
-        """Wait for the turn; see `Repeated.answers`."""
+        """Wait for the turn and return its answers; see `Repeated.answers`."""
         return self._device.answers()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What became of a turn."""
+    """The answers of one turn."""
 
     number: int
     answers: list[int]
     by: Repeater
-    """With operands and results as the turn left them, until the next turn is asked for."""
+    """The repeater, with the turn's operands and results until the next turn is requested."""
 
 
 class RepeatedTurns:
-    """The turns of one case on one device, from the second on."""
+    """The turns of one case on one device, beginning with the second."""
 
     def __init__(self, session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> None:
-        """Prepare two repeaters, one of them in the memory of `results`. Raises what `Runtime.repeated` raises."""
+        """Prepare two repeaters, one with the memory of `results`. Raises the errors of `Runtime.repeated`."""
         self._session, self._gatherer = session, gatherer
         self._number, self._sheet = 0, gatherer.sheet(0)
         spare = session.runtime.room(results[0], len(results))
@@ -94,9 +94,9 @@ class RepeatedTurns:
         return tuple(index[at] for index in self._sheet)
 
     def blind(self, choice: int) -> str:
-        """Flip one bit of a golden on purpose; return what no repeater may say then, or "".
+        """Flip one bit of a golden on purpose; return a text if a repeater does not see the difference, else "".
 
-        A comparison that never sees a difference would hide all that errs.
+        A comparison that never sees a difference would hide every error.
         """
         session, at = self._session, self._gatherer.answer(TRIED, choice)
 
@@ -115,9 +115,9 @@ class RepeatedTurns:
         return f"one bit of a golden was flipped on purpose, and the device finds no difference in {blind} results"
 
     def turns(self, until: float, most: int = 0) -> Iterator[Turn]:
-        """Launch turn after turn until a time, once at least, or `most` of them (0: no such limit); yield them all.
+        """Launch turns until the time `until`, at least one, or `most` turns (0: no such limit); yield each of them.
 
-        Each is yielded when its answers are there.
+        A turn is yielded when its answers have arrived.
         """
         session, waiting, turn = self._session, deque[tuple[int, Repeater]](), 1
         ahead = 1 if session.ctx.room else AHEAD  # a server gets pauses in which nothing is left to do
@@ -143,10 +143,10 @@ class RepeatedTurns:
 
 
 def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results: list[Any]) -> RepeatedTurns | None:
-    """Return the turns of a case as the device repeats them; None where the host must hand each operation to it.
+    """Return the turns that the device repeats, or None if the host must start each operation.
 
-    A drill strikes single steps, and in a retest under load another thread uses the device, so they have none. `held`:
-    bytes of operands and golden, of which each repeater has its own.
+    None for a drill, which changes single steps, and for a retest under load, where another thread uses the device.
+    `held`: bytes of operands and golden; each repeater has its own.
     """
     ctx = session.ctx
     if ctx.drill or ctx.intensity or not session.runtime.repeats(ctx.device):

@@ -1,7 +1,7 @@
 """Write a failing case for people without canaryd: operands, golden, and a script that needs only torch.
 
-The host makes the tensors again from case and seed and compares them with those of the failure; a case that differs is
-left out. docs/dossier.md describes the files.
+The host makes the tensors again from case and seed and compares them with those of the failure; it leaves out a case
+that differs. docs/dossier.md describes the files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from canaryd.worker.units.tiles import Tiles
 Progress = Callable[[float, str], None]
 
 LARGEST = 256 << 20
-"""Most bytes of a case's operands and golden: more cannot be sent by mail."""
+"""Most bytes of a case's operands and golden: larger files cannot be sent by mail."""
 DESCRIPTIONS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<i2", "int64": "<i8", "int32": "<i4"}
 DESCRIPTIONS |= {"int8": "|i1", "bool": "|b1"}
 """torch dtype → NumPy's name in the file; formats that NumPy lacks are stored as integers of their width."""
@@ -145,7 +145,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One case to write."""
+    """One case to write to files."""
 
     problem: Problem
     compute: str
@@ -156,7 +156,7 @@ class Exhibit:
 
 
 def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
-    """Build one case of an exact probe again from its name and seed; raise `Skip` where that is impossible."""
+    """Build one case of an exact probe again from its name and seed; raise `Skip` if that is impossible."""
     makers = {
         "exact_matmul": _product, "exact_attention": _attention, "exact_integer": _integer, "exact_units": _tiles,
     }  # fmt: skip
@@ -203,7 +203,7 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
 
 
 def _tiles(case: str, seed: int, device: Device) -> Exhibit:
-    """Return the tiles of a processor's cores; `--core` chooses one."""
+    """Return the exhibit of a processor's tiles; the script's option `--core` chooses the core."""
     (label, content, _, path), sizes = _sizes(case)
     if path != "gemm":
         raise Skip("only canaryd's own kernel tells SMs apart; canaryd check --repeat runs it again")
@@ -251,7 +251,7 @@ def npy(tensor: Any) -> bytes:
 
 
 def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
-    """Return `reproduce.py` for a case with the `arguments` of `answer`; it runs on the core that was wrong."""
+    """Return the text of `reproduce.py` for a case, with the `arguments` of `answer`; it runs on the wrong core."""
     core, environment, unset = arguments["core"], arguments["environment"], arguments["unset"]
     loads = []
     for name, tensor in zip(made.names, made.problem.operands, strict=False):
@@ -276,7 +276,7 @@ def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
 
 
 def disagreement(golden: Any, expected: Sequence[tuple[Sequence[int], str]]) -> str:
-    """Return how the golden built now differs from the one of the failure; "" where it does not."""
+    """Return a sentence on the first difference between the golden built now and the failure's, or "" if none."""
     raw, width = bits(golden), golden.element_size() * 8
     for index, text in expected:
         try:
@@ -292,10 +292,10 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """Write operands, golden and script of one failing case into a directory; return its "files" and "bytes".
 
     Arguments: device (a `Device` as JSON, the one that failed), probe, case, shape, seed, expected (pairs of index and
-    bits as hex, from the evidence), out (an existing directory), on (how torch calls the device), environment and
+    bits as hex, from the evidence), out (an existing directory), on (torch's name of the device), environment and
     unset (variables that the script sets and removes), runs (its default number), copied (runs between fresh copies of
     the operands), core (the host core that was wrong, on which no tensor is made; None: not known).
-    Raises `Skip` for a case that cannot be made again as it was.
+    Raises `Skip` if the case cannot be made again exactly.
     """
     need_torch()
     device, case, out = from_json(Device, arguments["device"]), str(arguments["case"]), Path(arguments["out"])

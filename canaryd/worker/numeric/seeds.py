@@ -1,4 +1,4 @@
-"""Seeds of reproducible streams, in plain Python: for what must run where torch is missing."""
+"""Seeds of reproducible streams, in plain Python: for code that must run without torch."""
 
 from __future__ import annotations
 

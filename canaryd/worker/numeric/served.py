@@ -1,6 +1,6 @@
-"""The products and the attention of a served model: the sizes in its `config.json`, and the rows that a server takes.
+"""The products and the attention of a served model: the sizes in its `config.json`, and the rows of a server's batches.
 
-A kernel is chosen by its sizes, and some kernels are wrong only from some size up: products of other sizes miss them.
+A kernel is chosen by its sizes, and some kernels are wrong only above some size: products of other sizes miss them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from canaryd.worker.runtime import interface
 
 T = TypeVar("T")
 ROWS = {"quick": (1, 16), "standard": (1, 8, 64, 512), "deep": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)}
-"""Rows of A per level: of decoding, one per request in a batch; of prefill, one per token of a chunk (our choice)."""
+"""Rows of A per level: in decoding, one per request of a batch; in prefill, one per token of a chunk (our choice)."""
 MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
-"""Bytes of the largest weight per level: the time that a larger one takes belongs to a deeper level (our choice)."""
+"""Largest weight per level in bytes: the time for a larger one belongs to a deeper level (our choice)."""
 OF_ROOM = 4
-"""A weight takes at most one part of so many of the memory beside a server: operands, result and a host's copy."""
+"""Divisor: a weight takes at most this part of the memory beside a server (operands, result, a copy on the host)."""
 SHARE = 0.05
-"""A product takes at most this share of a run's time, so that all others have their turn (our choice)."""
+"""Largest share of a run's time for one product, so that all others have their turn (our choice)."""
 LENGTHS = {
     "quick": {"decode": (1, 256), "prefill": (64, 64)},
     "standard": {"decode": (1, 1024), "prefill": (256, 256)},
     "deep": {"decode": (1, 4096), "prefill": (1024, 1024)},
 }
-"""Queries and keys of one sequence's attention per level (our choice): a prefill is causal."""
+"""Numbers of queries and keys of one sequence's attention per level (our choice); a prefill is causal."""
 ATTENDED = ("float64", "float32", "bfloat16", "float16")
 """Formats of attention."""
 LARGEST_CONFIG = 1 << 20
 
 
 class Unreadable(ValueError):
-    """A `config.json` that gives no sizes; the text says which file and why."""
+    """A `config.json` gives no sizes; the text says which file and why."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Weight:
 
 
 def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | Skipped]:
-    """Yield the products of the models in the setting `shapes_of`, and what of them is left out.
+    """Yield the products of the models in the setting `shapes_of`, and each product that is left out.
 
     The setting is a list of model directories or `config.json` files; without it, the engine gives the directories of
-    the endpoints that the device serves. Each number of rows has one content, in rotation; cases that are asked for by
-    name are looked for in all. `speeds`: format → operations per second. Raises `ValueError` for a setting of another
+    the endpoints that the device serves. Each number of rows has one content, in rotation; if cases are requested by
+    name, it has all contents. `speeds`: format → operations per second. Raises `ValueError` for a setting of another
     kind.
     """
     free, _ = interface.of(ctx.device).memory(ctx.device)
@@ -77,7 +77,7 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
 
 
 def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] | Skipped]:
-    """Yield the attention of the models in the setting `shapes_of`: format, kind, sizes; and what is left out.
+    """Yield the attention (format, kind, sizes) of the models in the setting `shapes_of`, or a reason for omission.
 
     The sizes are B, H, G, L, S and D. Raises `ValueError` for a setting of another kind.
     """
@@ -100,7 +100,7 @@ def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] 
 def _models(
     ctx: Context, probe: str, sizes: Callable[[Mapping[str, Any]], T], tested: Collection[str]
 ) -> Iterator[tuple[str, T] | Skipped]:
-    """Yield format and `sizes` of each model in the setting `shapes_of`, or why it is left out."""
+    """Yield format and `sizes` of each model in the setting `shapes_of`, or the reason why it is left out."""
     for path in shapes_of(ctx.settings, probe):
         try:
             form, found = _read(path, sizes)
@@ -112,7 +112,7 @@ def _models(
 
 
 def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the heads of queries, those of keys and values, and the size of one; raise `KeyError` without them."""
+    """Return the numbers of query heads and key/value heads, and the head size; raise `KeyError` if one is missing."""
     own = config.get("text_config") or config
     queries = int(own["num_attention_heads"])
     keys = int(own.get("num_key_value_heads") or queries)
@@ -123,7 +123,7 @@ def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[Path]:
-    """Return a probe's setting `shapes_of`; raise `ValueError` where it is no list of absolute paths."""
+    """Return a probe's setting `shapes_of`; raise `ValueError` if it is not a list of absolute paths."""
     named = settings.get("shapes_of", [])
     if not isinstance(named, list) or not all(isinstance(name, str) and name.startswith("/") for name in named):
         raise ValueError(f"probes.{probe}.settings.shapes_of: {named!r} is no list of absolute paths")
@@ -131,7 +131,7 @@ def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[
 
 
 def read(path: Path) -> tuple[str, list[Weight]]:
-    """Return the format and the weights of the model in a directory, or of a `config.json`; raise `Unreadable`."""
+    """Return the format and the weights of a model, from its directory or `config.json`; raise `Unreadable`."""
     return _read(path, weights)
 
 
@@ -148,7 +148,7 @@ def _read(path: Path, sizes: Callable[[Mapping[str, Any]], T]) -> tuple[str, T]:
 
 
 def weights(config: Mapping[str, Any]) -> list[Weight]:
-    """Return the weights of a decoder layer and the head, by the names of Hugging Face's `config.json`.
+    """Return the weights of a decoder layer and the head, for the names in Hugging Face's `config.json`.
 
     Query, key and value are one matrix, gate and up another, as servers fuse them. Where there are experts, gate, up
     and down are one expert's. Raises `KeyError` for a size that is missing.
@@ -171,14 +171,14 @@ def weights(config: Mapping[str, Any]) -> list[Weight]:
 
 
 def rows(level: str, turn: int, *, every: bool) -> Sequence[int]:
-    """Return the rows to multiply at a level: at quick one of them in rotation, unless `every` is asked for."""
+    """Return the rows to multiply at a level; at quick one of them in rotation, unless `every` is set."""
     return ROWS[level] if level != "quick" or every else (ROWS[level][turn % len(ROWS[level])],)
 
 
 def too_much(ctx: Context, source: Format, weight: Weight, M: int, speed: float, free: int | None) -> str:
-    """Return why a product with `M` rows is not for this run, or "".
+    """Return the reason why a product with `M` rows is too large for this run, or "" if it is not.
 
-    `speed` in operations per second; `free` is the device's free memory in bytes, None where it reports none.
+    `speed` in operations per second; `free` is the device's free memory in bytes, or None if it reports none.
     """
     size = weight.N * weight.K * source.dtype.itemsize
     most = min([MOST[ctx.level], *(limit // OF_ROOM for limit in (ctx.room, free) if limit)])

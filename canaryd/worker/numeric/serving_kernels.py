@@ -2,7 +2,7 @@
 
 Nobody knows the right bits of these results beforehand: they are recorded (docs/goldens.md). Operands come from
 integer arithmetic under `exact.FIXED_SEED` and the case's name, so that they are the same bytes on every device and in
-every run; another `MAKER` says that they are not the same any more.
+every run; another `MAKER` means that they have changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.numeric.verify import FIXED_SEED
 
 MAKER = "kernels 1"
-"""Name and version of the cases; raise it whenever operands, shapes or calls change."""
+"""Name and version of the cases; increase the version whenever operands, shapes or calls change."""
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = {
     "default": "", "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }  # fmt: skip
-"""Kernels of scaled dot-product attention by the name in the case; "" leaves the choice to torch."""
+"""Name in the case → kernel of scaled dot-product attention; "" leaves the choice to torch."""
 WRITTEN = ("default", "math")
 """Kernels that may write scores to memory in the operands' format; the others never do."""
 EPS = 2.0**-17
@@ -37,8 +37,8 @@ GROUP = 32
 """Weights that share a scale in the 4-bit cases."""
 SMALL = {"M": 96, "N": 256, "K": 512, "keys": 256, "queries": 64, "rows": 64, "width": 512}
 LARGE = {"M": 256, "N": 1024, "K": 1024, "keys": 1024, "queries": 256, "rows": 256, "width": 1024}
-"""Sizes on a CPU, and on accelerators, where a small problem would leave most units idle. The references are float64
-products of the host: larger ones would take the budget."""
+"""Sizes on accelerators, where a small problem leaves most units idle; `SMALL` has those on a CPU. The references are
+float64 products of the host: larger ones would take the budget."""
 
 # Elementary functions: smallest and largest exponent of |x| in wide formats and in float16, and whether x may be
 # negative. Results stay finite and normal.
@@ -56,17 +56,17 @@ class Kernel:
     name: str
     """"kind/variant/…@sizes"."""
     dtype: str
-    """Of the operands."""
+    """Format of the operands."""
     build: Callable[[int], tuple[Any, ...]]
-    """Seed → operands, contiguous host tensors."""
+    """Function seed → operands, contiguous host tensors."""
     compute: Callable[..., Any]
-    """Operands on the device → result, contiguous."""
+    """Function (operands on the device) → contiguous result."""
     bound: Callable[..., error_bounds.Bounded]
-    """Operands as float64 (integers too) → reference and tolerance before the rounding to the result's format."""
+    """Function (operands as float64, integers too) → reference and tolerance before rounding to the result's format."""
 
     @property
     def kind(self) -> str:
-        """Label of the readings."""
+        """Kind of the kernel: the label of its readings."""
         return self.name.partition("/")[0]
 
     @property
@@ -75,12 +75,12 @@ class Kernel:
         return derive(FIXED_SEED, self.name)
 
     def judged(self, operands: tuple[Any, ...], form: Format) -> error_bounds.Bounded:
-        """Return the reference and the largest permitted distance from it, for a result in `form`."""
+        """Return the reference and the largest permitted distance from it for a result in `form`."""
         return error_bounds.allowed(self.bound(*(t.to(torch.float64) for t in operands)), form)
 
 
 def draw(seed: int, name: str, shape: tuple[int, ...], form: Format, low: int = -6, high: int = 1) -> Any:
-    """Return values with full random significands, exponents uniform on `low` … `high` and random signs in `form`."""
+    """Return values in `form` with full random significands, exponents uniform on `low` … `high`, and random signs."""
     raw = stream(seed, name, shape)  # 52 bits for the significand, 8 for the exponent, one for the sign
     significand = (raw & ((1 << form.bits - 1) - 1)) + (1 << form.bits - 1)
     exponent = low - (form.bits - 1) + ((raw >> 52) & 255) % (high - low + 1)
@@ -89,7 +89,7 @@ def draw(seed: int, name: str, shape: tuple[int, ...], form: Format, low: int = 
 
 
 def every_kernel(device: Device) -> list[Kernel]:
-    """Return every case for `device`, also those that it does not support."""
+    """Return all cases for `device`, also unsupported ones."""
     size = SMALL if device.backend == "cpu" else LARGE
     return [
         *_products(device, size),
@@ -190,7 +190,7 @@ def _operands(form: Format, shapes: tuple[tuple[int, ...], ...], seed: int) -> t
 
 
 def _large(form: Format, shape: tuple[int, ...], seed: int) -> tuple[Any, ...]:
-    """Return values from 80 to 112: a float32 exponential overflows unless the largest is taken off first."""
+    """Return values from 80 to 112: a float32 exponential overflows unless the largest is subtracted first."""
     return ((draw(seed, "x", shape, FORMATS["float64"], -6, 3) + 96.0).to(form.dtype),)
 
 
@@ -272,7 +272,7 @@ def _int4(form: Format, M: int, N: int, K: int, seed: int) -> tuple[Any, ...]:
 
 
 def _nibbles(packed: Any) -> Any:
-    """Return the 4-bit weights -8 … 7 of two in a byte, the low one first: (N, K / 2) → (N, K), int8."""
+    """Return the 4-bit weights -8 … 7 that are packed two per byte, the low one first: (N, K / 2) → (N, K), int8."""
     both = torch.stack((packed & 15, packed >> 4), -1)
     return both.to(torch.int8).flatten(1) - 8
 
@@ -294,7 +294,7 @@ def _int_product(a: Any, b: Any, sa: Any, sb: Any) -> Any:
 
 
 def _int_bound(a: Any, b: Any, sa: Any, sb: Any) -> error_bounds.Bounded:
-    """Bound the scaled integer sum: it is exact, its conversion and two products round once each."""
+    """Bound the scaled integer sum: the sum is exact; its conversion and two products round once each."""
     reference = a @ b.T * sa * sb
     return reference, reference.abs() * error_bounds.reach((3, error_bounds.SINGLE))
 

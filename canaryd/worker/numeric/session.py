@@ -1,4 +1,4 @@
-"""One run of an exact probe on one device: where its cases run, who makes their goldens, what was done so far."""
+"""One run of an exact probe on one device: the places of its cases, the makers of their goldens, and its totals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
 
 PENDING = 64
-"""Pairs of events after which their times are added up, so that no run holds thousands (ours)."""
+"""Most pairs of events that a run keeps before it adds up their times (ours)."""
 
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @functools.lru_cache
 def thread(task: str) -> ThreadPoolExecutor:  # noqa: ARG001
-    """Return the one thread of the host's for a task: each new one would begin with threads and memory of its own."""
+    """Return the one host thread for a task: a new thread each time would have new memory and worker threads."""
     return ThreadPoolExecutor(1)
 
 
@@ -44,32 +44,32 @@ class Session:
     elements: int = 0
     operations: int = 0
     began: float = field(init=False)
-    """When the run began, by its own clock."""
+    """Start of the run, by the run's clock."""
     made_twice: int = 0
     gathers: int = 0
-    """Turns of fresh operands that the device gathered."""
+    """Number of turns of fresh operands that the device gathered."""
     digests: list[tuple[str, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    """Case that the device has no kernel for → why."""
+    """Case that the device has no kernel for → reason."""
     places: set[Place] = field(default_factory=set)
     pools: tuple[tuple[Product, int], Problem] | None = None
-    """The last pools made, and of which product and seed."""
+    """The last pools made, with their product and seed."""
     begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None
-    """What is being made for the case of this name and seed."""
+    """Name and seed of the case that is being made in another thread, and its future result."""
     repeated: int = 0
-    """Results of turns that the device repeated by itself."""
+    """Number of results of turns that the device repeated without the host."""
     single_steps: str = ""
-    """Why the device could not repeat turns by itself."""
+    """Reason why the device cannot repeat turns without the host, or ""."""
     cores_compared: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
     looking: Future[Any] | None = None
-    """What the host looks at in another thread, newest: it ends before the run does."""
+    """The newest comparison that the host does in another thread; it ends before the run does."""
     _device_seconds: float = 0.0
     _events: list[tuple[Any, Any]] = field(default_factory=list)
-    """Around what was enqueued, where the times are not added up yet."""
+    """Start and end events of work on the device, whose times are not added up yet."""
 
     def __post_init__(self) -> None:
-        """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
+        """Find the drill's fault; raise `Skip` for an unknown name."""
         self.began = self.ctx.clock()
         drill = self.ctx.drill
         if drill and drill not in faults.FAULTS and drill not in GATHERS:
@@ -81,7 +81,7 @@ class Session:
         self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
 
     def look(self, work: Callable[[], T]) -> Future[T]:
-        """Let the host look at something while the device works on; on a processor, which is the host, at once."""
+        """Let the host do `work` in another thread while the device computes, or at once if the host is the device."""
         if self.ctx.device.unit == "cpu":
             done: Future[T] = Future()
             done.set_result(work())
@@ -91,10 +91,10 @@ class Session:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Count the block's work as the device's: by events of the device where it has them, else by the run's clock.
+        """Count the block's time as the device's: by the device's events if it has them, else by the run's clock.
 
-        Events count from the block's first work on the device to its last, gaps between them included, in which the
-        device waits for the host: the share is an upper bound.
+        Events count from the block's first work on the device to its last. Gaps in which the device waits for the host
+        are included, so the share is an upper bound.
         """
         handed, start = self.ctx.clock(), event(self.ctx.device)
         yield
@@ -111,12 +111,12 @@ class Session:
 
     @property
     def device_seconds(self) -> float:
-        """For how long the device worked so far; waits for it."""
+        """Seconds that the device worked so far; waits for the device."""
         self._add_up()
         return self._device_seconds
 
     def times(self) -> Iterator[Reading]:
-        """Yield for how long the device worked, and for how long only the host did."""
+        """Yield the seconds that the device worked, and those in which only the host worked."""
         device = self.device_seconds
         host = max(0.0, self.ctx.clock() - self.began - device)
         yield Reading(name=DEVICE_SECONDS, value=device, unit="seconds")
@@ -129,22 +129,22 @@ class Session:
 
     @property
     def pins(self) -> bool:
-        """Whether the work of the device can be put on one core."""
+        """Whether the device's work can be pinned to one core."""
         return self.ctx.device.unit == "cpu" and self.runtime.pins
 
     def _draw(self, case: str) -> int:
-        """Draw a number for a case from the run's seed: the same when the case is confirmed, alone or not."""
+        """Return a random number for a case, from the run's seed: a confirmation of the case gets the same one."""
         return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
 
     def place(self, case: str) -> int | None:
-        """Return where a case runs on a CPU: half of them on all cores together (None), half on one core alone."""
+        """Return the core that runs a case on a CPU, for half of the cases; None for all cores together."""
         draw = self._draw(case)
         if not self.pins or draw & 1:
             return None
         return self.cores[(draw >> 1) % len(self.cores)]
 
     def place_of(self, core: int | None) -> Place:
-        """Return the place of what runs on one core, or on all of them (None)."""
+        """Return the `Place` of work on one core, or on all of them (None)."""
         if not self.pins:
             return Place(unit="device")
         if core is None:
@@ -152,9 +152,9 @@ class Session:
         return Place(unit="core", numbers=(core,)) if can_pin() else Place(unit="thread")
 
     def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
-        """Return two host cores to make a golden on, away from others where there is a choice, from the first of all.
+        """Return two host cores to make a golden on, not in `avoid` if possible (its first above all).
 
-        Twice the same where there is no other: what passes shows by making it again, and only what stays does not.
+        Both are the same if there is only one: then making it twice shows errors that pass, but not those that stay.
         """
         others = [c for c in self.cores if c not in avoid] or [c for c in self.cores if c not in avoid[:1]]
         others = others or list(self.cores)
@@ -164,5 +164,5 @@ class Session:
 
     @staticmethod
     def place_of_makers(first: int, second: int) -> Place:
-        """Return the place of a golden that two cores made, or one core twice."""
+        """Return the `Place` of a golden that these two cores made."""
         return Place(unit="core", numbers=(first, second)) if can_pin() else Place(unit="threads")

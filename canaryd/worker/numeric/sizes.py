@@ -1,4 +1,4 @@
-"""Choose shapes and sizes of products from the time per case and the measured speed of the device."""
+"""Shapes and sizes of products, chosen from the time per case and the measured speed of the device."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share p
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.1}
 """Seconds for one product, per level: a fraction of a case's share of the budget, so that every case has its turn."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
-"""Largest side of a square product, per level: beyond it, making the golden costs more than it is worth."""
+"""Largest side of a square product, per level: for a larger one, making the golden costs more than it is worth."""
 SIDE, SIDE_BY_EVENTS = 192, 1024
-"""Side of the cube that measures the speed. A fast device is done with 192 before its own clock, which counts half
-microseconds, sees much of it."""
+"""Side of the cube that measures the speed. A fast device finishes 192 before its own clock, which counts half
+microseconds, measures much of it."""
 CALL = 5e-5
-"""Seconds that a library may take for one product besides computing it (ours)."""
+"""Seconds of a library's own work for one product, besides the computation (ours)."""
 LONG = 5
-"""How many times longer than its sides the sums of a "long" product are. Libraries share such sums among several
-blocks: MLX on Metal from three times on (mlx/backend/metal/matmul.cpp)."""
+"""Ratio of K to the sides of a "long" product. Libraries split such sums among several
+blocks: MLX on Metal from a ratio of three (mlx/backend/metal/matmul.cpp)."""
 LARGEST_LONG = 2048
-"""Largest side of a "long" product: with it K is 10240."""
+"""Largest side of a "long" product: K is then 10240."""
 
 
 def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
     """Return floating-point operations per second of this device for products of these formats, by a cube.
 
-    The best of three after one unmeasured product, which includes loading the kernels.
+    It is the best of three after one unmeasured product, which loads the kernels.
     """
     n = SIDE_BY_EVENTS if has_events(device) else SIDE
     product = Product("permute", source, target, 8, n, n, n, 0, "nt")
@@ -46,10 +46,10 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
 
 
 def shares_units(device: Device, source: Format, own: float, float32: float) -> bool:
-    """Return whether a processor seems to multiply a format by float32's units: it is narrower and yet slower.
+    """Return whether a processor seems to use float32's units for a narrower format, because it is slower with it.
 
-    `own` and `float32` are measured speeds in operations per second; 0 for none. Slower by a third at least, and by
-    more than a call costs (ours): units of its own finish the product that measures the speed within microseconds, most
+    `own` and `float32` are measured speeds in operations per second; 0 for none. Slower means by a third at least, and
+    by more than a call costs (ours): units for the format itself finish the measured product within microseconds, most
     of which are the library's.
     """
     if device.backend != "cpu" or source.bits >= FORMATS["float32"].bits or not float32:
@@ -58,17 +58,17 @@ def shares_units(device: Device, source: Format, own: float, float32: float) -> 
 
 
 def shapes_of(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the kinds of shape and the layouts of a format: kernels for FP8 want B column-major, and no batch."""
+    """Return the kinds of shape and the layouts of a format: FP8 kernels need column-major B, and no batch."""
     if source.startswith("float8"):
         return tuple(kind for kind in KINDS if kind != "batched"), ("nt",)
     return KINDS, LAYOUTS
 
 
 def variants(ctx: Context, turn: int, source: str, *, shared: bool) -> list[tuple[str, str]]:
-    """Choose shape kinds and layouts: every pair at deep, every kind at standard, one in two turns at quick.
+    """Return pairs of shape kind and layout: all at deep, each kind once at standard, one in two turns at quick.
 
-    Of a format on `shared` units every kind at deep, only one at standard and one in six turns at quick: float32 tests
-    these units too, and faster.
+    A format on `shared` units gets each kind once at deep, one pair at standard and one in six turns at quick: float32
+    tests these units too, and faster.
     """
     kinds, layouts = shapes_of(source)
     if ctx.cases or (ctx.level == "deep" and not shared):
@@ -85,8 +85,8 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
     """Return M, N, K and batch (0 for none) of the case called `name`, for a measured speed in operations per second.
 
     A full name in `ctx.cases`, "name@64x48x256", gives its own sizes: a confirmation must use the same operands at any
-    speed. Otherwise they follow from the level's time for one product; they vary with the seed and may be no multiples
-    of a tile.
+    speed. Otherwise the sizes follow from the level's time for one product. They vary with the seed and need not be
+    multiples of a tile.
     """
     for want in ctx.cases:
         asked, _, sizes = want.partition("#")[0].partition("@")
@@ -113,11 +113,11 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
 
 
 def stem(name: str) -> str:
-    """Return the format and content of a case: where K agrees too, cases of a stem draw from the same pools."""
+    """Return the format and content in a case's name: cases with equal stem and K draw from the same pools."""
     return "/".join(name.split("/")[:2])
 
 
 def _cut(seed: int, stem: str) -> int:
-    """Return what is missing to a K of sixteenths: nothing for half of the stems, whose kernels then meet no edge."""
+    """Return the difference of K to a multiple of sixteen: 0 for half of the stems, whose kernels then meet no edge."""
     drawn = int(below(seed, f"ragged {stem}", (1,), 32))
     return drawn if drawn < 16 else 0

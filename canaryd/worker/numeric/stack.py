@@ -1,4 +1,4 @@
-"""The accelerators that this interpreter can use, and the software under test."""
+"""The accelerators that this interpreter can use, and the versions of the software under test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_
 
 
 def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
-    """Return the devices, the stack facts common to all, torch's version or None, and why torch is missing or None."""
+    """Return the devices, the facts common to all stacks, torch's version or None, and why torch is missing or None."""
     host = cpu()
     if torch is None:
         return [host], {}, None, why_no_torch
@@ -33,9 +33,9 @@ def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
 def cpu() -> Device:
     """Return the host's processors as one device.
 
-    The key is derived from /etc/machine-id and the model name, which every user of the machine reads alike. It names
-    the installation and not the silicon, so the identity is weak; the processor's own number (PPIN), where the kernel
-    shows it, is recorded too.
+    The key is derived from /etc/machine-id and the model name, which are the same for every user of the machine. It
+    identifies the installation and not the silicon, so the identity is weak. The processor's own number (PPIN), where
+    the kernel shows it, is recorded too.
     """
     info = _read("/proc/cpuinfo")
     model = _field(info, "model name") or _field(info, "Model") or platform.processor() or platform.machine()
@@ -64,7 +64,7 @@ def cpu() -> Device:
 
 
 def _instruction_sets(info: str) -> tuple[str, ...]:
-    """Execution paths that torch can use: its own choice, AVX2 where that is less, and the least."""
+    """Return the instruction sets to test with torch: its own choice, AVX2 if that is less, and the least one."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("native", "baseline")
     return ("native", "avx2", "baseline") if "avx512f" in _flags(info) else ("native", "baseline")
@@ -107,7 +107,7 @@ def _cuda() -> list[Device]:
 
 
 def _why_no_cuda() -> dict[str, str]:
-    """Return why torch shows no GPU of NVIDIA or AMD, in its own words: `is_available` turns every error into False."""
+    """Return torch's own reasons for showing no NVIDIA or AMD GPU: `is_available` turns every error into False."""
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
@@ -153,10 +153,10 @@ CHOOSERS = (
     "TORCH_CUDNN_SDPA_AVOID_RECOMPILE",
     *("TORCH_DISABLE_NATIVE_JIT", "TORCH_NATIVE_SKIP_VERSION_CHECK", "TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN"),
 )
-"""Environment variables by which a library chooses another kernel for the same product; the last bits may differ."""
+"""Environment variables that make a library choose another kernel for the same product; the last bits may differ."""
 
 KERNEL_PACKAGES = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "nvmath-python", "triton")
-"""Packages with which torch writes some of its CUDA kernels anew where they are there, in versions that it knows.
+"""Packages that torch uses, where they are installed in a known version, to replace some of its CUDA kernels.
 
 Source: pytorch 2.13, torch/_native/cutedsl_utils.py, triton_utils.py and ops: RMS norm, topk, scatter_add, products.
 """
@@ -167,12 +167,12 @@ def _common() -> dict[str, str]:
 
 
 def surroundings(device: Device) -> dict[str, str]:
-    """Return what results of every runtime may depend on: the interpreter, the kernel and the processor's microcode."""
+    """Return versions that affect results of every runtime: interpreter, kernel, and the processor's microcode."""
     return _common() | ({"microcode": cpu().detail["microcode"]} if device.unit == "cpu" else {})
 
 
 def stack(device: Device, instruction_set: str) -> dict[str, str]:
-    """Return the software that a result on `device` may depend on. Equal stacks give equal mappings."""
+    """Return the versions of the software that a result on `device` may depend on; equal stacks give equal mappings."""
     facts = _common()
     if torch is None:
         return facts
@@ -221,10 +221,10 @@ def _installed(package: str) -> str:
 
 
 def cudnn_version() -> int | None:
-    """Return the number of cuDNN's version, None without it.
+    """Return the number of cuDNN's version, or None without cuDNN.
 
-    Where torch was built with a newer one, or cuDNN has no kernels for a visible device, torch raises at the first
-    question of a process and answers every later one (pytorch, torch/backends/cudnn/__init__.py, _init).
+    If torch was built with a newer one, or cuDNN has no kernels for a visible device, torch raises at the first call
+    of a process and answers every later one (pytorch, torch/backends/cudnn/__init__.py, _init).
     """
     for _ in range(2):
         with contextlib.suppress(RuntimeError):
@@ -234,9 +234,9 @@ def cudnn_version() -> int | None:
 
 
 def library_version(maps: str, name: str, function: str) -> str:
-    """Return the version of an NVIDIA library that this process has loaded, "not given" where it has not.
+    """Return the version of an NVIDIA library that this process has loaded, or "not given" if it has not.
 
-    It may be another one than torch was built with. `maps` is /proc/self/maps; `function` takes a libraryPropertyType
+    Torch may have been built with another version. `maps` is /proc/self/maps; `function` takes a libraryPropertyType
     (0, 1, 2: major, minor, patch level) and where to write it, as in the cuBLAS documentation, cublasGetProperty.
     """
     path = next((line.split(maxsplit=5)[-1] for line in maps.splitlines() if f"/{name}" in line), "")
@@ -259,7 +259,7 @@ def _listed(variables: Mapping[str, str]) -> str:
 
 
 def int8_pairs_saturate() -> str:
-    """Return why u8 x s8 products may saturate on this CPU under this worker's instruction set, or "" if they cannot.
+    """Return the reason why u8 x s8 products may saturate on this CPU with this instruction set, or "" if they cannot.
 
     Without VNNI or AMX the kernels add pairs of products in saturating 16-bit arithmetic: with full-range operands a
     healthy processor is "wrong" by design.
@@ -272,7 +272,7 @@ def int8_pairs_saturate() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the host's conditions at the time of a run."""
+    """Return the host's name, load of the last minute and boot id, without unknown ones."""
     load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else ""
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
     return {k: v for k, v in {"hostname": socket.gethostname(), "load_1m": load, "boot_id": boot}.items() if v}
@@ -301,9 +301,9 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def float8(device: Device, name: str) -> str:
-    """Return the kind of an FP8 format that a device multiplies: "fnuz" on AMD CDNA 3 (gfx942, the MI300 family).
+    """Return the variant of an FP8 format that a device multiplies: "fnuz" on AMD CDNA 3 (gfx942, the MI300 family).
 
-    Source: pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_is_fnuz`. Other names stay as they are.
+    Source: pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_is_fnuz`. Other names are returned unchanged.
     """
     if device.backend == "rocm" and device.detail.get("capability") == "9.4" and name.startswith("float8"):
         return f"{name.removesuffix('fn')}fnuz"
@@ -319,7 +319,7 @@ def capability(device: Device) -> tuple[int, int]:
 
 
 def built_for_others(device: Device, error: BaseException) -> str:
-    """Return that torch, or another library, has no kernels for a device, as `error` says, and what to do."""
+    """Return the sentence that a library, such as torch, has no kernels for a device, with `error` and a remedy."""
     wanted = f"compute capability {found}" if (found := device.detail.get("capability")) else "this device"
     text = beginning((str(error).splitlines() or [""])[0], 90)
     of_torch = torch is not None and device.backend == "cuda"

@@ -1,13 +1,13 @@
-"""What a retest does to the device between trials: steady load, pulsed load, or idling.
+"""The conditions that a retest creates between trials: steady load, pulsed load, or idling.
 
-The trials stay what they are; only the moment at which they run is chosen. Load is one product of random numbers after
-another, in memory of its own. It runs between trials and not beside them, so that a wrong result has one author: on a
-CPU over all visible cores, whichever core the trials are pinned to; on an accelerator up to the moment of the trial,
-whose kernels queue directly behind the last product.
+The trials do not change; only the moment at which they run is chosen. Load is one product of random numbers after
+another, in memory of its own. It runs between trials and not beside them, so that a wrong result has one cause. On a
+CPU it uses all visible cores, whichever core the trials are pinned to. On an accelerator it runs up to the moment of
+the trial, whose kernels queue directly behind the last product.
 
-What it cannot do: pulses of a host's making last milliseconds and reach voltage regulators and clock control, not the
-resonances of a package at megahertz; how far clocks fall in a pause depends on the driver and on what else the host
-does. Telemetry says what came of it.
+Limits: pulses that a host makes last milliseconds. They reach voltage regulators and clock control, but not the
+resonances of a package at megahertz. How far clocks fall in a pause depends on the driver and on the host's other
+work. Telemetry shows the effect.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ WARM_UP = 30.0
 PAUSE = 10.0
 """Seconds of idling before the first trial, and again before each later group of them."""
 BEFORE = 0.25
-"""Part of the budget that warming up, or one pause, takes at most."""
+"""Largest part of the budget for warming up, or for one pause."""
 LOAD = 0.5
-"""Seconds of load, steady or pulsed, before each later group of trials: five times as long as these take."""
+"""Seconds of load, steady or pulsed, before each later group of trials: five times as long as the group."""
 PULSE = 0.01
-"""Seconds of one burst of load, and of the pause behind it."""
+"""Seconds of one burst of load, and of the pause after it."""
 GROUP = {"steady": 0.1, "pulsed": 0.1, "idle": 1.0}
-"""Seconds of trials until the next load or pause. After idling it is the climb of clocks and voltage that counts."""
+"""Seconds of trials until the next load or pause. After idling, the rise of clocks and voltage is the test."""
 SMALLEST, LARGEST = 512, 4096
-"""Sides of the square product: as large as it takes to last for `WORTH`. The largest holds 96 MiB on an accelerator and
-192 MiB on a CPU, which a serving node can spare."""
+"""Sides of the square product, smallest and largest; a product must last for `WORTH`. The largest holds 96 MiB on an
+accelerator and 192 MiB on a CPU, which a serving node can spare."""
 WORTH = 0.002
-"""Seconds that one product should last, so that launching it does not matter."""
+"""Seconds that one product should last, so that the time for launching it does not matter."""
 
 
 def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
     """Set the `Context.pace` of a retest; return the function that gives the conditions of its trials at the end.
 
-    Raises `Skip` where torch, which makes the load, is missing or does not reach the device.
+    Raises `Skip` if torch, which makes the load, is missing or cannot use the device.
     """
     if ctx.intensity not in GROUP:
         return list
@@ -55,17 +55,17 @@ def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
 
 
 def _torch_device(device: Device) -> Any:
-    """Return what makes the load: the device itself, or the processor that another runtime computes on."""
+    """Return the torch device that computes the load: the device itself, or the processor of another runtime."""
     if device.runtime != TORCH and device.unit != "cpu":
         raise Skip(f"torch makes the load of a retest, and {device.name} is not known to be a device of torch")
     return torch.device("cpu") if device.unit == "cpu" else torch_device(device)
 
 
 class Pace:
-    """The load, or the pauses, of one run; call it between trials."""
+    """The load or the pauses of one run; a probe calls it between trials."""
 
     def __init__(self, ctx: Context) -> None:
-        """Remember where load may run, before a trial is pinned to one core."""
+        """Store the visible cores for the load before a trial is pinned to one core."""
         self._ctx = ctx
         self._cores = visible_cores()
         self._load: _Load | None = None
@@ -75,7 +75,7 @@ class Pace:
         self.load_seconds = self.pause_seconds = self.operations = 0.0
 
     def __call__(self) -> None:
-        """Load the device or let it idle, if enough trials ran since the last time and time is left."""
+        """Load the device or let it idle, if the present group of trials is over and time is left."""
         now = self._ctx.clock()
         first = self._began is None
         if first:
@@ -111,7 +111,7 @@ class Pace:
         return facts
 
     def _pulses(self, seconds: float) -> None:
-        """Alternate bursts and pauses; trials follow a burst and, the next time, a pause."""
+        """Alternate bursts and pauses; the trials follow a burst once, and a pause the next time."""
         end = self._ctx.clock() + seconds
         while self._ctx.clock() < end and self._ctx.left > 0.0:
             self._work(PULSE)
@@ -141,7 +141,7 @@ class Pace:
 
 
 class _Load:
-    """Products of random numbers, `PULSE` seconds of them at a time."""
+    """Products of random numbers, about `PULSE` seconds of them per call."""
 
     def __init__(self, device: Any) -> None:
         # Of narrow formats float16 is the one that every accelerator has; 4,096 products of it stay far below infinity.
@@ -166,7 +166,7 @@ class _Load:
         return time.perf_counter() - began
 
     def enqueue(self) -> None:
-        """Enqueue the products; an accelerator may still compute them when this returns."""
+        """Enqueue the products; an accelerator may still compute them after this returns."""
         for _ in range(self._count):
             torch.matmul(self._a, self._b, out=self._out)
 

@@ -1,7 +1,7 @@
 """The only module that imports torch: formats, comparison of bits, switches, placement on cores.
 
-The rest of the worker takes `torch` from here. Where torch cannot be imported the module still loads, so that probes
-can be listed; `need_torch` then skips a numeric probe with the reason.
+The rest of the worker imports `torch` from here. Without torch the module still loads, so that probes can be listed;
+`need_torch` then skips a numeric probe with the reason.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from canaryd.probe import Skip
 from canaryd.worker import visible
 
 OLDEST = (2, 6)
-"""Oldest torch. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
+"""Oldest supported torch. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
 bound of rms_norm in 16 bits. On accelerators 2.4 also gives a pair for a scaled product, and devices have no uuid."""
 WORD = 8
-"""Bytes that are compared, and copied where columns are taken one by one, at once."""
+"""Bytes that are compared at once, or copied at once where single columns are gathered."""
 
 torch: Any = None
 why_no_torch = ""
@@ -48,7 +48,7 @@ _OLDEST = ".".join(map(str, OLDEST))
 
 
 def need_torch() -> None:
-    """Raise `Skip` with the reason and the remedy where torch is missing."""
+    """Raise `Skip` with the reason and the remedy if torch is missing."""
     if torch is None:
         remedy = f"Name an interpreter that has torch {_OLDEST} or newer in worker.python (or worker.runtimes)"
         raise Skip(f"{why_no_torch}. {remedy}")
@@ -56,7 +56,7 @@ def need_torch() -> None:
 
 @functools.lru_cache(maxsize=8)
 def need_version(backend: str) -> None:
-    """Raise `Skip` where this torch is older than the backend needs."""
+    """Raise `Skip` if this torch is older than the backend needs."""
     found = tuple(int(number) for number in re.findall(r"\d+", str(torch.__version__))[:2])
     if found < OLDEST:
         raise Skip(f"torch {torch.__version__} is too old for {backend}: point worker.python at {_OLDEST} or newer")
@@ -64,7 +64,7 @@ def need_version(backend: str) -> None:
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: what a significand of `bits` bits with normal exponents `emin`…`emax` can hold."""
+    """A number format: significands of `bits` bits with normal exponents `emin`…`emax`."""
 
     name: str
     bits: int
@@ -72,7 +72,7 @@ class Format:
     emin: int
     """Smallest exponent of a normal number: 2**emin is normal."""
     emax: int
-    """Every integer below 2**bits times 2**e is finite as long as its top bit is at or below 2**emax."""
+    """Largest exponent: an integer below 2**bits times 2**e is finite if its top bit is at most 2**emax."""
 
     @property
     def dtype(self) -> Any:
@@ -105,19 +105,19 @@ def form_of(dtype: Any) -> Format:
 
 
 SMALL = 1 << 20
-"""Bytes of a result that one thread compares as fast as any number of threads (benchmarks.verified_gemm)."""
+"""Bytes of a result up to which one thread compares as fast as any number (benchmarks.verified_gemm)."""
 FEW = 16
-"""Threads that compare as fast as one does by memcmp, which takes eight bytes and more at a time (the same)."""
+"""Number of threads up to which one thread with memcmp, which takes eight bytes and more at a time, is as fast."""
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def bits(tensor: Any) -> Any:
-    """View a tensor's raw bits as integers of the same width (no copy); NaN and signed zeros become plain values."""
+    """Return a tensor's raw bits as integers of the same width (no copy); NaN and signed zeros become plain values."""
     return tensor.view(getattr(torch, _INTEGER_OF_WIDTH[tensor.element_size()]))
 
 
 def flat_bits(tensor: Any) -> Any:
-    """View a tensor's raw bits in storage order, which is that of memory for a transposed operand (no copy)."""
+    """Return a tensor's raw bits in storage order, which is memory order for a transposed operand (no copy)."""
     raw = bits(tensor)
     return raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
 
@@ -129,9 +129,9 @@ def bytes_of(tensor: Any) -> bytes:
 
 
 def words(*tensors: Any) -> tuple[Any, ...]:
-    """View the raw bits of tensors of one kind as 64-bit words where all can be, else as `bits` does (no copy).
+    """Return the raw bits of tensors of one format as 64-bit words if all allow it, else as `bits` does (no copy).
 
-    A comparison reads four bfloat16 at once then, and is bound by memory instead of by the number of elements.
+    A comparison then reads four bfloat16 at once, so that memory limits its speed, not the number of elements.
     """
     whole = all(
         t.is_contiguous() and t.nbytes % WORD == 0 and t.storage_offset() * t.element_size() % WORD == 0
@@ -141,14 +141,14 @@ def words(*tensors: Any) -> tuple[Any, ...]:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Compare two contiguous tensors bit for bit on their device, eight bytes at a time where possible."""
+    """Return whether two contiguous tensors are equal bit for bit, compared on their device, eight bytes at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"compared {a.dtype}{tuple(a.shape)} with {b.dtype}{tuple(b.shape)}; wanted equal kinds")
     return bool(torch.equal(*words(a, b)))
 
 
 def host_same_bits(a: Any, b: Any) -> bool:
-    """Compare two host tensors with the C library's memcmp: a path that shares nothing with torch's comparison."""
+    """Return whether two host tensors are equal, by the C library's memcmp, which shares no code with torch."""
     a, b = a.contiguous(), b.contiguous()
     return bool(a.nbytes == b.nbytes and _memcmp()(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
 
@@ -161,10 +161,10 @@ def _memcmp() -> Any:
 
 
 def is_alone(result: Any) -> bool:
-    """Return whether one thread compares and spoils a processor's result, by the C library; torch does by all threads.
+    """Return whether a processor's result is compared and overwritten by one thread, with the C library.
 
-    The host's own look goes the other way. To wake the other threads takes longer than they save for a `SMALL` result,
-    or for a larger one where they are few.
+    Otherwise torch does it with all threads. The host's own check uses the other method. Waking threads takes longer
+    than they save for a `SMALL` result, or for a larger one where they are few.
     """
     threads = torch.get_num_threads()
     return bool(threads == 1 or result.nbytes <= SMALL * max(1, FEW // threads))
@@ -180,9 +180,9 @@ def spoil(result: Any) -> None:
 
 
 def torch_device(device: Device) -> Any:
-    """Return the torch device of a `Device`, found by its uuid: its index may have moved since it was discovered.
+    """Return the torch device of a `Device`, found by its uuid: its index may have changed since the discovery.
 
-    Raises `Skip` when no such device is visible now, or this torch is too old for it. ROCm is called "cuda" in torch.
+    Raises `Skip` if no such device is visible now, or this torch is too old for it. ROCm is called "cuda" in torch.
     """
     need_version(device.backend)
     kind = "cuda" if device.backend == "rocm" else device.backend
@@ -197,9 +197,9 @@ def torch_device(device: Device) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _index_now(kind: str, names: tuple[str, ...], index: int, *, by_place: bool) -> int:
-    """Return the present number of the device that has one of these uuids; the first is its own.
+    """Return the present number of the device with one of these uuids, the first of which is its own.
 
-    One that shares its uuid with others is known `by_place` alone.
+    `by_place`: other devices have the same uuid, so the device is identified by its `index` only.
     """
     module = getattr(torch, kind)
     if not module.is_available():
@@ -229,11 +229,11 @@ OVERRIDES = (
     *("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_MPS_FAST_MATH"),
 )
 """Environment variables with which a library rounds operands, or chooses its kernels, whatever the switches say.
-canaryd removes them from workers; `worker.env` may set them again, and then nothing is exact by what ships."""
+canaryd removes them from workers. `worker.env` may set them again: then no case ships as characterised."""
 
 
 def overrides() -> dict[str, str]:
-    """Return what the operator's environment sets of `OVERRIDES`; {} as a rule."""
+    """Return the variables of `OVERRIDES` that the operator's environment sets; usually {}."""
     return {name: os.environ[name] for name in OVERRIDES if os.environ.get(name, "0") not in ("", "0")}
 
 
@@ -255,7 +255,7 @@ def _switch_table() -> list[tuple[str, Any, str, Any]]:
 
 @contextlib.contextmanager
 def strict_switches() -> Iterator[dict[str, str]]:
-    """Set every switch that may change a result's bits to its exact position; yield what was set; put all back.
+    """Set every switch that may change a result's bits to its exact position; yield what was set; restore all after.
 
     A switch that this torch does not have is recorded as "absent". Float32 products of the CPU are held at "highest",
     so that no library silently rounds operands to bfloat16 or TF32.
@@ -290,7 +290,7 @@ def strict_switches() -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def allowing(attribute: str) -> Iterator[None]:
-    """Turn on one of the switches of CUDA's products, such as "allow_tf32"."""
+    """Turn on one of the switches of CUDA's products, such as "allow_tf32", during the block."""
     matmul = torch.backends.cuda.matmul
     before = getattr(matmul, attribute)
     setattr(matmul, attribute, True)
@@ -302,7 +302,7 @@ def allowing(attribute: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_any_order() -> Iterator[None]:
-    """Let torch add and scatter in any order: held to one, CUDA's sorts where serving uses atomics, and has no cuDNN.
+    """Let torch add and scatter in any order, as serving does: a fixed order sorts on CUDA, and excludes cuDNN.
 
     Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu, index_add_cuda_impl; TensorAdvancedIndexing.cpp, scatter;
     transformers/cuda/sdp_utils.cpp, check_cudnn_deterministic.
@@ -316,7 +316,7 @@ def in_any_order() -> Iterator[None]:
 
 
 def visible_cores() -> tuple[int, ...]:
-    """Return the host cores this process may use, in order."""
+    """Return the host cores that this process may use, in order."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -324,7 +324,7 @@ def visible_cores() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1)
 def can_pin() -> bool:
-    """Return whether this process may choose its core: no on macOS, and not under a filter of system calls."""
+    """Return whether this process may choose its core: not on macOS, and not under a filter of system calls."""
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -334,7 +334,7 @@ def can_pin() -> bool:
 
 @contextlib.contextmanager
 def on_cores(cores: Collection[int], threads: int) -> Iterator[None]:
-    """Run the block's torch work in so many threads on these cores; none: on those that it may use anyway."""
+    """Run the block's torch work in `threads` threads on `cores`; if that is empty, on the cores allowed before."""
     before, pinned = torch.get_num_threads(), visible_cores()
     pins = bool(cores) and can_pin()
     try:
@@ -352,16 +352,16 @@ def on_cores(cores: Collection[int], threads: int) -> Iterator[None]:
 def on_core(core: int | None) -> contextlib.AbstractContextManager[None]:
     """Run the block's torch work only in this thread, pinned to `core`; None leaves all threads free.
 
-    With one intra-op thread torch runs kernels in the calling thread, so that a wrong result names its core. Where the
-    core cannot be chosen (`can_pin`) the work still runs on one thread, on a core that the system chose.
+    With one intra-op thread torch runs kernels in the calling thread, so that a wrong result names its core. If the
+    core cannot be chosen (`can_pin`) the work still runs in one thread, on a core that the system chose.
     """
     return contextlib.nullcontext() if core is None else on_cores({core}, 1)
 
 
 def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run work twice, on two cores at the same time, as `on_core` does; where there is only one, one after the other.
+    """Run work twice, on two cores at the same time, as `on_core` does; one after the other if both cores are one.
 
-    Work that raises ends both; its error is raised.
+    An error in either ends both and is raised.
     """
     if first == second or not can_pin():
         with on_core(first):
@@ -381,9 +381,9 @@ def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any,
 
 @functools.lru_cache(maxsize=1)
 def _other_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Return the one thread for work on a second core: a new one each time would begin with new memory.
+    """Return the one thread for work on a second core: a new thread each time would start with new memory.
 
-    OpenMP's number of threads is its own; MKL has one number for all, which is 1 while `on_two_cores` works.
+    The thread has its own number of OpenMP threads. MKL has one number for all threads: 1 during `on_two_cores`.
     """
 
     def alone() -> None:
@@ -394,7 +394,7 @@ def _other_thread() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has finished; on a CPU return at once."""
+    """Wait until the device has finished; return at once on a CPU."""
     target = torch_device(device)
     if target.type == "mps":
         torch.mps.synchronize()  # there is one, and no argument
@@ -403,20 +403,20 @@ def synchronize(device: Device) -> None:
 
 
 AHEAD = 256 << 20
-"""Bytes that a device overwrites before a call that is timed: over 50 µs at 5 TB/s, in which the host hands the call
-over. So the device does not wait for the host, and its caches hold nothing of the call before."""
+"""Bytes that a device overwrites before a timed call: over 50 µs at 5 TB/s, in which the host enqueues the call. So the
+device does not wait for the host, and its caches hold nothing of the call before."""
 
 
 def has_events(device: Device) -> bool:
-    """Return whether a device measures times by its own clock: CUDA and ROCm through torch."""
+    """Return whether a device measures times with its own clock: CUDA and ROCm through torch."""
     return device.runtime == TORCH and device.backend in ("cuda", "rocm")
 
 
 def timed(device: Device, call: Callable[[], Any], wait: Callable[[], None]) -> tuple[Any, float]:
-    """Return the result of a call and the seconds it took: by the device's own events where it has them.
+    """Return the result of a call and its duration in seconds, by the device's own events if it has them.
 
-    `wait` waits for the device. With events it does not count how fast the host launches kernels: one of two equal GPUs
-    may be farther from the host's processor.
+    `wait` waits for the device. Events do not count how fast the host launches kernels: one of two equal GPUs may be
+    farther from the host's processor.
     """
     if has_events(device):
         torch.empty(AHEAD, dtype=torch.uint8, device=torch_device(device)).zero_()
@@ -431,7 +431,7 @@ def timed(device: Device, call: Callable[[], Any], wait: Callable[[], None]) -> 
 
 
 def event(device: Device) -> Any:
-    """Return an event that a device passes once all is done that was enqueued so far; None where it has none."""
+    """Return an event that the device passes after all work enqueued so far, or None if it has no events."""
     if not has_events(device):
         return None
     made = torch.cuda.Event(enable_timing=True)
@@ -440,13 +440,13 @@ def event(device: Device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two events by the device's own clock; waits until it has passed the second."""
+    """Return the seconds between two events by the device's clock; wait until the device has passed the second."""
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 
 def let_go() -> None:
-    """Wait until the one device of this process has finished, and give its memory back."""
+    """Wait until the one device of this process has finished, and free its memory."""
     for kind in ("cuda", "xpu", "npu"):
         module = getattr(torch, kind, None)
         if visible.is_narrowed() and module is not None and module.is_initialized():
@@ -455,5 +455,5 @@ def let_go() -> None:
 
 
 def as_text(record: dict[str, str]) -> str:
-    """One canonical line for a record of switches, for a Reading."""
+    """Return a record of switches as one canonical line, for a Reading."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"))

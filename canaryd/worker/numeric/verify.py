@@ -1,6 +1,6 @@
 """Verify exact goldens: build twice, upload, compute, compare on the device and on the host, collect evidence.
 
-A probe gives its cases and how to compute them; `verify_all` does the rest and yields comparisons.
+A probe gives its cases and their functions; `verify_all` does the rest and yields comparisons.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from canaryd.worker.numeric.tensors import (
 )
 
 FIXED_SEED = 20_260_101
-"""Seed of the fixed cases, whose golden digests ship with the package and whose results make the fingerprint."""
+"""Seed of the fixed cases. Their golden digests ship with the package, and their results make the fingerprint."""
 FRESH_UPLOADS = 3
-"""Fresh uploads tried at once after a mismatch, in the same process."""
+"""Number of fresh uploads right after a mismatch, in the same process."""
 ELSEWHERE = 5.0
-"""Seconds for which a run computes the operands of its first wrong result on the other cores of a processor (ours)."""
+"""Seconds that a run spends on computing its first wrong result again on a processor's other cores (ours)."""
 
 
 def verify_all(
@@ -38,7 +38,7 @@ def verify_all(
 ) -> Iterator[Fact]:
     """Verify the fixed cases once each and the fresh cases for the rest of the budget; yield every fact of the run.
 
-    `shipped` is the file of golden digests made elsewhere; `refused` says why cases were left out. Raises `Skip` when
+    `shipped` is the file of golden digests made elsewhere; `refused` has reasons for omitted cases. Raises `Skip` if
     there is nothing to do.
     """
     need_torch()  # the host makes the goldens with it, whatever computes
@@ -106,16 +106,16 @@ def verify_all(
 
 
 def case_seed(ctx: Context, case: Case) -> int:
-    """Return the seed of a case's operands: fixed, or derived from the run's seed and the case's stem, or its name."""
+    """Return the seed of a case's operands: fixed, or derived from the run's seed and the case's stem or name."""
     return FIXED_SEED if case.fixed else derive(ctx.seed, case.stem or case.name.partition("@")[0])
 
 
 def verify_case(
     session: Session, case: Case, seconds: float, shipped: str = "", following: tuple[Case, str] | None = None
 ) -> Iterator[Fact]:
-    """Verify one case for `seconds` (once at least), on fresh operands where the device can gather; yield its facts.
+    """Verify one case for `seconds` (at least once), on fresh operands if the device can gather; yield its facts.
 
-    `shipped` is its digest, if one ships; `following` the next case with its own.
+    `shipped` is its golden's digest, or ""; `following` is the next case with its digest.
     """
     ctx = session.ctx
     core = session.place(case.name)
@@ -149,7 +149,7 @@ def verify_case(
 def _repeat(
     session: Session, case: Case, comparison: Comparison, seed: int, core: int | None, shipped: str
 ) -> Generator[Fact, None, Comparison]:
-    """Make, upload and compute the same operands again; yield what was wrong, return the comparison with the counts."""
+    """Make, upload and compute the same operands again; yield wrong results; return the comparison with their count."""
     again = []
     settle(session)
     for _ in range(FRESH_UPLOADS):
@@ -165,9 +165,9 @@ def _repeat(
 
 
 def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: int | None) -> Iterator[Comparison]:
-    """Compute the same operands on every other core alone, once in a run; yield what is right too: it names the core.
+    """Compute the same operands on each other core alone, once in a run; right results show that the core is wrong.
 
-    Of more cores than fit into `ELSEWHERE` another run begins with others.
+    If `ELSEWHERE` is too short for all cores, another run begins with others.
     """
     others = [c for c in session.cores if c != core]
     if session.cores_compared or not (session.pins and can_pin() and others):

@@ -1,1 +1,1 @@
-"""Read what devices, drivers and the host report."""
+"""Readings that devices, drivers and the host report."""

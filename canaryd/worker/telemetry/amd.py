@@ -43,21 +43,21 @@ from canaryd.worker.telemetry.sysfs import (
 
 VENDOR = 0x1002
 ACCELERATORS = (0x0380, 0x1200)
-"""PCI classes, 16 bits, of data-centre parts: other display controller, processing accelerator."""
+"""PCI classes (16 bits) of data-centre devices: "other display controller" and "processing accelerator"."""
 LEAST_MEMORY = 8 << 30
-"""Bytes of its own memory that make a GPU one that models are served on."""
+"""Bytes of its own memory from which a GPU counts as an accelerator that serves models."""
 KINDS = {"ce": "corrected", "ue": "uncorrected", "de": "deferred"}
-"""The kernel's words for errors that were corrected, could not be, or wait in memory until they are read."""
+"""The kernel's abbreviation → kind of error: corrected, uncorrected, or deferred until the memory is read."""
 PAGES = {"R": "reserved", "P": "pending", "F": "unreservable"}
 THROTTLED = {"prochot": "prochot_thrm", "power": "ppt_pwr", "thermal": "socket_thrm", "vr_thermal": "vr_thrm"}
 THROTTLED |= {"memory_thermal": "hbm_thrm"}
 """Reason → amdsmi's word for it."""
 FIRMWARE = ("smc", "sos", "mec", "sdma", "vcn", "ta_ras", "ta_xgmi", "asd", "rlc")
-"""Firmware whose versions are recorded; the driver lists more."""
+"""Firmware whose versions are recorded; the driver lists further ones."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the accelerators that the amdgpu driver runs, with the serial numbers and versions that it gives."""
+    """Return the accelerators that the amdgpu driver uses, with the serial numbers and versions that it gives."""
     root, library = _settings(settings)
     found = []
     for index, card in enumerate(_accelerators(root)):
@@ -83,7 +83,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-    """Yield what driver and library report about the device; raise `Unavailable` where it is missing."""
+    """Yield the readings of driver and library about the device; raise `Unavailable` if the device is missing."""
     root, library = _settings(settings)
     bus_id = device.detail.get("bus_id", "")
     card = next((card for card in _accelerators(root) if card.bus_id == bus_id), None)
@@ -118,7 +118,7 @@ def _accelerators(root: Path) -> list[Card]:
 
 
 def _serves(card: Card) -> bool:
-    """Return whether a card is an accelerator: by its own memory, or by its class where the memory cannot be read.
+    """Return whether a card is an accelerator: by its own memory, or by its class if the memory cannot be read.
 
     The class alone is not enough: the second display of a portable computer is a 0x0380 too.
     """
@@ -149,7 +149,7 @@ def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
 
 
 def _errors(card: Card) -> Iterator[Reading | Absent]:
-    """Yield the error counts per block of the chip; xgmi_wafl are the links between devices."""
+    """Yield the error counts per block of the chip; the block xgmi_wafl is the links between devices."""
     features = partial(line, card.device / "ras/features", r"\Afeature mask:\s*0x([0-9a-fA-F]{1,16})\b")
     # Bit 0: the error handling of the memory controllers (block 0, umc) is on.
     yield attempt("ecc_enabled", lambda: int(features(), 16) & 1, when="current")
@@ -232,7 +232,7 @@ class _Library:
             self.api, self.why = None, f"amdsmi cannot be used: {type(error).__name__}: {text[:200]}"
 
     def detail(self, bus_id: str) -> dict[str, str]:
-        """Return identity and versions, and the library that gave them."""
+        """Return identity and versions from the library, and the library's own version."""
         if self.api is None:
             return {"library": self.why} if self.why else {}
         found = {"library": f"amdsmi {getattr(self.api, '__version__', 'of no version')}"}
@@ -246,7 +246,7 @@ class _Library:
         return found | {k: v.strip() for k, v in wanted.items() if isinstance(v, str) and v.strip() not in ("", "N/A")}
 
     def readings(self, bus_id: str) -> Iterator[Reading]:
-        """Yield what the library gives; sysfs gives the rest."""
+        """Yield the readings of the library; other readings come from sysfs."""
         if self.api is None or bus_id not in self.handles:
             return
         ask = partial(self._ask, bus_id=bus_id)
@@ -304,7 +304,7 @@ class _Library:
                 yield Reading(name="throttle_active", value=int(active), unit="1", labels={"reason": reason})
 
     def _ask(self, function: str, *arguments: tuple[str, str], bus_id: str) -> Any:
-        """Call a function with members of the library's enumerations; None for every way in which it can fail."""
+        """Call a library function with members of its enumerations; return its answer, or None after any failure."""
         try:
             members = [getattr(getattr(self.api, enumeration), member) for enumeration, member in arguments]
             with contextlib.redirect_stdout(io.StringIO()):
@@ -323,7 +323,7 @@ def _amdsmi() -> _Library:
 
 
 def _installed() -> Path | None:
-    """Return ROCm's directory if the C library is there; without it the Python package cannot even be imported."""
+    """Return ROCm's directory if it has the C library, else None: then the Python package cannot be imported."""
     roots = [os.environ.get("ROCM_HOME", ""), os.environ.get("ROCM_PATH", ""), "/opt/rocm"]
     for root in filter(None, roots):
         if (Path(root) / "lib/libamd_smi.so").exists():
@@ -332,7 +332,7 @@ def _installed() -> Path | None:
 
 
 def _import(rocm: Path) -> ModuleType:
-    """Import the package that ROCm ships with the library: another one may not match this library."""
+    """Import the Python package that ROCm ships with its library: another one may not match the library."""
     shipped = str(rocm / "share/amd_smi")
     sys.path.insert(0, shipped)
     try:

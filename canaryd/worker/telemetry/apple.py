@@ -1,4 +1,4 @@
-"""Apple silicon's GPU: what macOS gives without root.
+"""Apple silicon's GPU: the readings that macOS gives without root.
 
 `sysctl` and `system_profiler` give the identity, `ioreg` the driver's own statistics, `pmset -g therm` thermal
 throttling. Temperatures, power and clocks need root (powermetrics), so they are absent. The machine's processors and
@@ -20,23 +20,23 @@ from canaryd.worker.telemetry.interface import NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Fact, Unreadable, attempt, only
 
 PATIENCE = 2.0
-"""Seconds that one command may take."""
+"""Most seconds for one command."""
 PROFILE_PATIENCE = 15.0
-"""The same for system_profiler, which starts a service of its own."""
+"""Most seconds for system_profiler, which starts a service of its own."""
 COMMANDS = {
     "sysctl": "/usr/sbin/sysctl",
     "ioreg": "/usr/sbin/ioreg",
     "pmset": "/usr/bin/pmset",
     "system_profiler": "/usr/sbin/system_profiler",
 }
-"""Setting → where macOS keeps the command."""
+"""Name of a setting → path of the command on macOS."""
 FACTS = ("hw.optional.arm64", "hw.model", "machdep.cpu.brand_string", "hw.memsize", "hw.ncpu", "kern.osproductversion")
 LIMITS = {"cpu_speed": "CPU_Speed_Limit", "cpu_scheduler": "CPU_Scheduler_Limit"}
-"""Reason → what pmset prints in percent; 100 means no limit (pmset(1))."""
+"""Reason for throttling → the value that pmset prints, in percent; 100 means no limit (pmset(1))."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the one GPU of an Apple silicon machine; none on other Macs. Raise `Unavailable` elsewhere."""
+    """Return the one GPU of an Apple silicon machine, or [] on other Macs; raise `Unavailable` on other systems."""
     commands = _commands(settings)
     facts = _facts(commands)
     if facts.get("hw.optional.arm64") != "1":
@@ -71,7 +71,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what macOS reports about the GPU; raise `Unavailable` on anything but Apple silicon."""
+    """Yield the readings of macOS about the GPU; raise `Unavailable` on anything but Apple silicon."""
     commands = _commands(settings)
     if device.backend != "mps":
         raise Unavailable(f"{device.name} is not an Apple GPU")
@@ -103,7 +103,7 @@ def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _facts(commands: Mapping[str, str]) -> dict[str, str]:
-    """Return what sysctl knows, by name; -i skips names that this kernel lacks."""
+    """Return sysctl's values by name, without the names that this kernel lacks (-i)."""
     try:
         text = output([commands["sysctl"], "-i", *FACTS], PATIENCE)
     except Unreadable as error:
@@ -132,7 +132,7 @@ def _busy(statistics: Mapping[str, str]) -> float:
 
 
 def _throttling(commands: Mapping[str, str], facts: Mapping[str, str]) -> Iterator[Fact]:
-    """Yield what throttles the machine. Where pmset recorded nothing, nothing was measured: the reading is absent."""
+    """Yield the reasons that throttle the machine. If pmset recorded nothing, nothing was measured: they are absent."""
     try:
         text = output([commands["pmset"], "-g", "therm"], PATIENCE)
     except Unreadable as error:

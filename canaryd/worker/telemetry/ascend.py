@@ -1,7 +1,7 @@
-"""Huawei Ascend NPUs: what `npu-smi info` prints, in the forms of its versions 21 to 25.
+"""Huawei Ascend NPUs: the output of `npu-smi info`, in the forms of its versions 21 to 25.
 
-One table lists all devices; three questions per card add memory errors, the memory's heat and the clocks. A fourth asks
-for fault codes where the table says that a device is not well. Answers are shared by the devices of a sweep.
+One table lists all devices; three questions per card add memory errors, memory temperature and clocks. A fourth
+question asks for fault codes if the table says that a device is unhealthy. The devices of a sweep share the answers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from canaryd.worker.telemetry.interface import NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Fact, Unreadable, aer, attempt, only, path_setting, pcie
 
 PATIENCE = 4.0
-"""Seconds that one answer of npu-smi may take; it is slow on a busy machine."""
+"""Most seconds for one answer of npu-smi, which is slow on a busy machine."""
 FRESH = 5.0
-"""Seconds for which an answer, or its failure, is used for all devices that it covers."""
+"""Seconds for which an answer, or its failure, is reused for all devices in it."""
 STATES = ("ok", "warning", "alarm", "critical", "unknown")
 CODES = 16
-"""Fault codes of one device that are reported."""
+"""Most fault codes of one device that are reported."""
 MEBIBYTE = 1 << 20
 _BUS_ID = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]")
 
@@ -36,20 +36,20 @@ _answers: dict[tuple[str, ...], tuple[float, str | Unreadable]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class _Chip:
-    """One chip, as two rows of the table describe it."""
+    """One chip, from two rows of the table."""
 
     npu: str
     chip: str
     name: str
     health: str
     bus_id: str
-    """"" where the table names none, as in some virtual machines."""
+    """PCI address, or "" if the table has none, as in some virtual machines."""
     values: Mapping[str, str]
-    """Column → what stands there."""
+    """Column → its text."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the NPUs that npu-smi lists; raise `Unavailable` where it cannot be asked."""
+    """Return the NPUs that npu-smi lists; raise `Unavailable` if npu-smi gives no answer."""
     smi, _ = _settings(settings)
     chips = _listed(smi)
     found = []
@@ -85,7 +85,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what npu-smi says about the NPU now; raise `Unavailable` where it cannot be asked or does not list it."""
+    """Yield the present readings of the NPU; raise `Unavailable` if npu-smi fails or does not list the NPU."""
     smi, root = _settings(settings)
     place = (device.detail.get("npu"), device.detail.get("chip"))
     if device.backend != "npu":
@@ -104,7 +104,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def close() -> None:
-    """Forget the answers."""
+    """Delete the stored answers."""
     _answers.clear()
 
 
@@ -153,9 +153,9 @@ def _table(chip: _Chip) -> Iterator[Fact]:
 
 
 def _asked(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
-    """Yield what npu-smi says of one card.
+    """Yield the readings of one chip from npu-smi's answers about its card.
 
-    Errors are those of the stacked memory: also devices without DDR memory print counts of it.
+    Errors are those of the stacked memory only: devices without DDR memory print counts of DDR errors too.
     """
     field = partial(_field, smi, chip, alone=alone)
     heat = partial(field, "memory", "HBM Temperature(C)", -40, 200)
@@ -176,7 +176,7 @@ def _asked(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
 
 
 def _listed(smi: str) -> list[_Chip]:
-    """Return the chips of the table; raise `Unavailable` where there is no table."""
+    """Return the chips of the table; raise `Unavailable` if there is no table."""
     try:
         text = _answer(smi, "info")
     except NotInstalled as error:
@@ -189,7 +189,7 @@ def _listed(smi: str) -> list[_Chip]:
 
 
 def _chips(text: str) -> list[_Chip]:
-    """Parse the table: per chip a row of its card, then its own, each under its own headings."""
+    """Return the chips in the table: each has a row for its card, then its own row, each under its own headings."""
     found: list[_Chip] = []
     headings: dict[str, list[str]] = {"Health": [], "Bus-Id": []}
     card: tuple[str, str, str, dict[str, str]] | None = None
@@ -214,19 +214,19 @@ def _chips(text: str) -> list[_Chip]:
 
 
 def _columns(headings: list[str], cell: str) -> dict[str, str]:
-    """Pair headings with values such as "97.6" or "0 / 0"; return nothing where their numbers differ."""
+    """Return heading → value, for values such as "97.6" or "0 / 0"; {} if their numbers differ."""
     values = re.findall(r"\S+\s*/\s*\S+|\S+", cell)
     return dict(zip(headings, values, strict=True)) if len(values) == len(headings) else {}
 
 
 def _field(smi: str, chip: _Chip, question: str, name: str, least: float, most: float, *, alone: bool) -> float:
-    """Return one number of the answer to `npu-smi info -t <question>`; raise `Unreadable`."""
+    """Return one number of the answer to `npu-smi info -t <question>`; raise `Unreadable` if it is missing or wrong."""
     fields = _section(_ask(smi, question, chip.npu), chip.chip, alone=alone)
     return _number(fields.get(_key(name)), f"npu-smi info -t {question}: {name}", least, most)
 
 
 def _section(text: str, chip: str, *, alone: bool) -> dict[str, str]:
-    """Return the fields of one chip: its block names it, before or after the values; a single chip may be unnamed."""
+    """Return the fields of one chip: its block has its number, before or after the values, or none if it is `alone`."""
     found: dict[str, str] = {}
     for block in re.split(r"\n\s*\n", text):
         pairs = [(_key(key), value) for key, value in _lines(block)]
@@ -270,7 +270,7 @@ def _ask(smi: str, question: str, npu: str, chip: str = "") -> str:
 
 
 def _board(smi: str, npu: str, chip: str = "") -> str:
-    """Return what describes a board, or "" where there is no answer: a device is described as far as possible."""
+    """Return the text that describes a board, or "" without an answer: a device is described as far as possible."""
     try:
         return _ask(smi, "board", npu, chip)
     except Unreadable:
@@ -278,7 +278,7 @@ def _board(smi: str, npu: str, chip: str = "") -> str:
 
 
 def _answer(*argv: str) -> str:
-    """Return what a command prints, once for all devices of a sweep; raise `Unreadable`."""
+    """Return the output of a command, run once for all devices of a sweep; raise `Unreadable` if it failed."""
     now = time.monotonic()
     asked, answer = _answers.get(argv, (float("-inf"), ""))
     if now - asked > FRESH:

@@ -1,4 +1,4 @@
-"""Run a vendor's command with a deadline; every failure becomes a reason."""
+"""Run a vendor's command with a deadline; every failure becomes an error with a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NotInstalled(Unreadable):
 
 
 def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str:
-    """Return a setting that is a command's name or path; raise `ValueError` for anything else."""
+    """Return a setting that is a command's name or path; raise `ValueError` for any other value."""
     given = settings.get(name, default)
     if not isinstance(given, str) or not given.strip() or "\0" in given:
         raise ValueError(f"{name}: got {given!r}, wanted the name or path of a command such as {default!r}")
@@ -22,9 +22,9 @@ def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str
 
 
 def not_started(program: str, error: OSError) -> Unreadable:
-    """Return why a program was not started.
+    """Return the error with the reason why a program was not started.
 
-    Where this user may not search a directory of PATH, the error of a program that is in none is "Permission denied".
+    If this user may not search a directory of PATH, the system's error for a missing program is "Permission denied".
     """
     import shutil  # noqa: PLC0415 - only where there is no command to ask
 
@@ -35,7 +35,7 @@ def not_started(program: str, error: OSError) -> Unreadable:
 
 
 def output(argv: Sequence[str], timeout: float) -> str:
-    """Return what a command prints on standard output; raise `Unreadable` where it fails or takes over `timeout` s."""
+    """Return a command's standard output; raise `Unreadable` if it fails or takes more than `timeout` seconds."""
     import subprocess  # noqa: PLC0415 - only where there is a command to ask
 
     try:

@@ -1,4 +1,4 @@
-"""Graphics cards as the kernel's DRM lists them, for AMD and Intel."""
+"""Graphics cards in the list of the kernel's DRM, for AMD and Intel."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Card:
     """One PCI function with a DRM driver."""
 
     path: Path
-    """Its class directory, e.g. /sys/class/drm/card1."""
+    """The card's class directory, e.g. /sys/class/drm/card1."""
     bus_id: str
     driver: str
     pci_class: int
-    """24 bits: 0x030000 VGA, 0x038000 other display, 0x120000 processing accelerator."""
+    """PCI class, 24 bits: 0x030000 VGA, 0x038000 other display, 0x120000 processing accelerator."""
     product: int
     """The PCI device id."""
 
     @property
     def device(self) -> Path:
-        """The directory of the PCI function."""
+        """Directory of the PCI function."""
         return self.path / "device"
 
 
 def cards(root: Path, vendor: int) -> list[Card]:
-    """Return the cards of a PCI vendor below `root` (/sys), in the order of their numbers."""
+    """Return the cards of a PCI vendor below `root` (/sys), in order of their numbers."""
     found = []
     for path in optional_entries(root / "class/drm", "card[0-9]*"):  # a kernel without DRM has no such directory
         if not re.fullmatch(r"card\d+", path.name):
@@ -55,13 +55,13 @@ def cards(root: Path, vendor: int) -> list[Card]:
 
 
 def driver_version(root: Path, driver: str) -> str:
-    """Return a driver's own version, or the kernel's for a driver that is part of it."""
+    """Return a driver's own version, or the kernel's version if the driver is part of the kernel."""
     own = texts(root / "module" / driver, {"version": "version"})
     return f"{driver} {own['version']}" if own else f"{driver} of kernel {os.uname().release}"
 
 
 def texts(directory: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Return key → text of the one-line files of a directory that can be read; `names` maps key → file."""
+    """Return key → text for the readable one-line files of a directory; `names` maps key → file."""
     found = {}
     for key, name in names.items():
         try:

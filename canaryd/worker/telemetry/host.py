@@ -1,7 +1,7 @@
-"""The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
+"""The machine around the accelerators: memory errors, machine checks, temperatures, clocks, load and pressure.
 
-Linux gives it in /proc and /sys (docs/readings.md says which file gives what); elsewhere psutil gives a part of it. No
-series is per core, so that a large machine costs few of them.
+On Linux the values come from /proc and /sys (docs/readings.md lists the file of each); on other systems psutil gives
+some of them. No series is per core, so that a large machine has few of them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from canaryd.worker.telemetry.sysfs import (
 )
 
 MOST_SENSORS = 128
-"""Temperatures and fans read of one machine; each costs a series, and some a transfer over a slow bus."""
+"""Most temperatures and fans read of one machine; each costs a series, and some a transfer over a slow bus."""
 OF_ACCELERATORS = ("0x03", "0x12")
-"""PCI classes of display controllers and accelerators, whose chips are their vendors' to read."""
+"""PCI classes of display controllers and accelerators, whose sensors the vendors' modules read."""
 MOST_CLOCKS = 16
-"""Processors asked for their clock: before Linux 5.18 each answer may take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
+"""Most processors whose clock is read: before Linux 5.18 a read may take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
 MOST_PROCESSORS = 1 << 17
-"""Processors of one machine; the kernel itself is built for 8,192 at most."""
+"""Most processors in a plausible list of one machine; the kernel itself is built for 8,192 at most."""
 KINDS = (("corrected", "ce"), ("uncorrected", "ue"))
-"""Of errors in memory, and how EDAC's files call them."""
+"""Kind of memory error, and its abbreviation in the names of EDAC's files."""
 UNWATCHED = "no EDAC driver watches the memory: errors are not known"
 RASDAEMON_TABLES = (
     *("mc_event", "mce_record", "aer_event", "extlog_event", "non_standard_event", "arm_event", "devlink_event"),
@@ -64,11 +64,11 @@ RASDAEMON_TABLES = (
     *("cxl_poison_event", "cxl_aer_ue_event", "cxl_aer_ce_event", "cxl_overflow_event", "cxl_generic_event"),
     *("cxl_general_media_event", "cxl_dram_event", "cxl_memory_module_event", "cxl_memory_sparing_event"),
 )
-"""Tables that rasdaemon writes, 0.6.8 to 0.8.5 (its ras-record.c)."""
+"""Tables that rasdaemon 0.6.8 to 0.8.5 writes (its ras-record.c)."""
 
 
 class Roots(NamedTuple):
-    """Where the kernel's trees and rasdaemon's database lie."""
+    """Paths of the kernel's file trees and of rasdaemon's database."""
 
     sysfs: Path
     proc: Path
@@ -76,7 +76,7 @@ class Roots(NamedTuple):
 
 
 def roots(settings: Mapping[str, Any]) -> Roots:
-    """Return the paths of the settings sysfs, proc and rasdaemon; raise `ValueError` for a wrong or unknown one."""
+    """Return the paths in the settings sysfs, proc and rasdaemon; raise `ValueError` for a wrong or unknown setting."""
     only(settings, "host_telemetry", *Roots._fields)
     return Roots(
         path_setting(settings, "sysfs", "/sys"),
@@ -86,13 +86,13 @@ def roots(settings: Mapping[str, Any]) -> Roots:
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return no device: the processors are found together with the software under test."""
+    """Return [], because the processors are found together with the software under test."""
     roots(settings)
     return []
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what the machine says about itself now; raise `Unavailable` for a device that is not its processors."""
+    """Yield the present readings of the machine; raise `Unavailable` for a device that is not its processors."""
     if device.backend != "cpu":
         raise Unavailable(f"{device.name} is not a processor: host telemetry is read for the cpu device")
     where = roots(settings)
@@ -115,9 +115,9 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def edac(sysfs: Path) -> Iterator[Fact]:
-    """Yield memory errors by controller and module; without a controller, that they are not known.
+    """Yield memory errors by controller and module; without a controller they are absent.
 
-    Per module where the driver gives it, else per channel and row (the older layout), else per controller.
+    The count is per module if the driver gives it, else per channel and row (the older layout), else per controller.
     """
     controllers, reason = _listed(sysfs / "devices/system/edac/mc", "mc[0-9]*")
     if not controllers:
@@ -137,7 +137,7 @@ def edac(sysfs: Path) -> Iterator[Fact]:
 
 
 def _listed(directory: Path, pattern: str) -> tuple[list[Path], str]:
-    """Return what a directory holds, and why nothing where this user may not list it."""
+    """Return the matching entries of a directory, and the reason if this user may not list it, else ""."""
     try:
         return entries(directory, pattern), ""
     except Unreadable as error:
@@ -173,11 +173,11 @@ def _machine_checks(proc: Path) -> int:
 
 
 def throttling(sysfs: Path) -> Iterator[Fact]:
-    """Yield how often cores and packages slowed down because of heat.
+    """Yield the number of slowdowns of cores and of packages because of heat.
 
     Each processor has both counters: siblings share those of a core, and all processors of a package those of the
-    package (Documentation/ABI/testing/sysfs-devices-system-cpu). Heat slows many cores down at once, so their sum
-    would depend on how many: the highest count of all says how often it happened.
+    package (Documentation/ABI/testing/sysfs-devices-system-cpu). Heat slows many cores down at once, so a sum would
+    depend on the number of cores: the highest count of all is used.
     """
     try:
         processors = entries(sysfs / "devices/system/cpu", "cpu[0-9]*")
@@ -199,8 +199,8 @@ def _throttled(processors: list[Path], scope: str) -> int:
 def sensors(sysfs: Path) -> Iterator[Fact]:
     """Yield temperatures, critical temperatures and fans of the machine, without those of accelerators.
 
-    A sensor is called "chip/device/label": the device tells chips of one kind apart, because their numbers change from
-    boot to boot. Of sensors with one name, and of the cores of a processor, only the hottest is yielded.
+    A sensor is called "chip/device/label": the device distinguishes chips of one kind, whose numbers change at a
+    reboot. Of sensors with one name, and of the cores of a processor, only the hottest is yielded.
     """
     temperatures: dict[str, list[Path]] = defaultdict(list)
     fans: dict[str, list[Path]] = defaultdict(list)
@@ -232,7 +232,7 @@ def sensors(sysfs: Path) -> Iterator[Fact]:
 
 
 def _owner(chip: Path) -> str:
-    """Return the name of the device of a chip: "coretemp.0", "nvme0", "0000:00:18.3"; the chip's own number if none."""
+    """Return the name of a chip's device ("coretemp.0", "nvme0", "0000:00:18.3"), or the chip's number without one."""
     device = chip / "device"
     return device.resolve().name if device.exists() else chip.name
 
@@ -273,7 +273,7 @@ def memory(proc: Path) -> Iterator[Fact]:
 
 
 def pressure(proc: Path) -> Iterator[Fact]:
-    """Yield the share of the last minute lost to waiting (Documentation/accounting/psi.rst)."""
+    """Yield the shares of the last minute that were lost to waiting (Documentation/accounting/psi.rst)."""
     for resource in ("cpu", "memory", "io"):
         for kind in ("some", "full"):
             read = partial(_pressure, proc / "pressure" / resource, kind)
@@ -287,7 +287,7 @@ def _pressure(path: Path, kind: str) -> float:
 
 
 def cores(sysfs: Path) -> Iterator[Fact]:
-    """Yield how many processors are online, and how many are present but offline."""
+    """Yield the number of online processors, and of processors that are present but offline."""
     base = sysfs / "devices/system/cpu"
     yield attempt("cpu_cores", lambda: len(_ids(base / "online")), state="online")
     # The kernel's own list `offline` also contains processors that could be plugged in.
@@ -315,7 +315,7 @@ def clock_source(sysfs: Path) -> Iterator[Fact]:
 
 
 def _crash_records(where: Roots) -> int:
-    """Return the number of records in pstore; without a backend an empty directory means nothing."""
+    """Return the number of crash records in pstore; raise `Unreadable` without a backend, where it is always empty."""
     # Where pstore is not mounted, its mount point is an empty directory too.
     if not re.search(r"^\S+ \S+ pstore ", optional_text(where.proc / "mounts"), re.MULTILINE):
         raise Unreadable("pstore is not mounted, so it cannot show whether the last kernel crashed")
@@ -325,7 +325,7 @@ def _crash_records(where: Roots) -> int:
 
 
 def rasdaemon(where: Roots) -> Iterator[Fact]:
-    """Yield how many events rasdaemon has recorded, by table, and whether it may miss single ones.
+    """Yield the number of events that rasdaemon has recorded, by table, and whether it may miss single ones.
 
     The highest row number is the count: rasdaemon only adds rows, and counting a million of them would take long.
     """
@@ -375,7 +375,7 @@ def _ras_events(path: Path) -> Iterator[Fact]:
 
 
 def portable() -> Iterator[Fact]:
-    """Yield what psutil gives where there is no /proc, above all on macOS."""
+    """Yield the readings of psutil where there is no /proc, above all on macOS."""
     system = platform.system()
     for name in ("edac_errors_total", "machine_check_exceptions_total", "temperature_celsius", "fan_rpm"):
         yield Absent(name=name, reason=f"not read on {system}")
@@ -394,7 +394,7 @@ PORTABLE: tuple[tuple[str, str, Mapping[str, str], Callable[[Any], float | None]
     ("clock_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().current * 1e6 or None),
     ("clock_max_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().max * 1e6 or None),
 )
-"""Name, unit, labels, and the call of psutil; None for an unknown value."""
+"""Name, unit, labels, and a function that gets the value from psutil; None for an unknown value."""
 
 
 def _from_psutil(function: Callable[[Any], float | None]) -> float:
@@ -410,7 +410,7 @@ def _from_psutil(function: Callable[[Any], float | None]) -> float:
 
 
 def facts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return hardware and software of the machine for the inventory, without what cannot be read."""
+    """Return the machine's hardware and software for the inventory, without unreadable values."""
     where = roots(settings)
     if sys.platform != "linux":
         return {"kernel": f"{platform.release()} {platform.version()}"}

@@ -32,7 +32,7 @@ from canaryd.worker.telemetry.sysfs import (
 VENDOR = 0x8086
 DRIVERS = ("xe", "i915")
 THROTTLE = ("pl1", "pl2", "pl4", "thermal", "prochot", "ratl", "vr_thermalert", "vr_tdc")
-"""The reasons that both drivers know."""
+"""Reasons for throttling that both drivers report."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
@@ -52,7 +52,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what the driver reports about the GPU; raise `Unavailable` where it is missing."""
+    """Yield the driver's readings of the GPU; raise `Unavailable` if the GPU is missing."""
     root = _root(settings)
     bus_id = device.detail.get("bus_id", "")
     card = next((card for card in _discrete(root) if card.bus_id == bus_id), None)
@@ -86,7 +86,7 @@ def _discrete(root: Path) -> list[Card]:
 
 
 def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
-    """Return per graphics unit: name, file of its clock, file of its highest clock, prefix of its throttle files."""
+    """Return the name of each graphics unit, the files of its present and highest clock, and its throttle prefix."""
     found = []
     for tile in optional_entries(card.device, "tile[0-9]*"):  # xe
         for unit in optional_entries(tile, "gt[0-9]*"):
@@ -100,7 +100,7 @@ def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
 
 
 def _throttled(files: list[Path]) -> int:
-    """Return 1 where any unit is throttled for the reason; units without a file for it do not count."""
+    """Return 1 if any unit is throttled for the reason of these files, else 0; missing files are ignored."""
     flags, failure = [], Unreadable("the driver gives no reasons for lower clocks")
     for file in files:
         try:
@@ -115,7 +115,7 @@ def _throttled(files: list[Path]) -> int:
 
 
 def _power(card: Card) -> Iterator[Fact]:
-    """Yield energy and limits: of channel 1 (the card), or of channel 2 (the package) where a driver has only that."""
+    """Yield energy and power limits of channel 1 (the card), or of channel 2 (the package) if there is only that."""
     chips = optional_entries(card.device / "hwmon", "hwmon[0-9]*")
     yield attempt("energy_joules_total", partial(_channel, chips, "energy", "_input"), "joules")
     yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", limit="enforced")
@@ -123,7 +123,7 @@ def _power(card: Card) -> Iterator[Fact]:
 
 
 def _channel(chips: list[Path], kind: str, suffix: str) -> float:
-    """Return the first channel's value, converted from millionths; a limit of 0 means no limit."""
+    """Return the value of the first channel that has one, converted from millionths; a limit of 0 means no limit."""
     failure = Unreadable("no hwmon chip of the device gives it")
     for chip in chips:
         for channel in (1, 2):

@@ -1,7 +1,7 @@
 """The interface of the vendors' modules, and the inventory that uses them.
 
-A vendor's library is imported by its own module alone, when that is asked. A new vendor also needs a probe,
-`probes/<name>_telemetry.py`, and its backend in `canaryd.engine.inventory.BACKEND_OF_MODULE`.
+Only a vendor's own module imports the vendor's library, and only when the module is used. A new vendor also needs a
+probe, `probes/<name>_telemetry.py`, and its backend in `canaryd.engine.inventory.BACKEND_OF_MODULE`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
 
 
 class Unavailable(Skip):
-    """The vendor's library or driver cannot be used here; the poll is skipped with this reason."""
+    """The vendor's library or driver cannot be used here; the reason is reported and the poll is skipped."""
 
 
 class DeviceLost(Unavailable):
@@ -32,20 +32,20 @@ class NotHere(Unavailable):
 
 
 def module(name: str) -> Any:
-    """Return the module of a vendor, which does not import the vendor's library yet.
+    """Return the module of a vendor; this does not import the vendor's library yet.
 
     `settings`: its probe's own section of the configuration. `devices(settings)` returns the devices with identity and
-    versions, `read(device, settings)` yields the readings of one; both raise `Unavailable` where library or driver
-    cannot be used. Optional: `facts(settings)` returns facts of the machine, `problems()` one sentence for each thing
+    versions, `read(device, settings)` yields the readings of one; both raise `Unavailable` if library or driver cannot
+    be used. Optional: `facts(settings)` returns facts of the machine; `problems()` returns one sentence for each thing
     that the last `devices` could not identify; `close()` releases every handle.
     """
     return importlib.import_module(f"canaryd.worker.telemetry.{name}")
 
 
 def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dict[str, str], list[str]]:
-    """Return the devices that a vendor's module finds, facts of the machine, and what it could not identify.
+    """Return the devices that a vendor's module finds, facts of the machine, and sentences on unidentified devices.
 
-    Raises `Unavailable` where library or driver cannot be used.
+    Raises `Unavailable` if library or driver cannot be used.
     """
     vendor = module(name)
     try:
@@ -59,7 +59,7 @@ def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dic
 
 
 def on_the_bus(sysfs: Path) -> list[Device]:
-    """Return a placeholder for each accelerator on the PCI bus, for use where neither a library nor torch lists it."""
+    """Return a placeholder for each accelerator on the PCI bus, for those that neither library nor torch lists."""
     try:
         functions = pci.accelerators(sysfs)
     except Unreadable:

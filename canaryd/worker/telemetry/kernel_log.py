@@ -1,4 +1,4 @@
-"""Follow the kernel's log, and read its records.
+"""Follow the kernel's log, and parse its records.
 
 `kernel_messages` classifies the messages; the daemon judges them. The format is that of the Linux kernel
 (Documentation/ABI/testing/dev-kmsg).
@@ -32,19 +32,19 @@ from canaryd.worker.telemetry.kernel_messages import (
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 SYSFS = "/sys"
 VENDORS = {"amdgpu": pci.AMD, "driver": pci.NVIDIA, "off-bus": pci.NVIDIA}
-"""Kind of a message that does not always name its device → whose devices it is about."""
+"""Kind of a message that may not name its device → vendor of the device."""
 LONGEST_LINE = 16_384
-"""Bytes; a longer line is not a record (the kernel's own have at most 8 KiB with everything escaped)."""
+"""Bytes of the longest record (the kernel's own have at most 8 KiB with everything escaped)."""
 TICK = 0.5
-"""Seconds between two looks at a regular file, and between two calls of `stop`."""
+"""Seconds between two checks of a regular file, and between two calls of `stop`."""
 _CHUNK = 65_536
 _BATCH = 256
-"""Records read from the device before a position is yielded."""
+"""Most records that are read from the device before a position is yielded."""
 STORM = 10.0
-"""Seconds after which a device that always has more was read to its present end: the rest is newer."""
+"""Seconds after which a device that always has further records counts as read to its end: the rest is newer."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _HEAD = 64
-"""Bytes at a file's start that show whether its contents are still the same."""
+"""Bytes at the start of a file that show whether its contents were replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,10 @@ class Record:
     """One record of /dev/kmsg."""
 
     facility: int
-    """0 for the kernel. The kernel gives what a process writes to /dev/kmsg another one."""
+    """0 for the kernel; the kernel gives another number to text that a process writes to /dev/kmsg."""
     sequence: int
     usec: int
-    """Microseconds of the kernel's clock since boot."""
+    """Microseconds since boot, by the kernel's clock."""
     text: str
     """One line of printable characters, at most `LONGEST_TEXT` of them."""
 
@@ -65,10 +65,10 @@ _ESCAPE = re.compile(rb"\\x([0-9a-fA-F]{2})")
 
 
 def parse(record: str) -> Record | None:
-    r"""Parse a record "prio,seq,usec,flags;text"; return None for anything else.
+    r"""Return the record in "prio,seq,usec,flags;text", or None for anything else.
 
-    Lines after the first (" KEY=value") are ignored. Escaped bytes (\x0a) are decoded; what cannot be printed becomes
-    a space, so that a line break inside a message never looks like another message.
+    Lines after the first (" KEY=value") are ignored. Escaped bytes (\x0a) are decoded. Unprintable characters become
+    spaces, so that a line break inside a message never looks like another message.
     """
     found = _RECORD.match(record)
     if not found:
@@ -80,13 +80,13 @@ def parse(record: str) -> Record | None:
 
 
 class _Log:
-    """The log at a path: the device, each read of which gives one record, or a regular file that others append to.
+    """The log at a path: a device, each read of which gives one record, or a regular file that others append to.
 
-    A file may come late, be truncated, be replaced, and be away for a while.
+    A file may appear late, be truncated, be replaced, and be missing for a while.
     """
 
     def __init__(self, path: str, *, patience: float, at_once: bool) -> None:
-        """Allow `patience` seconds without anything at the path; with `at_once` it must be there now."""
+        """Allow `patience` seconds without a file at the path; `at_once`: without any wait for the first."""
         self._path, self._patience, self._at_once = path, patience, at_once
         self._descriptor = -1
         self._is_file = False
@@ -99,7 +99,7 @@ class _Log:
         return self._descriptor >= 0
 
     def open(self, sequence: int) -> bool:
-        """Open what is at the path now; return whether that is a file without a record as new as `sequence`."""
+        """Open the log if it exists; return whether it is a file without any record numbered `sequence` or higher."""
         if self.is_open:
             return False
         try:
@@ -117,9 +117,9 @@ class _Log:
         return self._is_file and not self._holds(sequence)
 
     def read(self) -> tuple[bytes, bool]:
-        """Return what is there now (b"" for nothing), and whether a file started again from its beginning.
+        """Return the new bytes (b"" if there are none), and whether a file started again from its beginning.
 
-        Raises `FileNotFoundError` when nothing has been at the path for too long.
+        Raises `FileNotFoundError` if nothing has been at the path for too long.
         """
         data, restarted, is_there = b"", False, self.is_open
         if self._is_file:
@@ -161,7 +161,7 @@ class _Log:
         return os.pread(self._descriptor, size, offset)
 
     def _look(self) -> tuple[bool, bool]:
-        """Return whether a file is at the path, and whether it is another one, which is then open."""
+        """Return whether a file is at the path, and whether it is a new one; a new one is opened."""
         try:
             new = os.open(self._path, _FLAGS)
         except FileNotFoundError:
@@ -174,7 +174,7 @@ class _Log:
         return True, True
 
     def _holds(self, sequence: int) -> bool:
-        """Return whether any record in the file is as new as `sequence`."""
+        """Return whether the file has a record numbered `sequence` or higher."""
         with Path(self._path).open("rb") as file:
             while line := file.readline(LONGEST_LINE):
                 found = re.match(rb"[0-9]{1,9},([0-9]{1,18}),", line)
@@ -183,13 +183,13 @@ class _Log:
         return False
 
     def caught_up(self) -> bool:
-        """Return whether all that was there at the opening has been read, though there may be more."""
+        """Return whether everything that existed at the opening has been read."""
         if self._is_file:
             return self._offset >= self._present
         return self.is_open and time.monotonic() - self._opened >= STORM
 
     def wait(self, seconds: float) -> None:
-        """Return when there may be more, at the latest after `seconds`."""
+        """Wait until new records may have arrived, for at most `seconds`."""
         if self.is_open and not self._is_file:
             select.select([self._descriptor], (), (), seconds)
         else:
@@ -201,7 +201,7 @@ class _Log:
 
 
 class _Lines:
-    """Cut a stream of bytes into lines; keep an unfinished line until its end arrives."""
+    """Splits a stream of bytes into lines; keeps an unfinished line until its end arrives."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -220,7 +220,7 @@ class _Lines:
         return lines
 
     def reset(self) -> list[bytes]:
-        """Start again; return the line that never got its end."""
+        """Start again with an empty buffer; return the unfinished line, if any."""
         rest, self._rest, self._skipping = self._rest, b"", False
         return [rest] if rest else []
 
@@ -229,7 +229,7 @@ _IDENTITY = re.compile(rf"NVRM: GPU at PCI:{PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{8,4
 
 
 class _Reader:
-    """Turn lines into records of the model; skip those that were counted before."""
+    """Converts lines into records of the model; skips records that were counted before."""
 
     def __init__(self, boot: str, after: int, sysfs: str = SYSFS) -> None:
         self.boot = boot
@@ -251,7 +251,7 @@ class _Reader:
         return LogPosition(boot=self.boot, sequence=newest, lost=self._lost, garbled=self._garbled)
 
     def take(self, lines: list[bytes], since: float = 0.0) -> Iterator[LogRecord]:
-        """Yield the records of lines written at `since` (seconds since the epoch) or later."""
+        """Yield the records in lines that were written at `since` (seconds since the epoch) or later."""
         now, since_boot = time.time(), time.monotonic()
         for line in lines:
             if not line.strip() or line.startswith(b" "):
@@ -294,7 +294,7 @@ class _Reader:
                 yield found
 
     def _placed(self, message: Message) -> Message:
-        """Return a message with the only device that it can be about, or with what is below the port that it names."""
+        """Return a message with its device added, if only one is possible, or with the devices below its port."""
         if not message.bus_id and message.kind in VENDORS:
             place = pci.only_one(self._sysfs, VENDORS[message.kind])
             return message._replace(bus_id=place, fields={**message.fields, "only": place} if place else message.fields)
@@ -303,7 +303,7 @@ class _Reader:
         return message
 
     def _part(self, text: str) -> Message | None:
-        """Return the error that the firmware announced, once a line shows whom it concerns."""
+        """Return the error that the firmware announced, once a line shows which device or part it concerns."""
         found = firmware_part(self._firmware, text) if self._firmware else None
         if found is None:
             return None
@@ -316,7 +316,7 @@ class _Reader:
         return found
 
     def _settle(self, text: str, message: Message | None) -> Iterator[LogRecord]:
-        """End the wait for more about an announced error where a line shows that nothing more comes."""
+        """Yield the announced error if a line shows that nothing more explains it; drop it if `message` explains it."""
         is_announced = self._held is not None and self._held.name == "logged"
         if is_announced and message and message.kind == "mce" and message.name != "logged":
             self._held = None
@@ -324,7 +324,7 @@ class _Reader:
             yield from self.release()  # keep the order: the held record goes first
 
     def release(self) -> Iterator[LogRecord]:
-        """Yield the announced error that no further line explained."""
+        """Yield the announced error, if it still waits for an explanation."""
         self._firmware = None
         if self._held:
             held, self._held = self._held, None
@@ -351,13 +351,13 @@ def follow(
     boot_id: str = BOOT_ID,
     sysfs: str = SYSFS,
 ) -> Iterator[LogRecord | LogPosition]:
-    """Yield what the kernel's log says about the health of devices, and the position reached.
+    """Yield the log's records about the health of devices, and the positions reached.
 
-    `path` is /dev/kmsg, or a regular file that is fed with lines of its format. Records up to number `after` are
+    `path` is /dev/kmsg, or a regular file to which lines of its format are appended. Records up to number `after` are
     skipped if `boot` is the present boot. A position follows every batch, and comes at least every `beat` seconds when
-    nothing else does. Going on from a stored position repeats no record and leaves none out. `until_end` ends at the
-    log's present end. `stop` is called every `TICK` seconds. `boot_id` names the file that holds the boot id,
-    `sysfs` the tree that shows what is on the bus.
+    nothing else does. A start from a stored position repeats no record and leaves none out. `until_end` ends at the
+    log's present end. `stop` is called every `TICK` seconds. `boot_id` names the file with the boot id, `sysfs` the
+    tree with the devices on the bus.
 
     Raises `PermissionError`, `FileNotFoundError` (at once with `until_end`, otherwise after `beat` seconds without a
     log), other `OSError`, and `ValueError` for a path that is neither a device nor a file.

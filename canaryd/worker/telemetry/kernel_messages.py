@@ -1,7 +1,7 @@
 """Recognise kernel messages that concern the health of an accelerator or of its host.
 
-Facts only: the daemon decides what a code means and what follows from it. docs/readings.md lists what is recognised.
-Formats are those of the Linux kernel and of the drivers' own messages.
+This module gives facts only: the daemon decides the meaning and the consequence of a code. docs/readings.md lists the
+recognised messages. Formats are those of the Linux kernel and of the drivers' own messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from canaryd.model import EventKind
 
 LONGEST_TEXT = 2_048
-"""Characters of a record's text that are examined and kept."""
+"""Most characters of a record's text that are examined and kept."""
 
 
 class Message(NamedTuple):
@@ -22,7 +22,7 @@ class Message(NamedTuple):
     name: str
     bus_id: str
     text: str
-    """The message without names and numbers of processes."""
+    """The message without the names and numbers of processes."""
     fields: dict[str, str]
 
 
@@ -53,7 +53,7 @@ _RECOVERY = re.compile(
 _ACTIONS = (
     *("none", "reset", "reboot", "drain-p2p", "drain-and-reset", "recover-imex-domain", "bus-reset", "system-reboot"),
 )
-"""By their number in `nvmlDeviceGpuRecoveryAction_t`: the words of Xid 154 differ between drivers."""
+"""Actions by their number in `nvmlDeviceGpuRecoveryAction_t`: the words of Xid 154 differ between drivers."""
 
 
 def _xid(text: str) -> Message | None:
@@ -84,7 +84,7 @@ def _xid(text: str) -> Message | None:
 
 
 def process_of(text: str) -> str:
-    """Return the number of the process that an Xid names; "" for none."""
+    """Return the number of the process in an Xid message, or "" if there is none."""
     found = _XID.match(text)
     named = re.search(r"\bpid='?(\d{1,10})\b", found["rest"] or "") if found else None
     return named[1] if named else ""
@@ -97,7 +97,7 @@ def _action(number: str) -> str:
 
 _SXID = re.compile(rf"nvidia-nvswitch(?P<switch>[0-9]+): SXid \(PCI:{PCI}\): (?P<code>[0-9]{{1,6}}),? ?(?P<rest>.*)$")
 _SXID_MORE = ("Data {", "Severity ")
-"""How further lines about the same SXid begin."""
+"""Beginnings of further lines about the same SXid."""
 
 
 def _sxid(text: str) -> Message | None:
@@ -126,11 +126,11 @@ _APEI_PART = re.compile(
 )
 _AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
 RELAYED = "relayed"
-"""Name of a machine check in which the kernel only passes on an error in memory that the firmware reported."""
+"""Name of a machine check with which the kernel only forwards a memory error that the firmware reported."""
 _BANK_OF_FIRMWARE = "255"
-"""No processor has that bank: the kernel sets it to -1 (Linux, arch/x86/kernel/cpu/mce/apei.c)."""
+"""Bank number -1 of forwarded errors, which no processor has (Linux, arch/x86/kernel/cpu/mce/apei.c)."""
 PCI_EXPRESS = "PCIe error"
-"""The section of a report of the firmware that concerns a device on PCI Express."""
+"""Section of a firmware report that concerns a device on PCI Express."""
 
 
 def _mce(text: str) -> Message | None:
@@ -152,10 +152,10 @@ def _mce(text: str) -> Message | None:
 
 
 def firmware_part(announced: Message, text: str) -> Message | None:
-    """Return what a further line adds to an error that the firmware (APEI) announced; None for any other line.
+    """Return the announced error of the firmware (APEI) with the details of a further line, or None for other lines.
 
-    The severity comes first, then the section, then the device: an error on PCI Express is that device's, not the
-    processor's.
+    The severity comes first, then the section, then the device: an error on PCI Express belongs to that device, not to
+    the processor.
     """
     found = _APEI_PART.match(text)
     if not found or text.partition("[")[0] != announced.text.partition("[")[0]:
@@ -327,7 +327,7 @@ _LINES = tuple((kind, name, re.compile(p)) for kind, patterns in _PATTERNS.items
 
 
 def classify(text: str) -> Message | None:
-    """Return what a kernel message says about the health of a device, or None.
+    """Return the message's meaning for the health of a device, or None if it has none.
 
     Of several lines about one incident only one gives a message. The caller makes sure that the text comes from the
     kernel itself (facility 0).
@@ -347,6 +347,6 @@ def classify(text: str) -> Message | None:
 
 
 def bus_id(text: str) -> str:
-    """Return a PCI address as "0000:65:00.0": at least four digits of domain, and the function."""
+    """Return a PCI address in the form "0000:65:00.0", with at least four digits of domain, and the function."""
     domain, bus, device = text.lower().split(":")
     return f"{int(domain, 16):04x}:{bus}:{device}" + ("" if "." in device else ".0")

@@ -1,6 +1,6 @@
-"""What the machine is made of, for the inventory: kernel, firmware, board, processors, memory modules.
+"""The machine's parts for the inventory: kernel, firmware, board, processors, memory modules.
 
-The firmware's tables are read as the kernel hands them out in /sys; their layout is SMBIOS (DMTF DSP0134).
+The firmware's tables are read from /sys, where the kernel copies them; their layout is SMBIOS (DMTF DSP0134).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from canaryd.worker.telemetry.sysfs import Unreadable, optional_entries, optional_text, read_bytes, read_int
 
 PLACEHOLDERS = ("", "none", "unknown", "not specified", "not available", "default string", "no dimm", "0123456789")
-"""What firmware writes into an unused field, in lower case; also "To be filled by O.E.M."."""
+"""Texts that firmware writes into an unused field, in lower case; also "To be filled by O.E.M."."""
 
 
 class Module(NamedTuple):
@@ -21,14 +21,14 @@ class Module(NamedTuple):
 
     slot: str
     size: int
-    """Bytes; 0 where it is not given."""
+    """Size in bytes; 0 if it is unknown."""
     make: str
-    """Manufacturer and part number, or the kind of memory where only that is known."""
+    """Manufacturer and part number, or the kind of memory if only that is known."""
     serial: str
 
 
 def facts(sysfs: Path, proc: Path) -> dict[str, str]:
-    """Return what can be read of: kernel, boot_id, clock_source, hypervisor, microcode, sockets, cores, threads,
+    """Return the readable ones of: kernel, boot_id, clock_source, hypervisor, microcode, sockets, cores, threads,
     memory_bytes, memory_modules, memory_serials, bios, board, board_serial, product, product_serial.
     """  # noqa: D205 - the list is the summary
     cpuinfo = optional_text(proc / "cpuinfo")
@@ -63,7 +63,7 @@ def _filled(text: str) -> str:
 
 
 def _hypervisor(sysfs: Path, cpuinfo: str) -> str:
-    """Return the hypervisor's name, "unnamed" for one that does not say it, "none", or "" where that is not known."""
+    """Return the hypervisor's name ("unnamed" if it gives none), "none" without one, or "" if that is unknown."""
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags and "hypervisor" not in flags.group(1).split():
         return "none"
@@ -82,7 +82,7 @@ def _hypervisor(sysfs: Path, cpuinfo: str) -> str:
 
 
 def _processors(sysfs: Path) -> dict[str, str]:
-    """Count sockets, cores and threads that are online."""
+    """Return the numbers of online sockets, cores and threads."""
     units = []
     for path in optional_entries(sysfs / "devices/system/cpu", "cpu[0-9]*"):
         try:
@@ -95,7 +95,7 @@ def _processors(sysfs: Path) -> dict[str, str]:
 
 
 def _memory_bytes(sysfs: Path, proc: Path) -> str:
-    """Return the size of all memory blocks, which does not depend on the kernel's own needs as MemTotal does."""
+    """Return the size of all memory blocks; unlike MemTotal, it does not depend on the kernel's own use."""
     base = sysfs / "devices/system/memory"
     size, blocks = optional_text(base / "block_size_bytes"), optional_entries(base, "memory[0-9]*")
     if blocks and re.fullmatch(r"[0-9a-f]{1,16}", size):
@@ -105,7 +105,7 @@ def _memory_bytes(sysfs: Path, proc: Path) -> str:
 
 
 def _memory_modules(sysfs: Path) -> dict[str, str]:
-    """Describe the memory modules by make and slot: as the firmware lists them, else as EDAC does."""
+    """Return the memory modules with make and slot, from the firmware's list, else from EDAC."""
     modules = [*_from_firmware(sysfs)] or [*_from_edac(sysfs)]
     lines = []
     for (size, make), number in sorted(Counter((module.size, module.make) for module in modules).items()):
@@ -140,9 +140,9 @@ def _from_edac(sysfs: Path) -> list[Module]:
 
 
 def memory_device(raw: bytes) -> Module | None:
-    """Return the module that a Memory Device structure (SMBIOS type 17) describes; None for an empty slot or garbage.
+    """Return the module in a Memory Device structure (SMBIOS type 17), or None for an empty slot or garbage.
 
-    Offsets of DSP0134, table "Memory Device (Type 17) structure".
+    The offsets are those of DSP0134, table "Memory Device (Type 17) structure".
     """
     if len(raw) < 0x15 or raw[0] != 17 or not 0x15 <= raw[1] <= len(raw):
         return None

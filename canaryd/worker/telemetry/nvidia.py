@@ -1,4 +1,4 @@
-"""NVIDIA accelerators through NVML and the `nvidia-ml-py` package; docs/readings.md says which call gives what.
+"""NVIDIA accelerators through NVML and the `nvidia-ml-py` package; docs/readings.md lists the call of each reading.
 
 Numbers and words of nvml.h are in `nvml_values`, calls and their errors in `nvml`.
 """
@@ -45,9 +45,9 @@ _problems: list[str] = []
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the GPUs and their MIG instances, with identity and versions; raise `Unavailable` where NVML cannot start.
+    """Return the GPUs and MIG instances, with identity and versions; raise `Unavailable` if NVML cannot start.
 
-    A GPU that cannot be identified is there by its place; `problems` names it and the reason.
+    A GPU that cannot be identified is returned under its place; `problems` names it and the reason.
     """
     root = _settings(settings)
     nvml = library()
@@ -65,10 +65,10 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def _unidentified(nvml: ModuleType, root: Path, silent: Mapping[int, str], taken: set[str]) -> Iterator[Device]:
-    """Yield a device for each of the `silent` numbers of NVML, by its address, or else by that number.
+    """Yield a device for each NVML number in `silent` (number → reason), named by its address, or else by its number.
 
-    NVML may not tell the address. Then it is that of a function on the PCI bus that NVML knows and that is not `taken`
-    by a GPU that answers; both are in the order of the bus.
+    If NVML gives no address, the next PCI function is assumed that NVML knows and that no answering GPU has `taken`;
+    both numbers and functions are in the order of the bus.
     """
     places = {index: _address(nvml, index) for index in silent}
     functions = {d.detail["bus_id"]: d for d in on_the_bus(root) if d.backend == "cuda"} if silent else {}
@@ -89,7 +89,7 @@ def _unidentified(nvml: ModuleType, root: Path, silent: Mapping[int, str], taken
 
 
 def _address(nvml: ModuleType, index: int) -> str:
-    """Return where NVML's GPU of a number is, "" where it does not say."""
+    """Return the PCI address of the GPU with this NVML number, or "" if NVML does not give it."""
     try:
         handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
         return values.pci_address(ask_nvml(nvml, "nvmlDeviceGetPciInfo", handle))
@@ -98,7 +98,7 @@ def _address(nvml: ModuleType, index: int) -> str:
 
 
 def _knows(nvml: ModuleType, bus_id: str) -> bool:
-    """Return whether NVML counts what is at an address, whether that answers or not."""
+    """Return whether NVML counts the GPU at an address, even if that GPU does not answer."""
     try:
         ask_nvml(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
     except Missing as error:
@@ -114,9 +114,9 @@ def problems() -> list[str]:
 
 
 def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Iterator[Reading | Absent]:
-    """Yield the readings of a GPU or a MIG instance; raise `Unavailable` where it or NVML does not answer.
+    """Yield the readings of a GPU or a MIG instance; raise `Unavailable` if it or NVML does not answer.
 
-    What does not change is asked once a day, where a directory `memory` outlives this process.
+    Constant values are asked for once a day, if a directory `memory` outlives this process.
     """
     root = _settings(settings)
     plain = library()
@@ -180,7 +180,7 @@ SHARED = (
     *("serial", "board_part_number", "bus_id", "driver", "cuda", "vbios", "inforom", "gsp_firmware", "architecture"),
     *("capability",),
 )
-"""What a MIG instance takes from its GPU."""
+"""Facts that a MIG instance takes from its GPU."""
 OF_INSTANCE: Mapping[str, tuple[str, Check, int | str | None]] = {
     "gpu_instance_id": ("GpuInstanceId", parse_count, None),
     "compute_instance_id": ("ComputeInstanceId", parse_count, None),
@@ -207,7 +207,7 @@ def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
 
 
 def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:
-    """Yield the MIG instances of a GPU; add to the problems each one that cannot be identified."""
+    """Yield the MIG instances of a GPU; add a sentence to the problems for each unidentified one."""
     for number, instance in instance_handles(nvml, handle):
         uuid = ask_text(nvml, "nvmlDeviceGetUUID", instance)
         if not uuid:
@@ -230,11 +230,11 @@ Names = str | tuple[str, ...]
 
 
 class Row(NamedTuple):
-    """Where one reading comes from."""
+    """The definition of one reading."""
 
     name: str
     source: Names | int
-    """A call, several of which the newest that is known is asked, or the number of a field."""
+    """Name of a call (several names: the newest that is known is called), or the number of a field."""
     check: Check = parse_count
     unit: str = "1"
     labels: Mapping[str, str] = MappingProxyType({})
@@ -243,7 +243,7 @@ class Row(NamedTuple):
 
 
 def _rows(name: str, source: Names, check: Check, unit: str, label: str, words: Iterable[str]) -> Iterator[Row]:
-    """Yield the rows of a call whose argument is the number of a word."""
+    """Yield one row per word for a call whose argument is the word's number."""
     yield from (Row(name, source, check, unit, {label: word}, (number,)) for number, word in enumerate(words))
 
 
@@ -300,13 +300,13 @@ READINGS = (
     *_numbers("temperature_margin_threshold_celsius", CELSIUS, "threshold", values.MARGINS, values.margin),
     *_numbers("throttle_seconds_total", "seconds", "reason", values.THROTTLED, values.seconds),
 )
-"""What one call, or one field, gives each of."""
+"""Readings with one call, or one field, each."""
 LINKS, RECOVERY = 91, 230
-"""Fields: how many NVLinks there are, and the driver's advice."""
+"""Field numbers of the number of NVLinks, and of the driver's advice."""
 
 
 def _facts(asked: Asked) -> Iterator[Fact]:
-    """Yield everything about a GPU that NVML gives; the driver's advice last."""
+    """Yield all readings of a GPU that NVML gives, the driver's advice last."""
     hardware = values.hardware_throttle_fields(asked.driver)
     rows = (*READINGS, *_numbers("throttle_seconds_total", "seconds", "reason", hardware, values.seconds))
     wanted = [(row.source, 0) for row in rows if isinstance(row.source, int)] + [(LINKS, 0), (RECOVERY, 0)]
@@ -342,7 +342,7 @@ def _rows_of(asked: Asked, rows: Iterable[Row], fields: Iterable[tuple[int, int]
 
 
 def _worded(name: str, label: str, words: tuple[str, ...], ask: Callable[[], Any]) -> Fact:
-    """Return the reading 1 with the word as its label."""
+    """Return a reading with the value 1 and the word as its label."""
     try:
         return attempt(name, lambda: 1, **{label: values.word(words, ask())})
     except Missing as missing:
@@ -350,7 +350,7 @@ def _worded(name: str, label: str, words: tuple[str, ...], ask: Callable[[], Any
 
 
 def _merged(facts: Iterable[Fact]) -> Iterator[Fact]:
-    """Yield facts; where all of one name are absent for the same reason, yield one `Absent` for the name."""
+    """Yield the facts; if all facts of one name are absent for the same reason, yield one `Absent` for the name."""
     grouped: dict[str, list[Fact]] = {}
     for fact in facts:
         grouped.setdefault(fact.name.partition("{")[0], []).append(fact)
@@ -379,7 +379,7 @@ def _ecc(asked: Asked) -> Iterator[Fact]:
 
 
 def _errors(asked: Asked, name: str, counter: int) -> list[Fact]:
-    """Return errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
+    """Return the errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
 
     def at(location: str, call: str, *code: int) -> list[Fact]:
         each = enumerate(values.KINDS)
@@ -442,7 +442,7 @@ def _throttle(asked: Asked) -> Iterator[Fact]:
 
 
 def _fabric(asked: Asked) -> int:
-    """Return whether a GPU has joined its fabric (nvmlGpuFabricState_t: none, not started, in progress, completed)."""
+    """Return 1 if a GPU joined its fabric, else 0 (nvmlGpuFabricState_t: none, not started, in progress, completed)."""
     nvml = asked.nvml
     if hasattr(nvml, "c_nvmlGpuFabricInfo_v2_t"):
         name, info = "nvmlDeviceGetGpuFabricInfoV", nvml.c_nvmlGpuFabricInfo_v2_t()
@@ -457,7 +457,7 @@ def _fabric(asked: Asked) -> int:
 
 
 def _use(asked: Asked) -> Iterator[Fact]:
-    """Yield the memory that the driver keeps; how many processes there are, and how much memory they hold together."""
+    """Yield the memory that the driver reserves, the number of processes, and the memory of all processes together."""
     reserved = partial(asked.value, "MemoryInfo", asked.nvml.nvmlMemory_v2, part="reserved")
     yield attempt("memory_reserved_bytes", reserved, "bytes")
     processes = partial(asked.call, "ComputeRunningProcesses")

@@ -13,15 +13,15 @@ from canaryd.worker.telemetry.interface import DeviceLost, NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Unreadable
 
 Check = Callable[[Any], Any]
-"""Turns a raw value into base units; raises `Missing` for a value by which the driver says that it has none."""
+"""Function that converts a raw value to base units; it raises `Missing` for the driver's codes of a missing value."""
 
 
 class Missing(Unreadable):
-    """NVML did not give one thing; `code` is its own."""
+    """NVML did not give one value; `code` is NVML's error code."""
 
 
 NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, UNKNOWN_ERROR = 3, 6, 13, 15, 16, 999
-"""The nvmlReturn_t values that decide which call comes next, or what becomes of the device."""
+"""The nvmlReturn_t values that decide the next call, or the state of the device."""
 LOST = (
     "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
 )
@@ -36,7 +36,7 @@ REASONS = {
     RESET_REQUIRED: "the device must be reset before this can be read",
     UNKNOWN_ERROR: "the driver reports an unknown error (999)",
 }
-"""nvmlReturn_t of one call → why the reading is absent."""
+"""nvmlReturn_t of one call → reason why the reading is absent."""
 NO_LIBRARY = "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"
 NO_START = {
     4: "no permission to use the NVIDIA driver: run as root, or give this user access to /dev/nvidia*",
@@ -44,7 +44,7 @@ NO_START = {
     12: NO_LIBRARY,
     18: "the driver was upgraded but the old kernel module is still loaded: reboot or reload it",
 }
-"""nvmlReturn_t of nvmlInit → why nothing can be asked."""
+"""nvmlReturn_t of nvmlInit → reason why NVML cannot be used."""
 _nvml: ModuleType | None = None
 
 
@@ -58,7 +58,7 @@ def close() -> None:
 
 
 def library() -> ModuleType:
-    """Return pynvml with NVML started; raise `Unavailable`."""
+    """Return pynvml with NVML started; raise `Unavailable` if it cannot start."""
     global _nvml  # noqa: PLW0603 - the library's own state is global too
     if _nvml is None:
         try:
@@ -77,7 +77,7 @@ def library() -> ModuleType:
 
 
 def ask_nvml(nvml: ModuleType, name: str, *arguments: Any) -> Any:
-    """Return what one call returns; raise `Missing` with the reason, or `DeviceLost`."""
+    """Return the result of one NVML call; raise `Missing` with the reason, or `DeviceLost`."""
     call = getattr(nvml, name, None)
     if call is None:
         raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
@@ -98,7 +98,7 @@ def _said(error: Exception) -> str:
 
 
 def device_count(nvml: ModuleType) -> int:
-    """Return how many GPUs NVML counts; raise `Unavailable`."""
+    """Return the number of GPUs that NVML counts; raise `Unavailable` if NVML does not give it."""
     try:
         return parse_count(ask_nvml(nvml, "nvmlDeviceGetCount"))
     except Missing as error:
@@ -106,9 +106,9 @@ def device_count(nvml: ModuleType) -> int:
 
 
 def identify(nvml: ModuleType, index: int) -> tuple[Any, str]:
-    """Return the handle and the uuid of the GPU of a number; raise `DeviceLost` where the driver cannot tell them.
+    """Return the handle and the uuid of the GPU with this number; raise `DeviceLost` if the driver cannot give them.
 
-    `Unavailable` where it may not, as without permission.
+    Raises `Unavailable` for other errors, such as a missing permission.
     """
     try:
         handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
@@ -121,7 +121,7 @@ def identify(nvml: ModuleType, index: int) -> tuple[Any, str]:
 
 
 def device_handle(nvml: ModuleType, device: Device) -> Any:
-    """Return the handle of a GPU or a MIG instance; raise `Unavailable` where it does not answer or is gone."""
+    """Return the handle of a GPU or a MIG instance; raise `Unavailable` if it does not answer or is gone."""
     handle = _gpu_handle(nvml, device)
     if not device.parent:
         return handle
@@ -132,9 +132,9 @@ def device_handle(nvml: ModuleType, device: Device) -> Any:
 
 
 def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
-    """Look where the GPU was, then everywhere. A search by UUID fails for every GPU when one is lost (nvml.h).
+    """Return a GPU's handle: by its last address, else among all GPUs (NVML's search fails if any is lost; nvml.h).
 
-    A lost GPU has no uuid to be asked for any more: it is the one at its number, or the only kind that is silent.
+    A lost GPU gives no uuid any more. `DeviceLost` is raised if the GPU of its number is lost, or all silent ones are.
     """
     uuid, bus_id = device.parent or device.uuid, device.detail.get("bus_id", "")
     there = ""
@@ -164,7 +164,7 @@ def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
 
 
 def instance_handles(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the handles of MIG instances with their numbers; nothing where the GPU is not divided."""
+    """Yield number and handle of each MIG instance; nothing if the GPU is not divided."""
     try:
         divided = ask_nvml(nvml, "nvmlDeviceGetMigMode", handle)[0] == 1
         places = ask_nvml(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) if divided else 0
@@ -178,7 +178,7 @@ def instance_handles(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]
 
 
 def ask_text(nvml: ModuleType, name: str, *arguments: Any) -> str:
-    """Return a text that NVML gives, "" where it gives none."""
+    """Return a text from NVML, or "" if it gives none."""
     try:
         given = ask_nvml(nvml, name, *arguments)
     except Missing:
@@ -188,7 +188,7 @@ def ask_text(nvml: ModuleType, name: str, *arguments: Any) -> str:
 
 
 def parse_count(raw: Any) -> int:
-    """Return a number that cannot be negative; raise `Missing` for the values by which NVML and DCGM say "none"."""
+    """Return a number that cannot be negative; raise `Missing` for the values with which NVML and DCGM say "none"."""
     value = int(raw)
     if value < 0 or value == 0xFFFFFFFF or 0x7FFFFFF0 <= value <= 0x7FFFFFFF or value >= 0x7FFFFFFFFFFFFFF0:
         raise Missing(INVALID)

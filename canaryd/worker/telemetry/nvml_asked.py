@@ -1,6 +1,6 @@
-"""NVML's answers about one GPU in one poll: each is asked for once, and what does not change once a day.
+"""NVML's answers about one GPU in one poll: each call is made once, and calls with constant answers once a day.
 
-The file that keeps the answers of a day outlives the workers of the sweeps.
+The file with the answers of a day outlives the workers of the sweeps.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from canaryd.worker.telemetry.nvml import (
 from canaryd.worker.telemetry.sysfs import optional_text
 
 DAY = 86_400.0
-"""Seconds for which an answer is kept."""
+"""Seconds for which a constant answer is kept."""
 PREFIX = "nvmlDeviceGet"
 STEADY = (
     *("TemperatureThreshold", "PowerManagementDefaultLimit", "PowerManagementLimitConstraints", "NumFans"),
     *("SupportedClocksEventReasons", "SupportedClocksThrottleReasons", "MaxClockInfo", "MaxPcieLinkGeneration"),
     "MaxPcieLinkWidth",
 )
-"""Calls whose answer changes with neither load nor time, only with part, driver or slot."""
+"""Calls whose answer depends only on part, driver or slot, not on load or time."""
 VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""nvmlValueType_t → the member of nvmlValue_t."""
+"""Member of nvmlValue_t for each nvmlValueType_t."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Asked:
-    """What NVML says of one GPU in this poll. Calls are named without `PREFIX`."""
+    """NVML's answers about one GPU in this poll. Calls are named without `PREFIX`."""
 
     def __init__(self, nvml: ModuleType, handle: Any, memory: str = "", uuid: str = "") -> None:
-        """Recall what the directory `memory` keeps of this driver and boot since less than a day; "" keeps nothing."""
+        """Load answers of this driver and boot, less than a day old, from the directory `memory`; "" keeps none."""
         self.nvml, self.handle, self.remembers = nvml, handle, bool(memory)
         self.driver = ask_text(nvml, "nvmlSystemGetDriverVersion")
         self._answers: dict[Any, Any] = {}
@@ -62,19 +62,19 @@ class Asked:
                 self._known = dict(kept["known"])
 
     def keep(self) -> None:
-        """Keep what was learnt; without the right to write it is asked again."""
+        """Write the learnt answers to the file; if it cannot be written, the next process asks again."""
         if self._new:
             with contextlib.suppress(TypeError, ValueError):
                 keep(*self._kept, {**self._here, "at": time.time(), "known": self._known})
 
     def daily(self, name: str, learn: Callable[[], Any]) -> Any:
-        """Return plain data that is learnt once a day."""
+        """Return plain data that `learn` gives, called once a day."""
         if name not in self._known:
             self._known[name], self._new = learn(), True
         return self._known[name]
 
     def once(self, key: Any, ask: Callable[[], Any]) -> Any:
-        """Return what `ask` returns, or raise the `Missing` that it raised, without asking twice in this poll."""
+        """Return the result of `ask`, or raise its `Missing`; call `ask` only once per `key` in this poll."""
         if key not in self._answers:
             try:
                 self._answers[key] = ask()
@@ -85,7 +85,7 @@ class Asked:
         return answer
 
     def call(self, names: str | tuple[str, ...], *arguments: Any) -> Any:
-        """Return a call's answer, of several names that of the first that package and driver know; raise `Missing`."""
+        """Return the answer of the first call in `names` that package and driver know; raise `Missing` if none is."""
         missing = Missing(OLD_PACKAGE)
         for name in (names,) if isinstance(names, str) else names:
             try:
@@ -121,14 +121,14 @@ class Asked:
         check: Check = parse_count,
         part: int | str | None = None,
     ) -> Any:
-        """Return a call's answer, or one item or member of it, checked and in base units."""
+        """Return a call's answer, or its item or member `part`, checked and in base units."""
         given = self.call(names, *arguments)
         if part is not None:
             given = given[part] if isinstance(part, int) else getattr(given, part)
         return check(given)
 
     def field(self, wanted: Iterable[tuple[int, int]], number: int, link: int = 0, check: Check = parse_count) -> Any:
-        """Return a field of a link (0: of the GPU) out of one call for all that are `wanted`; each has its own code."""
+        """Return one field of a link (0: of the GPU); one call reads all `wanted` fields, each with an error code."""
         fields = tuple(wanted)
         given = dict(zip(fields, self.call("FieldValues", fields), strict=True))[number, link]
         if given.nvmlReturn == GPU_IS_LOST:

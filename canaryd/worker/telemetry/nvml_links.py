@@ -1,4 +1,4 @@
-"""State and error counters of NVLinks: all in one call, where that is known to give what single calls give."""
+"""State and error counters of NVLinks: one call for all fields that are known to equal the single calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canaryd.worker.telemetry.sysfs import Fact, attempt
 UP = "up"
 KINDS = (UP, *values.LINK_ERRORS)
 Ask = Callable[[str, int], Any]
-"""(kind, link) → its value; raises `Missing`."""
+"""Function (kind, link) → value; raises `Missing`."""
 
 
 def read_links(asked: Asked, links: range) -> Iterator[Fact]:
-    """Yield state and errors of a GPU's NVLinks.
+    """Yield the state and the errors of a GPU's NVLinks.
 
-    The field numbers of links are documented less than the calls, and differ between generations: once a day both are
-    asked, and what gave the same is read by its field until tomorrow.
+    The field numbers of links are documented less than the calls, and differ between generations. So both are read once
+    a day, and kinds with equal values are read by their field for the rest of the day.
     """
     none: dict[str, list[Any]] = {"fields": [], "absent": []}
     ways = asked.daily("links", partial(_compare, asked, links)) if asked.remembers else none
@@ -64,7 +64,7 @@ def _call(asked: Asked, kind: str, link: int) -> Any:
 
 
 def _fields(asked: Asked, which: list[tuple[str, int]]) -> Ask:
-    """Return what gives the fields of kinds and links, all from one call."""
+    """Return a function that gives the fields of these kinds and links, all from one call."""
     wanted = [at for kind, link in which if (at := values.link_field(kind, link))]
 
     def ask(kind: str, link: int) -> Any:
@@ -77,7 +77,7 @@ def _fields(asked: Asked, which: list[tuple[str, int]]) -> Ask:
 
 
 def _compare(asked: Asked, links: range) -> dict[str, list[Any]]:
-    """Return of which kinds and links a field gives what the call gives, and which kinds the device lacks."""
+    """Return the kinds and links whose field equals the call ("fields"), and kinds the device lacks ("absent")."""
     field = _fields(asked, [(kind, link) for kind in KINDS for link in links])
     ways: dict[str, list[Any]] = {"fields": [], "absent": []}
     for kind in KINDS:

@@ -1,7 +1,7 @@
-"""Numbers and words of nvml.h (CUDA 13.3), and the checks that turn what NVML gives into base units.
+"""Numbers and words of nvml.h (CUDA 13.3), and the checks that convert NVML's values to base units.
 
-A check raises `Missing` for a value by which the driver says that it has none. Field numbers are written out, because a
-package and a driver of different age must still understand each other.
+A check raises `Missing` for the driver's codes of a missing value. Field numbers are written out, because a package and
+a driver of different age must still understand each other.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ARCHITECTURES = (
     *("", "", "kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "", ""),
     "rubin",
 )
-"""nvmlDeviceArchitecture_t."""
+"""Words of nvmlDeviceArchitecture_t, by number."""
 KINDS = ("corrected", "uncorrected")
-"""nvmlMemoryErrorType_t."""
+"""Words of nvmlMemoryErrorType_t, by number."""
 CACHES = {"l1": 0, "l2": 1, "register_file": 3, "texture": 4, "texture_shm": 5, "cbu": 6}
-"""nvmlMemoryLocation_t that only devices before Turing count apart; later ones report the sum as `SRAM`."""
+"""Values of nvmlMemoryLocation_t with separate counts before Turing only; later devices report the sum as `SRAM`."""
 DRAM, SRAM = 2, 7
 SRAM_STATUS = (
     ("ecc_sram_threshold_exceeded", "bThresholdExceeded", {}),
@@ -31,26 +31,26 @@ SRAM_STATUS = (
     *(("ecc_sram_units_total", f"aggregateUncBucket{u}", {"unit": u.lower()}) for u in ("L2", "Sm", "Pcie", "Mcu")),
     ("ecc_sram_units_total", "aggregateUncBucketOther", {"unit": "other"}),
 )
-"""Reading, member of nvmlEccSramErrorStatus_v1_t, labels."""
+"""Name of a reading, member of nvmlEccSramErrorStatus_v1_t, and labels."""
 BANKS = ("max", "high", "partial", "low", "none")
 THRESHOLDS = ("shutdown", "slowdown", "memory_max", "gpu_max", "acoustic_min", "acoustic_current", "acoustic_max")
-"""nvmlTemperatureThresholds_t."""
+"""Words of nvmlTemperatureThresholds_t, by number."""
 MARGINS = {"shutdown": 193, "slowdown": 194, "memory_max": 195, "gpu_max": 196}
-"""NVML_FI_DEV_TEMPERATURE_*_TLIMIT: from Ada on, thresholds as margins."""
+"""Threshold → NVML_FI_DEV_TEMPERATURE_*_TLIMIT: from Ada on, thresholds are given as margins."""
 THROTTLES = (
     *("gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal"),
     *("hw_power_brake", "display_clocks", "board_limit", "reliability"),
 )
-"""nvmlClocksEventReason*, from bit 0 up."""
+"""Words of nvmlClocksEventReason*, from bit 0 up."""
 THROTTLED = {"sw_power_cap": 74, "sw_thermal": 75, "sync_boost": 76, "board_limit": 77, "reliability": 79}
-"""NVML_FI_DEV_PERF_POLICY_*: nanoseconds in which a reason held the clocks down."""
+"""Reason → NVML_FI_DEV_PERF_POLICY_*: nanoseconds in which the reason reduced the clocks."""
 HARDWARE_THROTTLED = ("hw_thermal", "hw_power_brake")
 CLOCKS = ("graphics", "sm", "memory", "video")
-"""nvmlClockType_t."""
+"""Words of nvmlClockType_t, by number."""
 LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
-"""nvmlNvLinkErrorCounter_t, up to Hopper."""
+"""Words of nvmlNvLinkErrorCounter_t, by number; up to Hopper."""
 LINK_STATE = 165
-"""NVML_FI_DEV_NVLINK_GET_STATE, of the link that is the field's scope."""
+"""NVML_FI_DEV_NVLINK_GET_STATE: the state of the link in the field's scope."""
 LINK_COUNTS = {"replay": (46, 108, 161), "recovery": (53, 114, 162), "crc_flit": (32, 96, 163)}
 LINK_COUNTS |= {"crc_data": (39, 102, 0), "ecc_data": (148, 154, 0)}
 """NVML_FI_DEV_NVLINK_*_ERROR_COUNT_L0, *_L6, and NVML_FI_DEV_NVLINK_ERROR_DL_* with the link as scope; 0 for none."""
@@ -61,13 +61,13 @@ COMPUTE_MODES = ("default", f"{EXCLUSIVE}_thread", PROHIBITED, f"{EXCLUSIVE}_pro
 RECOVERIES = (
     *("none", "reset", "reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset", "system_reboot"),
 )
-"""nvmlDeviceGpuRecoveryAction_t."""
+"""Words of nvmlDeviceGpuRecoveryAction_t, by number."""
 LEAST_MARGIN, HOTTEST = -100, 300
-"""Degrees at and beyond which a value is a sentinel. Seen from NVML: -256, 4294967040, and 0 for memory."""
+"""Degrees at or beyond which a value is a code for "missing". NVML gave -256, 4294967040, and 0 for memory."""
 
 
 def link_field(kind: str, link: int) -> tuple[int, int] | None:
-    """Return field and scope of a link's state ("up") or of one of `LINK_ERRORS`; None where there is none."""
+    """Return field number and scope of a link's state ("up") or of one of `LINK_ERRORS`; None if there is none."""
     if kind == "up":
         return LINK_STATE, link
     first, later, scoped = LINK_COUNTS[kind]
@@ -77,33 +77,33 @@ def link_field(kind: str, link: int) -> tuple[int, int] | None:
 
 
 def pci_address(pci: Any) -> str:
-    """Write an nvmlPciInfo_t as "0000:65:00.0"."""
+    """Return the address in an nvmlPciInfo_t in the form "0000:65:00.0"."""
     return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
 
 
 def capability(pair: tuple[int, int]) -> str:
-    """Write (9, 0) as "9.0"."""
+    """Return a pair such as (9, 0) as "9.0"."""
     return f"{pair[0]}.{pair[1]}"
 
 
 def hexadecimal(raw: Any) -> str:
-    """Write a number as "0x6500"."""
+    """Return a number in the form "0x6500"."""
     return f"{parse_count(raw):#x}"
 
 
 def cuda_version(version: int) -> str:
-    """Write 12040 as "12.4" (CUDA_VERSION: 1000 major + 10 minor)."""
+    """Return a CUDA version such as 12040 as "12.4" (CUDA_VERSION: 1000 major + 10 minor)."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def per(divisor: int, raw: Any) -> float:
-    """Return a count of small units in a larger one."""
+    """Return a count of small units converted to a larger unit of `divisor` small ones."""
     return parse_count(raw) / divisor
 
 
 thousandths, seconds = partial(per, 1000), partial(per, 10**9)
 fan_ratio = partial(per, 100)
-"""Of the fan's nominal top speed, which it may exceed."""
+"""Converts per cent of the fan's nominal top speed to a ratio, which may exceed 1."""
 
 
 def hertz(raw: Any) -> int:
@@ -119,7 +119,7 @@ def share(raw: Any) -> float:
 
 
 def degrees(raw: Any) -> int:
-    """Return a temperature in degrees Celsius; raise `Missing` for a sentinel."""
+    """Return a temperature in degrees Celsius; raise `Missing` for a code that means "missing"."""
     value = int(raw)
     if not 0 < value < HOTTEST:
         raise Missing(INVALID)
@@ -127,7 +127,7 @@ def degrees(raw: Any) -> int:
 
 
 def margin(raw: Any) -> int:
-    """Return the degrees left to a limit, negative past it; the driver may give them as an unsigned number."""
+    """Return the degrees left to a limit, negative above the limit; the driver may give an unsigned number."""
     value = int(raw)
     value -= 1 << 32 if value > 0x7FFFFFFF else 0
     if not LEAST_MARGIN < value < HOTTEST:
@@ -143,28 +143,28 @@ def flag(raw: Any) -> int:
 
 
 def is_up(raw: Any) -> int:
-    """Return 1 for an enabled feature (NVML_FEATURE_DISABLED is 0)."""
+    """Return 1 for an enabled feature, else 0 (NVML_FEATURE_DISABLED is 0)."""
     return int(raw != 0)
 
 
 def performance_state(raw: Any) -> int:
-    """Return the P-state, 0 to 15; raise `Missing` where the driver does not know it."""
+    """Return the P-state, 0 to 15; raise `Missing` if the driver does not know it."""
     if not 0 <= int(raw) <= 15:  # NVML_PSTATE_UNKNOWN is 32
         raise Missing("the driver does not know the state")
     return int(raw)
 
 
 def word(words: tuple[str, ...], raw: Any) -> str:
-    """Return the name of an enumeration's value, "unknown(N)" for a number that is not listed."""
+    """Return the name of an enumeration's value, or "unknown(N)" for an unlisted number."""
     value = parse_count(raw)
     return (words[value] if value < len(words) else "") or f"unknown({value})"
 
 
 def hardware_throttle_fields(driver: str) -> dict[str, int]:
-    """Return the fields for the time in which hardware held the clocks down, by the driver's version.
+    """Return the fields, in this driver version, for the time in which hardware reduced the clocks.
 
     Their numbers changed: nvidia-ml-py 12.575.51 and 13.580.65 have 252 and 253, 13.580.82 and later have 270 and 271,
-    older ones have neither. Each pair means something else to the other, so a driver in between is not asked.
+    older ones have neither. A driver of the other kind gives other data for them, so drivers in between are not asked.
     """
     major, _, rest = driver.partition(".")
     minor = rest.partition(".")[0]

@@ -22,12 +22,12 @@ AMD's and Intel's VGA controllers are left out, because most are part of a proce
 unit of a client processor, which no backend here drives.
 """
 GRAPHICS, PROCESSING = 0x03, 0x12
-"""Base classes of graphics units and of accelerators."""
+"""PCI base classes of graphics units and of accelerators."""
 PORT = 0x0604
-"""Class of a bridge to further functions, such as a port of PCI Express."""
+"""PCI class of a bridge to further functions, such as a port of PCI Express."""
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 INTEGRATED = (0x8086, "0000:00:02.0")
-"""Vendor and place of every graphics unit that is part of an Intel processor, whatever its class."""
+"""Vendor and address of the graphics unit that is part of an Intel processor, whatever its class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,18 @@ class PciFunction:
     device_id: str
     """The vendor's number for the model, four hex digits, e.g. "2335"."""
     driver: str
-    """The kernel driver bound to it; "" for none."""
+    """The kernel driver bound to the function, or "" if there is none."""
     virtual: bool
     """True for an SR-IOV virtual function."""
 
     @property
     def passed_through(self) -> bool:
-        """Whether it is reserved for a virtual machine, so that no library of this host lists it."""
+        """Whether the function is reserved for a virtual machine, so that no library of this host lists it."""
         return "vfio" in self.driver or self.driver == "pci-stub" or (self.virtual and not self.driver)
 
 
 def accelerators(sysfs: Path) -> list[PciFunction]:
-    """Return the accelerators on the bus in its order; raise `Unreadable` where the kernel lists no PCI functions."""
+    """Return the accelerators in the order of the bus; raise `Unreadable` if the kernel lists no PCI functions."""
     found = []
     for function in sorted(entries(sysfs / "bus/pci/devices")):
         try:
@@ -79,14 +79,14 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
 
 
 def only_one(sysfs: Path, vendor: int) -> str:
-    """Return the place of a vendor's only graphics unit or accelerator, driven or not; "" for none and for several."""
+    """Return the address of a vendor's only graphics unit or accelerator, driven or not; "" for none or for several."""
     functions = optional_entries(sysfs / "bus/pci/devices", "*")
     found = [f.name for f in functions if _class(f, vendor) >> 8 in (GRAPHICS, PROCESSING)]
     return found[0] if len(found) == 1 else ""
 
 
 def below(sysfs: Path, port: str) -> list[str]:
-    """Return the functions behind a port, without further ports and virtual functions; [] for what is no port."""
+    """Return the functions behind a port, without further ports and virtual functions; [] for anything but a port."""
     found, waiting = [], [sysfs / "bus/pci/devices" / port] if port else []
     while waiting:
         for function in optional_entries(waiting.pop(), "*:*:*.*"):
@@ -100,7 +100,7 @@ def below(sysfs: Path, port: str) -> list[str]:
 
 
 def _class(function: Path, vendor: int = 0) -> int:
-    """Return the class of a function; 0 where it is of another vendor, or left the bus meanwhile."""
+    """Return the class of a function, or 0 if it is of another vendor or has left the bus."""
     try:
         return read_int(function / "class") >> 8 if vendor in (0, read_int(function / "vendor")) else 0
     except Unreadable:

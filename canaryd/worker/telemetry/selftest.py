@@ -1,7 +1,7 @@
-"""Run the vendor's own self-test of a device and read what it says. docs/vendors.md names tools, versions and formats.
+"""Run the vendor's own self-test of a device and read its results. docs/vendors.md lists tools, versions and formats.
 
-A tool's word is neither proof nor acquittal: its results are readings, and the judge decides. What did not end, or
-printed nothing that can be read, is no result.
+A tool's result neither proves nor disproves a defect: it is a reading, and the judge decides. A test that did not end,
+or printed nothing readable, has no result.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from canaryd.worker.telemetry.command import command_setting, not_started
 from canaryd.worker.temporary import temporary_directory
 
 STEP = 0.1
-"""Seconds between two looks at a tool that runs."""
+"""Seconds between two checks of a running tool."""
 GRACE = 30.0
-"""Seconds that a tool which is asked to stop gets before it is killed."""
+"""Seconds between asking a tool to stop and killing it."""
 SAID = 200
-"""Characters of a tool's message that are kept."""
+"""Most characters of a tool's message that are kept."""
 _LEFT: list[subprocess.Popen[bytes]] = []
-"""Tools that go on, held so that nothing complains about them."""
+"""Tools that still run after the probe, kept so that Python does not warn about them."""
 CONFIGURATION = 5
-"""DCGM_ERROR_CONFIG: "This error can be configured" (DCGM, dcgm_errors.h); such as persistence mode that is off."""
+"""DCGM_ERROR_CONFIG: "This error can be configured" (DCGM, dcgm_errors.h); for example, persistence mode is off."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a tool says of one of its tests."""
+    """A tool's result for one of its tests."""
 
     test: str
     status: str
-    """"pass", "fail", "warn", "skip" or "unknown"; "configuration": failed for a setting."""
+    """"pass", "fail", "warn", "skip", "unknown", or "configuration": failed because of a setting."""
     message: str = ""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A vendor's self-test."""
+    """A vendor's self-test: its command, and how to read its results."""
 
     command: str
     suite: str
-    """What it runs unless the setting `suite` says otherwise."""
+    """Suite of tests that runs unless the setting `suite` names another."""
     arguments: Callable[[str, Device, Path], list[str]]
-    """(suite, device, file for results) → arguments."""
+    """Function (suite, device, file for results) → command-line arguments."""
     read: Callable[[str, str, Device], list[Result]]
-    """(standard output, results in the file or "", device) → results; raises what `json` and subscripts raise."""
+    """Function (standard output, results in the file or "", device) → results; raises errors of `json` and indexing."""
     abortable: bool = True
-    """False: a run that is stopped leaves the device in another state than before."""
+    """False: stopping a run leaves the device in another state than before."""
 
 
 def _dcgmi(text: str, _: str, device: Device) -> list[Result]:
-    """Read `dcgmi diag -j` of DCGM 3 ("DCGM GPU Diagnostic") and 4 ("DCGM Diagnostic")."""
+    """Return the results in `dcgmi diag -j` of DCGM 3 ("DCGM GPU Diagnostic") and 4 ("DCGM Diagnostic")."""
     document = json.loads(text[text.index("{") :])
     diagnostic = document.get("DCGM Diagnostic") or document["DCGM GPU Diagnostic"]
     found = []
@@ -85,7 +85,7 @@ def _dcgmi(text: str, _: str, device: Device) -> list[Result]:
 
 
 def _rvs(_: str, results: str, device: Device) -> list[Result]:
-    """Read RVS's JSON file: module → action → results of each GPU (ROCmValidationSuite, docs/schemas)."""
+    """Return the results in RVS's JSON file: module → action → results per GPU (ROCmValidationSuite, docs/schemas)."""
     found = []
     for module, actions in json.loads(results).items():
         for action, each in actions.items() if isinstance(actions, dict) else ():
@@ -98,7 +98,7 @@ def _rvs(_: str, results: str, device: Device) -> list[Result]:
 
 
 def _ascend(text: str, _: str, __: Device) -> list[Result]:
-    """Read ascend-dmi's plain output: the name of an item, and its status on the next line (MindCluster ToolBox)."""
+    """Return the results in ascend-dmi's plain output: name of an item, then its status (MindCluster ToolBox)."""
     lines = text[text.index("Hardware:") :].splitlines()[1:]
     named = re.compile(r"\s+(\w+):\s*$")
     return [
@@ -109,7 +109,7 @@ def _ascend(text: str, _: str, __: Device) -> list[Result]:
 
 
 def _xpu_smi(text: str, _: str, __: Device) -> list[Result]:
-    """Read `xpu-smi diag -j` of version 1; version 2 has no `diag` (intel/xpumanager, lib_core_stub.cpp)."""
+    """Return the results in `xpu-smi diag -j` of version 1; 2 has no `diag` (intel/xpumanager, lib_core_stub.cpp)."""
     return [
         Result(str(each["component_type"]), _status(str(each["result"]).lower()), str(each.get("message", "")))
         for each in json.loads(text[text.index("{") :])["component_list"]
@@ -131,11 +131,11 @@ TOOLS: Mapping[str, Tool] = {
         "ascend-dmi", "aicore", lambda s, d, _: ["-dg", "-i", s, "-d", str(d.index), "-q"], _ascend, abortable=False
     ),
 }
-"""Backend → the tool of its vendor."""
+"""Backend → the vendor's tool."""
 
 
 def read(ctx: Context) -> Iterator[Fact]:
-    """Run the tool and yield a reading for each of its tests. Raises `Skip` with the reason where it gave no result."""
+    """Run the tool and yield a reading for each of its tests. Raises `Skip` with the reason if there is no result."""
     tool = TOOLS[ctx.device.backend]
     command = command_setting(ctx.settings, "command", tool.command)
     suite = ctx.settings.get("suite", tool.suite)
@@ -161,9 +161,9 @@ def read(ctx: Context) -> Iterator[Fact]:
 
 
 def _run(ctx: Context, tool: Tool, argv: list[str]) -> tuple[int, str]:
-    """Return a tool's exit status and what it printed; raise `Skip` where it does not start or does not end.
+    """Return a tool's exit status and output; raise `Skip` if it does not start or does not end.
 
-    It ends with the worker, being in its process group; only what must not be aborted has a session of its own.
+    The tool is in the worker's process group and ends with it; a tool that must not be aborted has its own session.
     """
     with tempfile.TemporaryFile() as out:
         try:
@@ -190,7 +190,7 @@ def _run(ctx: Context, tool: Tool, argv: list[str]) -> tuple[int, str]:
 
 
 def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budget: float) -> str:
-    """Stop a tool that may be stopped; return what became of it."""
+    """Stop a tool, unless it must not be aborted; return a sentence about it."""
     if not tool.abortable:
         _LEFT.append(process)
         return (
@@ -202,7 +202,7 @@ def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budg
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask a tool and what it has started to end, and kill what is left: the worker and its group go on."""
+    """End a tool and the processes that it has started, and kill those that do not end; spare the worker's others."""
     started, deadline = _started_by(process.pid), time.monotonic() + GRACE
     for pid in started:
         _signal(pid, signal.SIGTERM)
@@ -216,7 +216,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _started_by(tool: int) -> set[int]:
-    """Return the processes of a tool: itself and its children, and their children."""
+    """Return the process numbers of a tool and of all its descendants."""
     group, found = _group(), [tool]
     for pid in found:
         found += [child for child, parent in group.items() if parent == pid]
@@ -224,7 +224,7 @@ def _started_by(tool: int) -> set[int]:
 
 
 def _group() -> dict[int, int]:
-    """Return the living processes of this worker's group: process → parent (proc(5)); zombies are dead."""
+    """Return the living processes of this worker's group, process → parent (proc(5)); zombies are left out."""
     found, own = {}, os.getpgrp()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

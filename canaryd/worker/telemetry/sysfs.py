@@ -1,7 +1,7 @@
-"""Readers of /sys that vendors share: one small file at a time; every failure becomes a reason.
+"""Readers of /sys that several vendors' modules use: one small file at a time; every failure becomes a reason.
 
-Values come in the kernel's units (Documentation/ABI/testing/sysfs-bus-pci, Documentation/hwmon/sysfs-interface.rst) and
-are returned in base units.
+The files have the kernel's units (Documentation/ABI/testing/sysfs-bus-pci, Documentation/hwmon/sysfs-interface.rst);
+the readers return base units.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from canaryd.probe import Absent
 
 
 class Unreadable(Exception):
-    """A value could not be read; the argument is the reason shown to people, `code` is the driver's."""
+    """A value could not be read; the argument is the reason for people, `code` is the driver's error code."""
 
     def __init__(self, reason: str, code: int = 0) -> None:
         super().__init__(reason)
@@ -35,18 +35,18 @@ Fact = Reading | Absent
 _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 """GT/s → PCI Express generation (the PCI Express Base Specifications 1.0 to 7.0)."""
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
-"""Lanes that a link can have; the kernel writes 0 or 255 for unknown."""
+"""Possible numbers of lanes of a link; the kernel writes 0 or 255 for unknown."""
 _NATURAL = re.compile(r"(\d+)")
 
 
 def only(settings: Mapping[str, Any], probe: str, *names: str) -> None:
-    """Raise `ValueError` for a setting that the probe does not have."""
+    """Raise `ValueError` for a setting whose name is not in `names`."""
     if unknown := sorted(set(settings) - set(names)):
         raise ValueError(f"{unknown[0]}: {probe} has no such setting; it has {', '.join(sorted(names))}")
 
 
 def path_setting(settings: Mapping[str, Any], name: str, default: str) -> Path:
-    """Return a setting that is an absolute path; raise `ValueError` for anything else."""
+    """Return a setting that is an absolute path; raise `ValueError` for any other value."""
     given = settings.get(name, default)
     if not isinstance(given, str) or not given.startswith("/") or "\0" in given:
         raise ValueError(f"{name}: got {given!r}, wanted an absolute path such as {default!r}")
@@ -54,7 +54,7 @@ def path_setting(settings: Mapping[str, Any], name: str, default: str) -> Path:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a file's bytes; raise `Unreadable` with the reason where there are none to be had."""
+    """Return a file's bytes; raise `Unreadable` with the reason if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -71,7 +71,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text without surrounding blanks; raise `Unreadable` also where it is empty."""
+    """Return a file's text without surrounding blanks; raise `Unreadable` if it cannot be read or is empty."""
     text = read_bytes(path).decode(errors="replace").strip("\0 \t\r\n")
     if not text:
         raise Unreadable(f"{path} is empty")
@@ -97,7 +97,7 @@ def read_count(path: Path) -> int:
 
 
 def entries(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return what a directory holds that matches, in natural order (mc2 before mc10); `Unreadable` as for a file."""
+    """Return a directory's matching entries in natural order (mc2 before mc10); raise `Unreadable` as for a file."""
     try:
         found = [path for path in directory.iterdir() if fnmatchcase(path.name, pattern)]
     except OSError as error:
@@ -106,7 +106,7 @@ def entries(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def optional_text(path: Path) -> str:
-    """Return a file's text, or "" where there is none: for names and labels, which may be missing without harm."""
+    """Return a file's text, or "" if it cannot be read: for names and labels, which are not essential."""
     try:
         return read_text(path)
     except Unreadable:
@@ -114,7 +114,7 @@ def optional_text(path: Path) -> str:
 
 
 def optional_entries(directory: Path, pattern: str) -> list[Path]:
-    """Return what a directory holds that matches, or nothing where it cannot be listed."""
+    """Return the matching entries of a directory, or [] if it cannot be listed."""
     try:
         return entries(directory, pattern)
     except Unreadable:
@@ -122,7 +122,7 @@ def optional_entries(directory: Path, pattern: str) -> list[Path]:
 
 
 def unreadable(error: OSError, path: Path) -> Unreadable:
-    """Turn the system's error into a reason of one phrase."""
+    """Return the system's error as an `Unreadable` with a short reason."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return Unreadable(f"not offered by this kernel or device: no {path}")
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -131,7 +131,7 @@ def unreadable(error: OSError, path: Path) -> Unreadable:
 
 
 def attempt(name: str, read: Callable[[], float], unit: str = "1", /, **labels: str) -> Fact:
-    """Return what `read` returns as a reading, or the reason that it raises as `Unreadable`."""
+    """Return the result of `read` as a reading, or as absent with the reason of the `Unreadable` that it raised."""
     try:
         return Reading(name=name, value=read(), unit=unit, labels=labels)
     except Unreadable as error:
@@ -139,7 +139,7 @@ def attempt(name: str, read: Callable[[], float], unit: str = "1", /, **labels: 
 
 
 def line(path: Path, pattern: str) -> str:
-    """Return the first group of a pattern in a file; raise `Unreadable` where no line matches."""
+    """Return the first group of a pattern in a file; raise `Unreadable` if no line matches."""
     if found := re.search(pattern, read_text(path), re.MULTILINE):
         return found[1]
     raise Unreadable(f"{path} has no line of the form {pattern}")
@@ -155,7 +155,7 @@ def percent(path: Path) -> float:
 def aer(root: Path, bus_id: str) -> Iterator[Fact]:
     """Yield the PCI Express errors of a function by severity, since boot or since the device appeared on the bus.
 
-    The kernel's own totals (Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats).
+    They are the kernel's own totals (Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats).
     """
     function = root / "bus/pci/devices" / bus_id
     for severity, total in (("correctable", "COR"), ("nonfatal", "NONFATAL"), ("fatal", "FATAL")):
@@ -168,7 +168,7 @@ def _aer_total(path: Path, name: str) -> int:
 
 
 def pcie(root: Path, bus_id: str) -> Iterator[Fact]:
-    """Yield generation and width of a function's link: the current ones, and the highest of device and port."""
+    """Yield generation and width of a function's link: the present ones, and the highest that device and port allow."""
     function = root / "bus/pci/devices" / bus_id
     for name, measure, file in (("generation", _generation, "link_speed"), ("width", _width, "link_width")):
         yield attempt(f"pcie_{name}", partial(measure, function / f"current_{file}"))
@@ -202,8 +202,8 @@ def _width(path: Path) -> int:
 def hwmon(root: Path, device_path: Path | str) -> Iterator[Fact]:
     """Yield temperatures, their thresholds, fans and power from a device's own hwmon chips.
 
-    `device_path` is the device's directory below `root`, e.g. "bus/pci/devices/0000:65:00.0". A sensor is called by the
-    chip's label ("edge"), or "temp1" where it gives none; its thresholds are "edge_crit" and "edge_max".
+    `device_path` is the device's directory below `root`, e.g. "bus/pci/devices/0000:65:00.0". A sensor's name is the
+    chip's label ("edge"), or "temp1" without one; its thresholds are "edge_crit" and "edge_max".
     """
     reason = "no hwmon chip of the device gives it"
     found = set()
@@ -232,7 +232,7 @@ def _chip(chip: Path, *, with_power: bool) -> Iterator[Fact]:
 
 
 def thresholds(path: Path, sensor: str, *limits: str) -> Iterator[Fact]:
-    """Yield the thresholds that a chip has beside a sensor's input file."""
+    """Yield those thresholds in `limits` that have a file beside the sensor's input file."""
     for limit in limits:
         file = path.with_name(path.name.replace("_input", f"_{limit}"))
         if file != path and file.exists():
@@ -241,9 +241,9 @@ def thresholds(path: Path, sensor: str, *limits: str) -> Iterator[Fact]:
 
 
 def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
-    """Yield the `<kind>N_input` files of a hwmon chip, each with its label, or `<kind>N` where the label is not unique.
+    """Yield the `<kind>N_input` files of a hwmon chip, each with its label, or `<kind>N` if the label is not unique.
 
-    Raises `Unreadable` where the chip cannot be listed.
+    Raises `Unreadable` if the chip cannot be listed.
     """
     paths = entries(chip, f"{kind}[0-9]*_input")
     stems = [path.name.removesuffix("_input") for path in paths]
@@ -252,7 +252,7 @@ def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
 
 
 def unique(names: Sequence[tuple[str, str]]) -> list[str]:
-    """Return each label of pairs of a label and a file's name, with the file's name where the label is not unique."""
+    """Return the label of each (label, file name) pair, followed by the file name if the label is not unique."""
     labels = [label for label, _ in names]
     return [label if label and labels.count(label) == 1 else f"{label} {file}".strip() for label, file in names]
 
@@ -260,8 +260,8 @@ def unique(names: Sequence[tuple[str, str]]) -> list[str]:
 def celsius(path: Path) -> float:
     """Return a file of millidegrees as degrees Celsius.
 
-    Raises `Unreadable` where the chip reports a fault of the sensor, and for temperatures that no silicon survives:
-    chips give them for sensors that are not connected and thresholds that are not set, e.g. NVMe 65261.85.
+    Raises `Unreadable` if the chip reports a fault of the sensor, and for temperatures that no silicon survives: chips
+    give them for unconnected sensors and for thresholds that are not set, e.g. NVMe 65261.85.
     """
     _no_fault(path)
     degrees = read_int(path) / 1000
@@ -271,7 +271,7 @@ def celsius(path: Path) -> float:
 
 
 def rpm(path: Path) -> int:
-    """Return a fan's revolutions per minute; raise `Unreadable` where the chip reports a fault of it."""
+    """Return a fan's revolutions per minute; raise `Unreadable` if the chip reports a fault of the fan."""
     _no_fault(path)
     return read_count(path)
 

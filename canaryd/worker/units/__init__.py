@@ -1,1 +1,1 @@
-"""Exact tiles on every unit of a device, so that a wrong one names its core or SM."""
+"""Exact tiles, computed on every unit (core or SM) of a device, so that a wrong result names its unit."""

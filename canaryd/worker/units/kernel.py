@@ -1,7 +1,7 @@
 """The kernel that computes exact tiles on every SM: the only module that imports Triton.
 
-Triton lies beside every torch that was built with CUDA. Here it compiles the same source for the chip, or interprets it
-on the host (TRITON_INTERPRET=1), where there are no SMs: the caller then says on which one each block runs.
+Every torch that was built with CUDA brings Triton. Triton compiles the same source for the chip, or interprets it on
+the host (TRITON_INTERPRET=1). The host has no SMs, so the caller then says on which one each block runs.
 """
 
 import triton
@@ -9,9 +9,9 @@ import triton.language as tl
 
 SM = tl.constexpr("mov.u32 $0, %smid;")
 LANE = tl.constexpr("mov.u32 $0, %laneid;")
-"""PTX ISA, "Special Registers": the SM that a thread runs on at this moment, and its lane in the warp."""
+"""PTX ISA, "Special Registers": instructions that read the present SM of a thread, and its lane in the warp."""
 WARPS = 4
-"""Warps of a block: one on each of an SM's four parts; Hopper's tensor cores take no fewer."""
+"""Warps of a block: one on each of an SM's four parts; Hopper's tensor cores need at least four."""
 
 
 @triton.jit(do_not_specialize=["shift"])  # else it is compiled anew for 1 and for multiples of 16
@@ -32,10 +32,10 @@ def exact_tiles(
 ):
     """Compute a (rounds, M, K) times b (rounds, N, K) transposed, once in every block, into out (blocks, rounds, M, N).
 
-    `DOT`: by tensor cores, `STEP` of K at a time; else by one multiplication and addition after the other. `units`
-    (blocks, 2) takes the SM at the start and at the end, `lanes` (blocks, M, N) the lane that holds each element;
-    without `ON_CHIP` both are left as the caller filled them. Block n writes to place n + `shift`, so that a broken
-    part of the memory is not always written by the same SM.
+    `DOT`: on tensor cores, `STEP` of K at a time; otherwise one multiplication and addition after the other. The kernel
+    writes the SM at the start and at the end to `units` (blocks, 2), and the lane of each element to `lanes` (blocks,
+    M, N); without `ON_CHIP` it leaves both unchanged. Block n writes to place n + `shift`, so that a broken part of the
+    memory is not always written by the same SM.
     """
     block = (tl.program_id(0) + shift) % tl.num_programs(0)
     if ON_CHIP:

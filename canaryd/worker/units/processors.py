@@ -1,4 +1,4 @@
-"""What runs tiles on every unit of a device: the cores of a processor, the SMs of a GPU."""
+"""Run tiles on every unit of a device: the cores of a processor, the SMs of a GPU."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from canaryd.worker.runtime.interface import Unsupported
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
 FIRST_TENSOR_CORES = (8, 0)
-"""Compute capability from which Triton uses tensor cores for these formats (3.2, 3.4 and 3.9 compiled for 7.5, 8.0,
-8.9, 9.0, 10.0 and 12.0)."""
+"""Lowest compute capability for which Triton uses tensor cores for these formats (3.2, 3.4 and 3.9 compiled for 7.5,
+8.0, 8.9, 9.0, 10.0 and 12.0)."""
 STEP = 64
-"""How much of K a block holds at a time: at least 32, which tensor cores take of int8."""
+"""Part of K that a block holds at a time: at least 32, which tensor cores need for int8."""
 
 
 class Processor(Protocol):
-    """A device whose units can be told apart."""
+    """A device that can say which of its units computed a result."""
 
     unit: str
-    """What `Place.unit` calls them."""
+    """Name of the units in `Place.unit`."""
     count: int
-    """How many the device has."""
+    """Number of units of the device."""
 
     def refuses(self, tiles: Tiles) -> str:
-        """Return why it cannot compute these tiles; "" where it can."""
+        """Return the reason why the device cannot compute these tiles, or "" if it can."""
 
     def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:
-        """Compute the tiles on as many units as take a block; `shift` moves the blocks to other places in memory."""
+        """Compute the tiles in `blocks` blocks on different units; `shift` moves the results within the memory."""
 
 
 class Cores:
-    """The cores of this host that the process may use: each takes its turn alone, by affinity."""
+    """The cores of this host that the process may use; one core computes at a time, by affinity."""
 
     unit = "core"
 
     def __init__(self) -> None:
-        """Look up the cores."""
+        """Find the cores that this process may use."""
         self.cores = visible_cores()
         self.count = len(self.cores)
 
@@ -65,10 +65,10 @@ class Cores:
 
 
 class Multiprocessors:
-    """The SMs of a GPU, by a kernel that reads the number of the SM it runs on.
+    """The SMs of a GPU, whose kernel reads the number of the SM that runs it.
 
-    Where the kernel is interpreted on the host, `placement` says on which SM each of so many blocks runs, and `lane`
-    which lane holds each element (M, N).
+    Where the kernel is interpreted on the host, `placement` returns the SM of each of so many blocks, and `lane` is the
+    lane that holds each element (M, N).
     """
 
     unit = "sm"
@@ -79,7 +79,7 @@ class Multiprocessors:
         placement: Callable[[int], list[int]] | None = None,
         lane: Any = None,
     ) -> None:
-        """Load the kernel, if Triton is there."""
+        """Load the kernel if Triton is installed."""
         self.kernel: Any = None
         self.missing = ""
         try:
@@ -121,10 +121,10 @@ class Multiprocessors:
 
 @contextlib.contextmanager
 def _needs_set_up() -> Iterator[None]:
-    """Raise `Unsupported` where Triton cannot be set up on this machine: that says nothing of the device.
+    """Raise `Unsupported` where Triton cannot be set up on this machine: that is no evidence about the device.
 
-    It builds what launches a kernel with a C compiler, looks for libcuda.so.1 where ldconfig or LD_LIBRARY_PATH say (an
-    assertion; triton, backends/nvidia/driver.py), and keeps both in a cache that it must be able to write and load.
+    Triton compiles its launcher with a C compiler, finds libcuda.so.1 with ldconfig or LD_LIBRARY_PATH (an assertion;
+    triton, backends/nvidia/driver.py), and keeps both in a cache that it must be able to write and load.
     """
     try:
         yield

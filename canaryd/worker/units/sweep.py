@@ -1,4 +1,4 @@
-"""Compute the same exact tiles on every unit, and yield what was compared, unit by unit where something was wrong."""
+"""Compute the same exact tiles on every unit, and yield comparisons, one for each wrong unit."""
 
 from __future__ import annotations
 
@@ -24,48 +24,47 @@ from canaryd.worker.units.processors import Processor
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
 LEAST = 2
-"""Launches of a case: the second writes its results to other places in memory."""
+"""Fewest launches of a case: the second writes its results to other places in memory."""
 PATIENCE = 8
-"""Launches of a case at most that are only for units which no block has reached yet."""
+"""Launches of a case after which it no longer waits for units that no block has reached yet."""
 WRONG_ENOUGH = 4
-"""Wrong launches after which a case is not continued: enough to tell a unit that is always wrong from one that is now
-and then."""
+"""Wrong launches after which a case stops: enough to see whether a unit is always wrong or sometimes."""
 NAMED = 8
-"""Wrong units of a case that are reported one by one; more are reported together, for no single one is to blame."""
+"""Most wrong units of a case that are reported singly; more are reported together: then no single unit is to blame."""
 MOST_BLOCKS = 8
-"""Blocks per unit of a launch at most, where fewer did not reach every unit and their results fit into a burst."""
+"""Most blocks per unit of a launch, where fewer did not reach every unit and their results fit into a burst."""
 
 
 @dataclass
 class _Tally:
-    """What one unit computed in one launch."""
+    """The results of one unit in one launch."""
 
     tiles: int = 0
     wrong: int = 0
     found: Evidence | None = None
-    """Of its first wrong block."""
+    """Evidence of the unit's first wrong block."""
 
 
 @dataclass
 class _Sweep:
-    """One run: which units were seen, and what they computed."""
+    """One run: the units seen so far, and the launches."""
 
     session: Session
     processor: Processor
     seen: set[int] = field(default_factory=set)
     blocks: int = 0
-    """Of the next launch."""
+    """Blocks of the next launch."""
     launches: int = 0
 
     @property
     def unreached(self) -> int:
-        """Units that no block has reached yet."""
+        """Number of units that no block has reached yet."""
         return max(0, self.processor.count - len(self.seen))
 
     def compute(self, case: Case, tiles: Tiles, problem: Problem) -> tuple[dict[int, _Tally], str]:
-        """Upload a problem and compute it once on every unit; return the tallies by unit, and what the comparator did.
+        """Upload a problem, compute it once on every unit; return the tallies by unit, and the comparator's error.
 
-        The second is "" unless the host, which compares the first block itself, disagrees with the device.
+        The error is "" unless the host, which compares the first block itself, disagrees with the device.
         """
         session = self.session
         runtime, device = session.runtime, session.ctx.device
@@ -94,7 +93,7 @@ class _Sweep:
         return dict(tallies), erred
 
     def _count(self, problem: Problem, tallies: dict[int, _Tally]) -> None:
-        """Count what was computed; where units are still unseen, the next launch has twice as many blocks."""
+        """Add the results to the totals; double the blocks of the next launch if some units are still unseen."""
         computed = sum(tally.tiles for tally in tallies.values())
         rounds = problem.golden.shape[0]
         self.session.trials += computed
@@ -106,7 +105,7 @@ class _Sweep:
 
 
 def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> Iterator[Fact]:
-    """Compute every kind of tiles on every unit; yield every fact of the run, and aloud what could not be computed."""
+    """Compute every kind of tiles on every unit; yield every fact of the run, also a reason for each skipped case."""
     session = Session(ctx)
     sweep = _Sweep(session, processor, blocks=processor.count)
     cases = {tiles.name: tiles for tiles in every}
@@ -131,7 +130,7 @@ def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> I
 
 
 def _summary(sweep: _Sweep) -> Iterator[Fact]:
-    """Yield what the run amounts to, and aloud which units it never reached.
+    """Yield the totals of the run, and which units no block reached.
 
     A run that could compute nothing here is no gap in the device's record: other probes test it.
     """
@@ -153,7 +152,7 @@ def _summary(sweep: _Sweep) -> Iterator[Fact]:
 
 
 def _case(device: Device, tiles: Tiles) -> Case:
-    """Return tiles as a case; how they are computed is the processor's.
+    """Return the case of these tiles. It computes nothing itself: the processor does.
 
     On a GPU nothing ships as characterised: no kernel of canaryd's own was seen on one.
     """
@@ -203,7 +202,7 @@ def _verify(sweep: _Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator
 
 
 def _comparisons(sample: Comparison, unit: str, launches: Sequence[dict[int, _Tally]]) -> Iterator[Comparison]:
-    """Yield one comparison per wrong unit and launch, and one for the right ones that computed equally many."""
+    """Yield one comparison per wrong unit and launch, and one for all right units with equally many tiles."""
     of: dict[int, list[_Tally]] = defaultdict(list)
     for tallies in launches:
         for number, tally in tallies.items():
@@ -241,7 +240,7 @@ def _place(unit: str, *numbers: int) -> Place:
 
 
 def _evidence(golden: Any, launch: Launch, block: int) -> Evidence:
-    """Return what the wrong tiles of a block look like, one below the other, with the lane that they share."""
+    """Return the evidence of a block's wrong tiles, taken as one tall matrix, with the lane that they share."""
     observed = launch.results[block].cpu()
     width = golden.shape[-1]
     found = evidence.collect(golden.view(-1, width), observed.view(-1, width))

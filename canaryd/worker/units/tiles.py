@@ -16,12 +16,12 @@ class Tiles:
     source: str
     """Format of the operands: a name of `FORMATS`, "int8", or "int32" (values of int8 in 32 bits)."""
     content: str
-    """A content of products (docs/goldens.md)."""
+    """A content class of products (docs/goldens.md)."""
     path: str
     """How a unit computes them: "dot" (tensor cores), "fma" (one multiplication and addition after the other), or
     "gemm" (the library of a processor)."""
     accumulator: int
-    """Significant bits of the narrowest container of a partial sum."""
+    """Significant bits of the narrowest format that may hold a partial sum."""
     rounds: int
     M: int
     N: int
@@ -29,32 +29,32 @@ class Tiles:
 
     @property
     def name(self) -> str:
-        """The case."""
+        """Name of the case."""
         sizes = f"{self.rounds}x{self.M}x{self.N}x{self.K}"
         label = self.source if self.source == self.target else f"{self.source}>{self.target}"
         return f"{label}/{self.content}/tiles/{self.path}@{sizes}"
 
     @property
     def is_integer(self) -> bool:
-        """Whether nothing in it can round."""
+        """Whether the products are of integers, so that nothing is rounded."""
         return self.source.startswith("int")
 
     @property
     def target(self) -> str:
-        """Format of the results: that of the accumulator, but where a processor's library has no such kernel."""
+        """Format of the results: the accumulator's, except for "gemm", which returns the operands' format."""
         if self.is_integer:
             return "int32"
         return self.source if self.path == "gemm" else "float32"
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of all results: rounds, M, N."""
+        """Shape of all results: rounds, M, N."""
         return self.rounds, self.M, self.N
 
     def build(self, seed: int) -> Problem:
-        """Return operands A (rounds, M, K) and B (rounds, N, K), the second factor's columns, and their products.
+        """Return operands A (rounds, M, K) and B (rounds, N, K), B's columns as rows, with the golden (rounds, M, N).
 
-        The golden is (rounds, M, N). Raises `Inexact` as the products' builders do.
+        Raises `Inexact` under the same conditions as the builders of products.
         """
         shape = f"M={self.rounds * self.M} N={self.N} K={self.K} rounds={self.rounds}"
         if self.is_integer:  # all rounds have one B
@@ -71,16 +71,16 @@ class Tiles:
 
 
 MOVED = -1
-"""In place of a unit's number: the block changed its unit while it computed."""
+"""Stands for a unit's number if the block moved to another unit while it computed."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What every unit computed from one upload."""
+    """The results of all units from one upload."""
 
     results: Any
-    """(blocks, rounds, M, N), where they were computed. A block is one unit's turn."""
+    """Results (blocks, rounds, M, N), on the device that computed them. A block is computed by one unit."""
     units: list[int]
     """The unit of each block, by the device's own number, or `MOVED`."""
     lanes: Any = None
-    """(blocks, M, N): the lane of the warp that held each element; None where there are none."""
+    """The lane of the warp that held each element (blocks, M, N), or None where units have no lanes."""
