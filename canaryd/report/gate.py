@@ -38,7 +38,7 @@ SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0
 """Seconds that the store has to answer; after that the answer is unknown. Reading a verdict takes milliseconds."""
 END_PATIENCE = 0.5
-"""Seconds that a killed reader of the store has to end (ours). It needs microseconds, unless a disk hangs."""
+"""Seconds that a killed reader of the store may take to end. It needs microseconds, unless a disk hangs. Our choice."""
 SWITCH = Path("/etc/canaryd/no-enforcement")
 """File that silences enforcement, whatever it contains. A file of this name beside the configuration file does too."""
 VARIABLE = "CANARYD_ENFORCEMENT"
