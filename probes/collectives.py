@@ -1,11 +1,11 @@
-"""Data sent between devices, or between the cores of a processor: transfers over every link, and operations of all.
+"""Data sent between devices, or between the cores of a processor: transfers over every link, and collectives.
 
 Stresses: the links between devices (NVLink, xGMI, HCCS, PCIe, or what the library chooses), by send and receive over
 every link in both directions, all-gather and all-reduce, with patterns that toggle every line and sums that are exact
-in any order. Of a processor: the ways between its cores and sockets, by processes that are pinned to them. "Right on
-one device, wrong on several" is what it looks for. It names the link that is wrong.
+in any order. In a processor: the paths between its cores and sockets, by processes that are pinned to them. The probe
+finds faults that give right results on one device and wrong ones on several. It names the link that is wrong.
 
-Cannot see: links to other hosts, ways that the library did not choose, what a link corrects by itself.
+Cannot see: links to other hosts, paths that the library did not choose, errors that a link corrects itself.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SPEC = ProbeSpec(
 )
 
 WORDS = {"quick": 1 << 14, "standard": 1 << 16, "deep": 1 << 20}
-"""Words of 64 bits in one transfer between cores; between devices 16 times as many."""
+"""Words of 64 bits in one transfer between cores; transfers between devices have 16 times as many."""
 FORMATS = ("int64", "float32", "bfloat16")
-"""Formats of the sums."""
+"""Number formats of the sums."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Send every pattern over every link, again and again."""
+    """Send every pattern over every link repeatedly, and yield the comparisons."""
     need_torch()
     words = WORDS[ctx.level] * (1 if ctx.device.unit == "cpu" else 16)
     yield from send_around(ctx, words, FORMATS)

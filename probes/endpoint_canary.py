@@ -1,10 +1,10 @@
 """Prompts to a serving endpoint, greedy and with log probabilities, whose answers must have the same bits as before.
 
-Stresses: what users get: the engine's own kernels at prefill and decode, its cache cold and warm, every device of its
-parallel group, template and tokenizer.
+Stresses: the whole service: the engine's own kernels at prefill and decode, its cache cold and warm, every device of
+its parallel group, template and tokenizer.
 
 Cannot see: faults that change nothing in the answers (which may be text without log probabilities), faults that only
-other prompts, lengths or batches meet, and which of several devices is at fault. See docs/canaries.md.
+other prompts, lengths or batches trigger, and which of several devices is at fault. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SPEC = ProbeSpec(
 FILE = Path(__file__).parent / "endpoint" / "prompts.json"
 ALONE = 16
 """Requests per case that a baselining sends one at a time. The judge calls a case bit-stable after 12 known answers in
-a row under one condition, so a server may show four modes first."""
+a row under one condition, so a server may show four other answers first."""
 LOADS = (2, 4, 8)
-"""Equal requests sent at the same time: 14 per case; with 2 sent together with another case, 16 under load."""
+"""Numbers of equal requests sent together, 14 per case; with 2 sent beside another case, 16 requests are under load."""
 DEEP_ROUNDS = 5
 
 
@@ -58,7 +58,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_item(ctx: Context, endpoint: Endpoint, prompts: tuple[Prompt, ...]) -> list[Item]:
-    """Return what to ask, beginning at a place that the seed chooses: one prompt at quick, otherwise every prompt."""
+    """Return the items to ask, from an item that the seed chooses on: one prompt at quick, otherwise every prompt."""
     turn = ctx.seed % len(prompts)
     rotated = prompts[turn:] + prompts[:turn]
     if ctx.level == "quick" and not (ctx.baselining or ctx.cases):
@@ -110,9 +110,9 @@ def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[F
 
 
 def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fact, None, list[str]]:
-    """Ask every item together with equal items and with one other; return what was left out and why.
+    """Ask every item together with equal items and with one other item; return the omissions and their reasons.
 
-    Where the server does not take so many at once, continue with half of them.
+    If the server cannot take so many requests at once, continue with half of them.
     """
     groups = [[item, items[(index + 1) % len(items)]] for index, item in enumerate(items)]
     groups += [[item] * many for many in LOADS for item in items]

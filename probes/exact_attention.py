@@ -51,7 +51,7 @@ GOLDEN = Path(__file__).parent / "golden" / "exact_attention.json"
 
 
 Question = tuple[str, str, str, tuple[int, ...]]
-"""What a kernel is asked to compute: kernel, format, mask, sizes."""
+"""A problem for a kernel: kernel, format, mask, sizes."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
@@ -71,7 +71,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_case(ctx: Context) -> list[tuple[Question, Case]]:
-    """Return every case of a run with what its kernel is asked, also where the device has no such kernel."""
+    """Return every case of a run with its kernel's problem, also if the device lacks the kernel."""
     cases: list[tuple[Question, Case]] = []
     turn = ctx.seed
     for kernel, form, content in product(_kernels(ctx.device), ATTENDED, CONTENTS):
@@ -84,7 +84,7 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
 
 
 def served_cases(ctx: Context, served: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[tuple[Question, Case]]:
-    """Return the attention of served models through every kernel: one content in turn, or all that are asked for."""
+    """Return the attention of served models through every kernel: one content in rotation, or all in a retest."""
     cases = []
     for turn, (kernel, (form, kind, sizes)) in enumerate(product(_kernels(ctx.device), served)):
         mask = "causal" if kind.endswith("prefill") else "none"
@@ -95,7 +95,7 @@ def served_cases(ctx: Context, served: Sequence[tuple[str, str, tuple[int, ...]]
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case, with kernels that `device` lacks; their digests ship with canaryd."""
+    """Return every fixed case, also for kernels that `device` lacks; their digests ship with canaryd."""
     choices = product(_kernels(device), ATTENDED, CONTENTS)
     return [attention_case(device, *choice, "none", "fixed", FIXED) for choice in choices]
 
@@ -132,11 +132,11 @@ def _text(sizes: tuple[int, ...]) -> str:
 
 
 def attend(device: Device, kernel: str, form: str, mask: str) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Return how a device computes one kernel's attention of query, key, value and mask."""
+    """Return a function that computes attention of query, key, value and mask with one kernel of the device."""
     return partial(interface.of(device).run, Operation("attention", form, form, kernel, mask))
 
 
 def refuses(device: Device, kernel: str, form: str, mask: str, sizes: tuple[int, ...]) -> str:
-    """Return why this kernel does not take a problem of these sizes here, or "" after it has taken one of zeros."""
+    """Return the reason why this kernel refuses a problem of these sizes, or "" after it has computed one of zeros."""
     problem = blank(Attention("onehot", FORMATS[form], mask, *sizes))
     return refusal(device, problem, attend(device, kernel, form, mask))

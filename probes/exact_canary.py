@@ -38,7 +38,7 @@ ROWS = (1, MOST_ROWS)
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify inferences of a model and prompts that the run's seed chooses; what torch does not support is skipped."""
+    """Verify inferences of a model and prompts that the run's seed chooses; skip those that cannot run here."""
     need_torch()
     asked = [i for i in every_inference(ctx) if chosen(ctx, i.name)]
     if not asked:
@@ -53,9 +53,9 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_inference(ctx: Context) -> list[Inference]:
-    """Return every inference of a run: all at deep; else rows in rotation, and at quick the path as well.
+    """Return every inference of a run: all at deep; otherwise the rows rotate, and at quick the path rotates as well.
 
-    The mixture of experts is a model of its own: in one format, in rotation, at standard; in none at quick.
+    The mixture of experts is a separate model: in one format, in rotation, at standard; in none at quick.
     """
     return [*_of_one_mlp(ctx), *_of_experts(ctx)]
 
@@ -84,7 +84,7 @@ def _of_one_mlp(ctx: Context) -> list[Inference]:
 
 
 def refuses(device: Device, kernel: str, form: str) -> str:
-    """Return why this kernel does not take the model's heads in this format, or "" after it has taken zeros."""
+    """Return the reason why this kernel refuses the model's heads in this format, or "" after it has computed zeros."""
     for queries, mask in ((16, "causal"), (1, "none")):
         sizes = (1, TINY.heads, TINY.kv_heads, queries, 16, TINY.head)
         problem = blank(Attention("onehot", FORMATS_BY_NAME[form], mask, *sizes))

@@ -1,9 +1,9 @@
 """The exact canary through a serving engine: every answer has one right result, known before the first request.
 
-Stresses: what users get: the engine's own kernels at prefill and decode, batching, its cache cold and warm, tokenizer,
-template and sampler, every device of its parallel group.
+Stresses: the whole service: the engine's own kernels at prefill and decode, batching, its cache cold and warm,
+tokenizer, template and sampler, every device of its parallel group.
 
-Cannot see: faults that the exact canary's sizes do not meet (large matrices, full load), what rounding would show, and
+Cannot see: faults that the exact canary's sizes do not trigger (large matrices, full load), errors of rounding, and
 which of several devices is at fault. See docs/exact-canary.md.
 """
 
@@ -29,15 +29,15 @@ SPEC = ProbeSpec(
     order=30,
 )
 START = 240.0
-"""Seconds that a server started for a deep run has until it answers: the largest engines take minutes (ours)."""
+"""Seconds in which a server started for a deep run must answer: the largest engines need minutes (ours)."""
 LOADS = (2, 4, 8)
-"""Different questions sent at the same time."""
+"""Numbers of different questions sent together."""
 QUICK = 2
-"""Questions that a quick run asks alone: one wrong answer and one right one tell a fault from a format that rounds."""
+"""Questions that a quick run asks alone: one wrong and one right answer distinguish a fault from a rounding format."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Ask questions alone, again, and several at once; compare each answer with the one right one."""
+    """Ask questions alone, again, and several at once; compare each answer with its one right answer."""
     settings = Settings.read(ctx.settings)
     if settings.exact is None:
         raise Skip("exact: not set: this endpoint serves no exact canary")
@@ -69,13 +69,13 @@ def _examined(ctx: Context, settings: Settings, expected: Expected) -> Iterator[
 
 
 def every_case(settings: Settings) -> list[str]:
-    """Return the names of all cases."""
+    """Return the names of all cases of an endpoint with these settings."""
     kinds = ("alone", "again", *(f"{count}-at-once" for count in LOADS))
     return [f"{api}/{kind}" for api in settings.apis for kind in kinds]
 
 
 def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> Iterator[Fact]:
-    """Ask what the level calls for, from a question on that the seed chooses; at deep until the budget is spent.
+    """Ask the questions of the level, from one that the seed chooses on; at deep until the budget is spent.
 
     Yields wrong answers as they come.
     """

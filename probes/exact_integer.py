@@ -49,7 +49,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def _case(device: Device, name: str, n: int, *, is_fixed: bool = False) -> Case:
-    """Return an operation as a case: it rounds nothing, on any processor and where torch's kernels are settled."""
+    """Return an operation as a case; it is exact on every processor, and elsewhere if torch's kernels are settled."""
     kind = "fixed" if is_fixed else "fresh"
     compute = partial(interface.of(device).run, Operation(name))
     return Case(f"int64/{name}/{kind}@{n}", partial(build, name, n), compute, is_settled(device), fixed=is_fixed)

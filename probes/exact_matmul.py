@@ -43,7 +43,7 @@ GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify fixed cases, then fresh ones: contents, shapes and layouts, as many as a format has time for."""
+    """Verify fixed cases, then fresh ones: as many contents, shapes and layouts as a format has time for."""
     need_torch()
     speeds: dict[str, float] = {}
     refused: list[str] = []
@@ -59,12 +59,12 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def _is_asked(ctx: Context, label: str) -> bool:
-    """Return whether a run may want a case of a format: a retest asks no more of a device than it must."""
+    """Return whether a run may want a case of a format: a retest computes only the formats that it must."""
     return chosen(ctx, f"{label}/") or any(want.startswith(f"{label}/") for want in ctx.cases)
 
 
 def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
-    """Let a device multiply each wanted format once; add to `speeds` those that it can, to `refused` why not."""
+    """Let a device multiply each wanted format once; add its speed to `speeds`, or its refusal to `refused`."""
     for source, target in (pair for pair in format_pairs(device) if wanted(label_of(*pair))):
         label = label_of(source, target)
         if why := unsupported(device, source, target):
@@ -96,7 +96,7 @@ def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float]
 
 
 def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], list[Case]]:
-    """Return the fresh and the fixed cases of the formats in `speeds`, which choose the sizes of float products."""
+    """Return (fresh cases, fixed cases) of the formats in `speeds`; the speeds choose the sizes of float products."""
     fixed = [case for case in fixed_cases(ctx.device) if any(case.name.startswith(f"{label}/") for label in speeds)]
     pairs = [pair for pair in format_pairs(ctx.device) if label_of(*pair) in speeds]
     fresh = []
@@ -112,7 +112,7 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case of `device`, with formats that it cannot run; their digests ship with canaryd."""
+    """Return every fixed case for `device`, also in formats that it cannot run; their digests ship with canaryd."""
     products = itertools.product(format_pairs(device), CONTENTS)
     cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
     cases += (_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device))
@@ -120,7 +120,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def unsupported(device: Device, source: str, target: str) -> str:
-    """Return why this device cannot multiply these formats, or "" after it has done so once on a tiny product."""
+    """Return the reason why this device cannot multiply these formats, or "" after it has computed a tiny product."""
     product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
     return refusal(device, build(product, 1), computing(device, source, target))
 

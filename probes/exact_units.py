@@ -1,11 +1,11 @@
 """The same exact tiles on every core of a processor and every SM of a GPU: the unit that is wrong is named.
 
-Stresses: each core in turn, alone on its affinity; each SM through its tensor cores and through one multiplication and
-addition after the other (a kernel reads the number of the SM it runs on, and the lane of the warp that holds each
-element). All units compute the same bytes, so one that is wrong alone is told from wrong software.
+Stresses: each core in turn, with the computing thread pinned to it; each SM through its tensor cores and through one
+multiplication and addition after the other (a kernel reads the number of the SM it runs on, and the lane of the warp
+that holds each element). All units compute the same bytes: if one unit alone is wrong, the software is not the cause.
 
-Cannot see: what shows only under full load or in larger products (exact_matmul has those), SMs that the device gave no
-block to (listed under "skipped"). The SMs of a GPU need Triton, which comes with torch for CUDA.
+Cannot see: faults that show only under full load or in larger products (exact_matmul has those), SMs that got no block
+from the device (listed under "skipped"). The SMs of a GPU need Triton, which comes with torch for CUDA.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KINDS = {
         ("int32", "wide", "fma"),
     ),
 }
-"""Backend → operands, content (docs/goldens.md) and path of its tiles."""
+"""Backend → (operands, content, path) of each kind of tile; docs/goldens.md describes the contents."""
 QUICK = {"dense", "cancel", "narrow", "wide"}
-"""Contents of a quick run; of the tensor formats `cancel` alone, which shows an error of one unit of the sums."""
+"""Contents of a quick run; only `cancel` of the tensor formats, which shows an error of one unit in the sums."""
 ROUNDS = {"quick": 4, "standard": 8, "deep": 8}
 SIZES = (64, 64, 128)
-"""M, N, K of a tile: what a warp group of Hopper's tensor cores takes at once, and enough terms to accumulate."""
+"""M, N, K of a tile: the size that a warp group of Hopper's tensor cores computes at once, with a long enough sum."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
@@ -56,11 +56,11 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def processor(device: Device) -> Processor:
-    """Return what runs the tiles."""
+    """Return the object that runs the tiles."""
     return Cores() if device.backend == "cpu" else Multiprocessors(device)
 
 
 def every_kind(ctx: Context) -> list[Tiles]:
-    """Return the tiles of a run."""
+    """Return the kinds of tiles that a run computes."""
     kinds = [kind for kind in KINDS[ctx.device.backend] if ctx.level != "quick" or ctx.cases or kind[1] in QUICK]
     return [Tiles(*kind, accumulator(ctx.device, kind[0]).bits, ROUNDS[ctx.level], *SIZES) for kind in kinds]

@@ -29,5 +29,5 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield one reading, or one absence with its reason, per field."""
+    """Yield one reading, or one absence with its reason, for each field."""
     yield from read(ctx.device, ctx.settings)

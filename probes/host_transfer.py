@@ -1,10 +1,10 @@
 """Copies between the host and the device, with patterns that toggle every line, compared bit for bit at both ends.
 
-Stresses: the way from the host's memory to the device's and back (PCIe, its slot and bridges, the copy engines), by
-walking bits, alternating words, random words and own addresses. Both ends make the pattern themselves. What arrived
-wrongly is told from what the device's memory does not hold. The speed each way is followed over time.
+Stresses: the path from the host's memory to the device's and back (PCIe, its slot and bridges, the copy engines), by
+walking bits, alternating words, random words and own addresses. Both ends make the pattern themselves. Errors of the
+transfer are reported separately from errors of the device's memory. The speed each way is followed over time.
 
-Cannot see: what the link corrects by itself (telemetry counts replays), ways between devices (`collectives`).
+Cannot see: errors that the link corrects itself (telemetry counts replays), paths between devices (`collectives`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = {"quick": 1 << 20, "standard": 1 << 22, "deep": 1 << 23}
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Copy every pattern there and back; beside a server at most as much as its room allows."""
+    """Copy every pattern in both directions; beside a server at most as much as the server's room allows."""
     need_torch()
     words = WORDS[ctx.level]
     yield from copy_patterns(ctx, min(words, ctx.room // 64) if ctx.room else words)

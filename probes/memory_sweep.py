@@ -1,8 +1,8 @@
 """Memory under patterns: own addresses, moving inversions, random words read twice, and a pause.
 
 Stresses: cells, rows and decoders of a device's memory or the host's, and the path to it. A wrong word is read again:
-if it is right then, the transfer was wrong, else the cell; writing it tells stuck, coupled, aliased and leaking cells
-apart.
+if it is right then, the transfer was wrong, otherwise the cell; writing the word again shows whether the cell is stuck,
+coupled, aliased or leaking.
 
 Cannot see: memory that others hold, memory beyond the reserve, cells that ECC corrects (telemetry counts those).
 """
@@ -26,12 +26,12 @@ SPEC = ProbeSpec(
 
 MIB = 1 << 20
 MOST = {"quick": 16 * MIB, "standard": 1024 * MIB, "deep": 1 << 50}
-"""Bytes that are swept at most: at deep all that is free, less a reserve."""
+"""Most bytes that are swept; at deep all free memory, less a reserve."""
 BEYOND_CACHES = LARGEST
-"""The same on an accelerator at level quick. Less would stay in its cache and never reach the memory: the L2 of an H100
-holds 50 MB, of a B200 126 MB, the last cache of an MI300X 256 MB (the vendors' white papers)."""
+"""Most bytes swept on an accelerator at quick. Fewer would stay in its cache and never reach the memory: the L2 of an
+H100 holds 50 MB, of a B200 126 MB, the last cache of an MI300X 256 MB (the vendors' white papers)."""
 PAUSE = {"quick": 0.02, "standard": 0.5, "deep": 5.0}
-"""Seconds without a write before `retention` reads."""
+"""Seconds without a write before the case `retention` reads."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:

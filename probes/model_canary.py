@@ -1,10 +1,10 @@
 """The user's own Hugging Face model, run in this process: its answers are compared bit for bit with earlier ones.
 
 Stresses: a whole inference of the served model: its own weights and shapes, prefill and decode from a KV cache, the
-kernels that torch chooses for them.
+kernels that torch chooses for it.
 
 Cannot see: the serving engine's own kernels, batching and parallel groups (an endpoint canary does), a fault that was
-present when the baseline was learnt, and a weight that no prompt reaches. See docs/canaries.md.
+present when the baseline was learnt, and a weight that no prompt uses. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ PROMPTS = Path(__file__).parent / "endpoint" / "prompts.json"
 REPEATS = 30
 """Recordings per case while a baseline is learnt."""
 LEARNING = 300.0
-"""Seconds after which a learning run starts no further round; the timeout leaves room for the current one."""
+"""Seconds after which a learning run starts no further round; the probe's timeout leaves room for the current round."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Decode and score every prompt; yield recordings, and the first prompt's layer digests."""
+    """Decode and score every prompt; yield recordings, and the layer digests of the first prompt."""
     need_torch()
     if ctx.drill and ctx.drill not in FAULTS:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(FAULTS)}")

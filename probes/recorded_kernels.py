@@ -28,15 +28,15 @@ SPEC = ProbeSpec(
     order=30,
 )
 ROUNDS = {"quick": 1, "standard": 5, "deep": 30}
-"""How often each case is computed, per level, from a fresh upload each time."""
+"""Times that each case is computed, per level, each time from a fresh upload."""
 LEARNING = 30
-"""Rounds while a baseline is learnt, as many as complete one, and in a retest under load."""
+"""Rounds that complete a baseline, in one learning run; also the rounds of a retest under load."""
 LEAST = 3
-"""Rounds of a learning run that run even when the budget is spent."""
+"""Rounds that a learning run computes even if the budget is spent."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Run all cases in turn, beginning at a place that the seed chooses; check each result's bound and record it."""
+    """Run all cases in rotation from one that the seed chooses; check each result's bound and record the result."""
     need_torch()
     session = Session(ctx)
     cases = every_kernel(ctx.device)

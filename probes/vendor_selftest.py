@@ -30,7 +30,7 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield what the tool says of each of its tests."""
+    """Yield the result of each test of the vendor's tool."""
     if ctx.level != "deep":
         raise Skip("a vendor's self-test takes the whole device: drain it, then canaryd check --level deep")
     yield from read(ctx)

@@ -1,1 +1,1 @@
-"""The throwaway process: the runner and the only doors to torch, NVML and other vendor libraries."""
+"""The throwaway process: the runner, and the only modules that import torch, NVML and other vendor libraries."""

@@ -1,7 +1,7 @@
 """The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
 
-It makes only `OPEN` importable, from its own directory: a probe runs in the serving stack's own environment. Then it
-starts `canaryd.worker.runner`.
+The script makes only `OPEN` importable, from its own directory: a probe runs in the serving stack's environment. Then
+it starts `canaryd.worker.runner`.
 `--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines; `--member`
 starts a process of a group (`canaryd.worker.links`). Arguments are parsed by hand: telemetry starts a worker every
 15 s, and argparse would be an eighth of its cost.
@@ -27,14 +27,14 @@ OPEN = (
     "canaryd.probe",
     "canaryd.worker",
 )
-"""What a worker may import of canaryd, and everything below `canaryd.worker`."""
+"""Modules of canaryd that a worker may import, besides everything below `canaryd.worker`."""
 OOM_SCORE = 500
 """`oom_score_adj` of a worker (proc(5)): when memory runs out, the kernel kills it before the server beside it. Our
 choice."""
 
 
 class Fence:
-    """Refuse imports of the daemon's modules, so that no probe depends on them."""
+    """An import hook that refuses the daemon's modules, so that no probe depends on them."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Raise `ModuleNotFoundError` for a module of the daemon; the usual finders handle every other name."""
@@ -46,7 +46,7 @@ class Fence:
 
 
 def go_first() -> None:
-    """Give up the daemon's protection from the out-of-memory killer before anything large is loaded."""
+    """Give up the daemon's protection from the out-of-memory killer, before anything large is loaded."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):  # not Linux, or not permitted
         if int(score.read_text(encoding="ascii")) < OOM_SCORE:
@@ -54,7 +54,7 @@ def go_first() -> None:
 
 
 def main() -> None:
-    """Prepare the interpreter and serve requests until standard input ends."""
+    """Prepare the interpreter and answer requests until standard input ends."""
     go_first()
     if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter of `worker.python` may be older
         sys.exit(f"canaryd: the worker needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")

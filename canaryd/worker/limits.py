@@ -1,6 +1,6 @@
-"""Limits of a run beside a server: lowest priority on the cores, small bursts, a share of the memory.
+"""Limits of a run beside a server: lowest priority on the cores, short bursts, a share of the memory.
 
-The limits come with the request; `docs/budget.md` explains them. A check on a device of its own sets none.
+The limits come with the request; `docs/budget.md` explains them. A check on a device without a server sets none.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from canaryd.probe import Context, Skip
 NICE = "CANARYD_NICE"
 """Environment variable with the nice level that a worker sets."""
 IDLE = "CANARYD_IDLE"
-"""Set where the worker's scheduling group contains only workers, so that SCHED_IDLE is safe."""
+"""Environment variable, set if the worker's scheduling group has only workers, so that SCHED_IDLE is safe."""
 FIRST_TO_GO = 1000
-"""`oom_score_adj` of such a worker, the highest (proc(5)): when memory runs out it is killed before any server."""
+"""`oom_score_adj` of a worker beside a server, the highest (proc(5)): the kernel kills it before any server."""
 LONGEST_REST = 0.5
-"""Longest pause in seconds: by then a server's queue is empty, or long for another reason (our choice)."""
+"""Longest pause in seconds: after that, a server's queue is empty or long for another reason (our choice)."""
 TAKEN = "busy or unavailable"
-"""CUDA's message where the device's compute mode or its holder admits no further process (CUDA Runtime API,
+"""CUDA's message if the device's compute mode or its holder admits no further process (CUDA Runtime API,
 cudaErrorDevicesUnavailable)."""
 FULL = re.compile(r"(error|Error \[(CUDA|HIP)\]): out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
-"""What drivers and their libraries, and Triton, say where a device's memory is taken: not even a context may be left.
-torch's own allocator raises an error of a type of its own."""
+"""Messages of drivers, their libraries and Triton when a device's memory is full: even a context may not fit. torch's
+own allocator raises an error of its own type."""
 ENDPOINT_MEMORY = 1 << 30
-"""Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`; it takes about 30 MiB)."""
+"""Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`; it uses about 30 MiB)."""
 SKIPPED = "budget: "
-"""Beginning of the detail of a run that the budget prevented: it is neither a fault nor evidence."""
+"""Beginning of the detail of a run that the budget prevented, which is neither a fault nor evidence."""
 
 
 def step_back() -> None:
-    """Lower the worker's priority on cores and memory as far as useful, where its environment asks for it.
+    """Lower the worker's priority on cores and memory as far as useful, if its environment asks for this.
 
     A session is its own scheduling group, and nice counts only within a group, so the group's nice is set as well
     (sched(7), "The autogroup feature"). With SCHED_IDLE in its own group the worker gets the group's share, but when it
-    wakes up it takes no core from a running task, and its core counts as free for a server that looks for one. Where
-    the system does not support or permit this, the worker runs without it.
+    wakes up it takes no core from a running task, and its core counts as free for a server that looks for one. If the
+    system does not support or permit this, the worker runs without it.
     """
     wanted = os.environ.get(NICE, "")
     if not wanted.isdigit():
@@ -62,9 +62,9 @@ def step_back() -> None:
 
 
 def bound_memory() -> None:
-    """Limit this process's memory, so that no answer of a server can take the machine's; not that of a started server.
+    """Limit this process's memory so that no answer of a server can fill the machine; a started server is not limited.
 
-    RLIMIT_DATA and not RLIMIT_AS, which would count address space that threads only reserve (getrlimit(2)).
+    The limit is RLIMIT_DATA: RLIMIT_AS would count address space that threads only reserve (getrlimit(2)).
     """
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     most = ENDPOINT_MEMORY if hard == resource.RLIM_INFINITY else min(hard, ENDPOINT_MEMORY)
@@ -72,21 +72,21 @@ def bound_memory() -> None:
 
 
 class Bursts:
-    """The clock of a run that works in bursts: it stops during pauses, so that they cost no budget."""
+    """The clock of a run that works in bursts: it stops during pauses, so that pauses use no budget."""
 
     def __init__(self, burst: float, rest: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """After every `burst` seconds of work or more, pause for `rest` times that long."""
+        """Pause after each `burst` seconds of work or more, for `rest` times the length of that work."""
         self.paused = 0.0
         self._burst, self._rest = burst, rest
         self._wall = clock
         self._since = self.clock()
 
     def clock(self) -> float:
-        """Return the seconds of a monotonic clock, less all pauses."""
+        """Return the seconds of a monotonic clock without all pauses."""
         return self._wall() - self.paused
 
     def pause(self) -> None:
-        """Pause, so that the server has the device, if a burst of work has passed since the last pause."""
+        """Pause, so that the server has the device, if `burst` seconds of work have passed since the last pause."""
         worked = self.clock() - self._since
         if worked < self._burst:
             return
@@ -97,7 +97,7 @@ class Bursts:
 
 
 def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
-    """Make a run work in bursts, and restart its budget; return None for a retest, which controls its load itself.
+    """Make a run work in bursts, and restart its budget; return None for a retest, which controls its own load.
 
     `budget` contains "burst" (seconds), "rest" (length of a pause in bursts) and "memory" (bytes).
     """
@@ -111,10 +111,10 @@ def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
 
 
 def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise `Skip` where taking "memory" bytes would leave the server fewer than "free"; limit what a runtime takes.
+    """Raise `Skip` if taking "memory" bytes would leave the server fewer than "free"; limit the runtime's memory.
 
-    An accelerator's free memory is what the driver reports, with the context of this process already allocated. A CPU
-    has no such limit; its free memory is what the kernel can give without swapping.
+    An accelerator's free memory is the driver's number, with the context of this process already allocated. A CPU's
+    free memory is the memory that the kernel can give without swapping; its runtime's memory is not limited.
     """
     if device.unit == "cpu":
         check_room(of_host(meminfo), None, budget)
@@ -126,13 +126,13 @@ def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/
 
 
 class Withheld(Skip):
-    """The budget does not admit a run."""
+    """The budget does not permit a run."""
 
     reason = Reason.BUDGET
 
 
 def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> None:
-    """Raise `Withheld` where `free` bytes are too few; None means unknown and passes."""
+    """Raise `Withheld` if `free` bytes are too few; None means unknown and is accepted."""
     wanted = budget["memory"] + budget["free"]
     if free is not None and free < wanted:
         of = f" of {total >> 20}" if total else ""
@@ -141,9 +141,9 @@ def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -
 
 
 def excuse(error: BaseException, *, capped: bool) -> str:
-    """Return why an error comes from the budget or from another user of the device; "" for any other error.
+    """Return the reason if the budget or another user of the device caused an error; "" for any other error.
 
-    `capped`: whether this run has a part of an accelerator's memory, and not all.
+    `capped`: whether this run was given a part of an accelerator's memory, and not all.
     """
     text = beginning((str(error).splitlines() or [""])[0], 200)
     if isinstance(error, RuntimeError) and TAKEN in str(error):

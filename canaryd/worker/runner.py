@@ -38,23 +38,23 @@ from canaryd.probe import Absent, Context, NoCase, ProbeSpec, Skip
 from canaryd.worker import limits, visible
 
 GRACE = 5.0
-"""Seconds past the supervisor's deadline after which a worker ends itself, even with the interpreter lock held."""
+"""Seconds after the supervisor's deadline when a worker ends itself, even if the interpreter lock is held."""
 PROGRESS_PERIOD = 0.1
-"""Least seconds between two progress lines; more frequent reports are dropped."""
+"""Shortest time in seconds between two progress lines; reports that come earlier are dropped."""
 DETAIL = 16_384
-"""Characters kept of a traceback, from its end."""
+"""Most characters kept of a traceback, counted from its end."""
 BATCH = 256
-"""Readings of telemetry sent in one message; all other facts are sent at once, to survive a crash."""
+"""Readings of telemetry in one message; all other facts are sent at once, to survive a crash."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 OWN = ("kind", "id", "type", "outcome")
 """Fields whose values are words of the protocol."""
 HOSTS = ("cpu", "endpoint")
-"""Backends without a device of their own that could fail."""
+"""Backends without a device that could fail."""
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 
 
 def serve(protocol: int, nonce: str) -> None:
-    """Answer requests on standard input, one after the other, until it ends."""
+    """Answer the requests on standard input, one after the other, until it ends."""
     # Only this file uses the pipes to the supervisor: a probe's input() and its children get neither.
     limits.step_back()
     visible.narrow()
@@ -85,7 +85,7 @@ def _listen(requests: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 
 class Lines(io.TextIOWrapper):
-    """Standard output or error: whole lines, without secrets."""
+    """Standard output or error, written in whole lines without secrets."""
 
     def __init__(self, stream: TextIO) -> None:
         buffering = bool(getattr(stream, "line_buffering", False))
@@ -94,7 +94,7 @@ class Lines(io.TextIOWrapper):
         self._rest = ""
 
     def write(self, text: str) -> int:
-        """Keep a line until it is whole: a secret may come in parts."""
+        """Keep text until its line is complete, because a secret may arrive in parts."""
         *lines, self._rest = (self._rest + text).split("\n")
         if lines:
             super().write(hide("\n".join([*lines, ""])))
@@ -103,7 +103,7 @@ class Lines(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write the line that has begun, too."""
+        """Write the incomplete line too."""
         rest, self._rest = self._rest, ""
         if rest:
             super().write(hide(rest))
@@ -111,7 +111,7 @@ class Lines(io.TextIOWrapper):
 
 
 class Runner:
-    """Load probes, run them and send what they yield."""
+    """Loads probes, runs them and sends the facts that they yield."""
 
     def __init__(self, protocol: int, nonce: str) -> None:
         self._protocol = protocol
@@ -121,7 +121,7 @@ class Runner:
         self._root = Path(__file__).resolve().parents[2]
 
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-        """Handle requests forever; `_listen` ends the process."""
+        """Handle requests forever; only `_listen` ends the process."""
         operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "ping": self.ping,
             "describe": self.describe,
@@ -143,23 +143,23 @@ class Runner:
         self._send(kind="ready", python=platform.python_version())
 
     def unpack(self, request: dict[str, Any]) -> None:
-        """Write files that a supervisor on another machine sent."""
+        """Write the files that a supervisor on another machine sent."""
         for name, content in request["files"].items():
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(base64.b64decode(content))
 
     def leave(self, _: dict[str, Any]) -> None:
-        """End this process with no work left on its device; the supervisor ends its children."""
+        """End this process with no work left on its device; the supervisor ends its child processes."""
         with contextlib.suppress(BaseException):  # a device that fails now has failed before, and the run has said so
             if table := sys.modules.get("canaryd.worker.runtime.interface"):
                 table.let_go()
         os._exit(0)
 
     def describe(self, request: dict[str, Any]) -> None:
-        """Import torch and say so; send each probe's spec or its error, then the devices and the software found.
+        """Import torch and report it; send each probe's spec or error, then the devices and the software found.
 
-        With `torch` false in the request, torch is as good as missing: it did not survive its import.
+        If `torch` is false in the request, torch counts as missing, because its import crashed a worker before.
         """
         if not request["torch"]:
             sys.modules["torch"] = None  # type: ignore[assignment]  # its import raises ImportError
@@ -179,7 +179,7 @@ class Runner:
         self._send(kind="described", devices=to_json(devices), stack=stack, torch=torch, torch_reason=reason)
 
     def reach(self, request: dict[str, Any]) -> None:
-        """Send the devices of a runtime other than torch, or why it has none here."""
+        """Send the devices of a runtime other than torch, or the reason why it has none here."""
         devices, problem = [], ""
         try:
             found = importlib.import_module("canaryd.worker.runtime.interface").named(request["runtime"]).devices()
@@ -190,7 +190,7 @@ class Runner:
         self._send(kind="reached", devices=devices, problem=problem)
 
     def inventory(self, request: dict[str, Any]) -> None:
-        """Send what each vendor's module finds, or why it finds nothing."""
+        """Send the devices that each vendor's module finds, or the reason why it finds none."""
         vendors = importlib.import_module("canaryd.worker.telemetry.interface")
         for name, settings in request["settings"].items():
             devices, facts, problems, unavailable, here = [], {}, [], "", True
@@ -210,7 +210,7 @@ class Runner:
             )
 
     def follow(self, request: dict[str, Any]) -> None:
-        """Send the records of the kernel log, each batch followed by the position reached."""
+        """Send the records of the kernel log, each batch followed by the position reached in the log."""
         log = importlib.import_module("canaryd.worker.telemetry.kernel_log")
         reason = ""
         try:
@@ -285,7 +285,7 @@ class Runner:
         )
 
     def _context(self, request: dict[str, Any], device: Device) -> Context:
-        """Return what the probe is given; its budget starts now."""
+        """Return the context for a probe, whose budget starts now."""
         return Context(
             device=device,
             level=request["level"],
@@ -309,7 +309,7 @@ class Runner:
         readings: list[list[Any]],
         bursts: limits.Bursts | None,
     ) -> None:
-        """Send each fact as the probe yields it; readings that still wait for their batch are left in `readings`."""
+        """Send each fact as the probe yields it; readings whose batch is incomplete stay in `readings`."""
         for fact in probe.run(context):
             if isinstance(fact, (Reading, Absent)):
                 readings.append(_compact(fact))
@@ -322,7 +322,7 @@ class Runner:
                 bursts.pause()  # for probes that never call ctx.pace
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Let a module of the worker answer a request that is not a probe; send progress, then the answer."""
+        """Let a module of the worker answer a request that runs no probe; send progress, then the answer."""
         run = request["id"]
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
@@ -342,13 +342,13 @@ class Runner:
         self._send(kind="answered", id=run, outcome=outcome.value, value=value, detail=detail)
 
     def _send_readings(self, run: str, readings: list[list[Any]]) -> None:
-        """Send the batch: one message per reading would be most of the cost of telemetry."""
+        """Send the batch as one message: one message per reading would be most of telemetry's cost."""
         if readings:
             self._send(kind="readings", id=run, values=readings)
             readings.clear()
 
     def _open(self, name: str, path: Path) -> None:
-        """Make a package importable by its `__init__.py`, and nothing beside it."""
+        """Make a package importable from its `__init__.py`, without its neighbours in the same directory."""
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
             if spec is None or spec.loader is None:
@@ -386,7 +386,7 @@ class Runner:
         return progress
 
     def _send(self, **message: Any) -> None:
-        """Send a message, without secrets: everything that a probe learns leaves the worker here or by `Lines`."""
+        """Send a message without secrets: everything that a probe learns leaves the worker here or through `Lines`."""
         own = {name: message.pop(name) for name in OWN if name in message}
         body = json.dumps(own | hide(message), allow_nan=False).encode()
         # The leading newline ends an unfinished line that a probe may have left on the same descriptor.
@@ -402,7 +402,7 @@ class Runner:
 
 
 def _compact(fact: Reading | Absent) -> list[Any]:
-    """Return a reading as [name, value, unit, labels], an absence as [name, reason, code]; raise for other data."""
+    """Return [name, value, unit, labels] of a reading or [name, reason, code] of an absence; raise for other data."""
     if isinstance(fact, Absent):
         if (type(fact.name), type(fact.reason), type(fact.code)) != (str, str, int):
             raise ValueError(f"the probe yielded an Absent that is not plain data: {fact!r:.200}; {INSTEAD}")
@@ -416,7 +416,7 @@ def _compact(fact: Reading | Absent) -> list[Any]:
 
 
 def _plain(fact: Any) -> Any:
-    """Return a fact as JSON data; raise `TypeError` or `ValueError` naming the type of anything else."""
+    """Return a fact as JSON data; raise `TypeError` or `ValueError` with the type of any other object."""
     if type(fact) not in FACTS:
         wanted = ", ".join(kind.__name__ for kind in FACTS)
         raise TypeError(f"the probe yielded {type(fact).__name__}; it may yield {wanted}")
@@ -441,16 +441,16 @@ def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
 
 
 def _excuse(error: BaseException, device: Device, *, capped: bool) -> tuple[str, Reason]:
-    """Return why an error is no evidence about the device: the budget, another user, a torch for other devices."""
+    """Return the reason why an error says nothing about the device: budget, another user, a torch for other devices."""
     if importlib.import_module("canaryd.worker.numeric.errors").is_unbuilt(error):
         return str(importlib.import_module("canaryd.worker.numeric.stack").built_for_others(device, error)), Reason.NONE
     return limits.excuse(error, capped=capped), Reason.BUDGET
 
 
 def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
-    """Return what an exception makes of a run: the table of backends' messages decides about a `RuntimeError`.
+    """Return the outcome of a run that raised an exception; for `RuntimeError`, the backends' messages decide.
 
-    An error of the device is one also where cleaning up after it raised another: nothing works on it any more.
+    An error of the device counts even if cleaning up after it raised another one: the device works no more.
     """
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Outcome.OUT_OF_MEMORY
@@ -466,7 +466,7 @@ def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return an exception's type and message; where it was raised, if it has no message."""
+    """Return an exception's type and message, or the place where it was raised if it has no message."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()[-DETAIL:]
     frames = traceback.extract_tb(error.__traceback__)
     if ":" in text or not frames:

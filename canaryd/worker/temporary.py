@@ -1,7 +1,7 @@
-"""A temporary directory of which nothing is left, however the process that made it ends.
+"""A temporary directory that is removed completely, however the process that made it ends.
 
-Python removes its temporary directories only where it ends by itself; canaryd ends a worker that hangs by SIGKILL.
-Behind `worker.command` this file runs before canaryd's package is there, so it imports nothing of it.
+Python removes its temporary directories only at a regular end of a process; canaryd kills a hanging worker by SIGKILL.
+With `worker.command` this file runs before canaryd's package is present, so it imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdin.read()
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
-"""Removes a directory when its standard input ends, which it does with the process that holds the other end."""
+"""Program that removes a directory when its standard input ends, which it does with the process at the other end."""
 
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[str]:
-    """Give the path of a new directory, removed at the end of the block or of this process."""
+    """Yield the path of a new directory, which is removed at the end of the block or of this process."""
     with (
         tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as directory,
         subprocess.Popen(

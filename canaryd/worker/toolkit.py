@@ -1,7 +1,7 @@
-"""What a numeric probe may use: the names listed here, and their arguments, do not change.
+"""The names that a numeric probe may use; these names and their arguments do not change.
 
-Everything else below `canaryd.worker` may move. `docs/writing-a-probe.md` describes each name;
-`tests/worker/test_toolkit.py` holds names and arguments.
+Everything else below `canaryd.worker` may change. `docs/writing-a-probe.md` describes each name;
+`tests/worker/test_toolkit.py` checks names and arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What HTML pages share: head and foot, escaping, colours, tables. A page is one file: no script, nothing fetched."""
+"""Parts that all HTML pages share: head and foot, escaping, colours, tables. A page is one file and fetches nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ table { border-collapse: collapse; width: 100%; font-size: .94rem; font-variant-
 code, pre { font-family: ui-monospace, monospace; font-size: .9em; }
 .soft { color: var(--soft); } .wide { overflow-x: auto; }
 """
-"""The base style sheet of the dossier, the comparison and the characterisation, which add their own rules."""
+"""The base style sheet of the dossier, the comparison and the characterisation, which add rules to it."""
 TABLES = """
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .6rem; }
 .verdict { border-left: .4rem solid var(--calm); background: var(--card); padding: .8rem 1rem; margin: 0 0 1rem; }
@@ -38,11 +38,11 @@ tbody th { font-weight: 600; } .facts th { width: 11rem; color: var(--soft); }
   .cards td::before { content: attr(data-c); color: var(--soft); text-align: left; flex: none; max-width: 50%; }
 }
 """
-"""The same of pages with a verdict and with `facts` and `table`."""
+"""The additional style sheet of pages with a verdict and with `facts` and `table`."""
 
 
 def escape(text: object) -> str:
-    """Return a text as HTML. Its control characters become "?": a device may call itself anything."""
+    """Return a text as HTML; its control characters become "?", because a device may have any name."""
     return html.escape("\n".join(map(printable, str(text).split("\n"))))
 
 
@@ -61,7 +61,7 @@ def document(title: str, style: str, body: Iterable[str], *, head: str = "") -> 
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> str:
-    """Return a table of names and values; those without a value are left out."""
+    """Return a table of names and values without the pairs that have no value."""
     rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in pairs if v != "")
     return f'<table class="facts"><tbody>{rows}</tbody></table>'
 
@@ -72,10 +72,10 @@ def table(
     numeric: Sequence[int] = (),
     cell: Callable[[object], str] = escape,
 ) -> str:
-    """Return a table; the first column heads its row, columns in `numeric` are aligned to the right.
+    """Return a table; the first column is each row's heading, columns in `numeric` are aligned to the right.
 
     On a narrow screen a table of more than two columns becomes a list of cards, whose cells repeat their heading.
-    `cell` makes HTML of what is in a row.
+    `cell` returns the HTML of a cell's value.
     """
     align = [' class="n"' if i in numeric else "" for i in range(len(columns))]
     head = "".join(f'<th scope="col"{a}>{escape(c)}</th>' for a, c in zip(align, columns, strict=True))

@@ -1,1 +1,1 @@
-"""The user's own model: its fingerprint, and how it runs in this process."""
+"""The user's own model: its fingerprint, and the code that runs it in this process."""

@@ -1,7 +1,7 @@
 """Fingerprint of a model on disk, a Hugging Face directory or a GGUF file: the first links of a canary's chain.
 
-Each link changes for its own reason (docs/canaries.md). Every byte of the weights is read: a sample would miss the one
-flipped bit that this should find.
+Each link changes for its own reason (docs/canaries.md). Every byte of the weights is read, because a sample would miss
+the single flipped bit that this check must find.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from canaryd.facts import printable
 from canaryd.files import keep, recall
 
 Progress = Callable[[float, str], None]
-"""Called with the progress of the reading (0…1) and the file's name."""
+"""Called with the share of the bytes read so far (0…1) and the file's name."""
 
 BLOCK = 1 << 20
-"""Bytes read at once."""
+"""Bytes per read."""
 VOCABULARIES = (
     *("sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt"),
 )
-"""Files of which a tokenizer has at least one."""
+"""Vocabulary files; a tokenizer has at least one of them."""
 _TOKENIZER = ("added_tokens.json", "merges.txt", "special_tokens_map.json", *VOCABULARIES)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""What transformers loads first where it exists; otherwise the shards that NAME.index.json lists."""
+"""Files that transformers loads first if they exist; otherwise it loads the shards listed in NAME.index.json."""
 _DTYPES = ("dtype", "torch_dtype")
 _BOOKKEEPING = ("_name_or_path", "transformers_version")
-"""Keys of config files that no bit of a result depends on."""
+"""Keys of config files that change no bit of a result."""
 _GGUF_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _KEPT = "checkpoints"
-"""Name under which `_READ` is kept between processes."""
+"""Name under which `_READ` is stored between processes."""
 _REMEMBERED = 1000
-"""Files that are remembered; the oldest are forgotten first."""
+"""Most files whose digests are stored; the oldest are dropped first."""
 _READ: dict[str, str] = {}
-"""`_stamp` of a file → SHA-256 of its bytes."""
+"""`_stamp` of a file → SHA-256 of the file's bytes."""
 
 
 class BadCheckpoint(ValueError):
-    """A path without a complete checkpoint; the text is one line: where, what is there, what was wanted."""
+    """A path without a complete checkpoint; the text is one line: the path, what is there, what is needed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text)[:1000])
@@ -56,8 +56,8 @@ def links(
     """Return link → 16 hex digits of SHA-256 for the checkpoint at `path`; links that it does not have are left out.
 
     "checkpoint" covers every byte of the files of weights, which takes minutes for 100 GB (docs/canaries.md). A file
-    that was read before, by this process or by one that left it in the directory `memory`, is read again only if its
-    inode, size or times changed, or if `thorough`: a decaying disk changes none of them. Raises `BadCheckpoint`.
+    whose digest this process or the directory `memory` already has is read again only if its inode, size or times
+    changed, or if `thorough`: a decaying disk changes none of these. Raises `BadCheckpoint`.
     """
     found = recall(memory, _KEPT)
     if isinstance(found, dict):
@@ -75,7 +75,7 @@ def links(
 
 
 def weights(path: Path) -> list[Path]:
-    """Return the files of weights that would be loaded, in the order of their names; raise `BadCheckpoint`."""
+    """Return the files of weights that a loader would read, sorted by name; raise `BadCheckpoint` if one is missing."""
     if path.is_dir():
         files = _shards(path)
     elif path.is_file():
@@ -89,7 +89,7 @@ def weights(path: Path) -> list[Path]:
 
 
 def _shards(path: Path) -> list[Path]:
-    """Return the files that transformers would load; some may be missing."""
+    """Return the files of weights that transformers would load; some may be missing."""
     if not (path / "config.json").is_file():
         raise BadCheckpoint(f"{path}: has no config.json; wanted a Hugging Face directory, or a GGUF file itself")
     for single in _SINGLE:
@@ -107,7 +107,7 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _gguf_shards(file: Path) -> list[Path]:
-    """Return all files of a split model, as llama.cpp names them: NAME-00001-of-00003.gguf."""
+    """Return all files of a split GGUF model, as llama.cpp names them: NAME-00001-of-00003.gguf."""
     match = _GGUF_SHARD.search(file.name)
     if not match:
         return [file]
@@ -135,7 +135,7 @@ def _digests(files: list[Path], *, thorough: bool, progress: Progress) -> list[s
 
 
 def _stamp(file: Path, stream: BinaryIO) -> str:
-    """Return a text that changes whenever the file is written: programs cannot set ctime."""
+    """Return a text that changes whenever the file is written, since programs cannot set its ctime."""
     now = os.fstat(stream.fileno())
     return f"{file.resolve()} {now.st_dev} {now.st_ino} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"
 
@@ -159,7 +159,7 @@ def _of_directory(path: Path) -> dict[str, str]:
 
 
 def _stripped(config: Any, dtypes: list[tuple[str, Any]], place: str = "") -> Any:
-    """Return a config without its dtypes, which go to `dtypes` with their places, and without bookkeeping."""
+    """Return a config without its dtypes and bookkeeping keys; the dtypes are added to `dtypes` with their places."""
     if not isinstance(config, dict):
         return config
     kept = {}

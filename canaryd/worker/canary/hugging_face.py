@@ -1,7 +1,7 @@
 """The user's own Hugging Face model in this process: check that it fits, load it, run it.
 
-transformers is needed for this alone and is imported when a model is loaded, always offline. What a device computed
-leaves it as raw logits; digests and probabilities are taken on the host.
+Only this module needs transformers; it is imported when a model is loaded, always offline. A device's results leave it
+as raw logits; digests and probabilities are computed on the host.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from canaryd.worker.telemetry.sysfs import path_setting
 
 ATTENTION = ("sdpa", "eager")
 PATHS = ("decode", "forced")
-"""How a continuation comes about: token by token from the KV cache, or given and scored in one pass."""
+"""Ways to a continuation: decoded token by token from the KV cache, or given and scored in one pass."""
 MEMORY = 0.9
 """Share of the free memory that a model may take by default (our choice)."""
 HEADROOM = 512 << 20
 """Bytes for kernels, workspaces and fragmentation, on top of weights and cache (our choice)."""
 TRIES = 64
-"""Weights that a drill tries before it gives up (our choice)."""
+"""Most weights that a drill tries (our choice)."""
 TEXT = 4096
-"""Characters of a recording's text."""
+"""Most characters of a recording's text."""
 QUOTED = 200
-"""Characters kept of an error of transformers."""
+"""Most characters kept of an error message of transformers."""
 
 _ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -54,16 +54,16 @@ class ModelSettings:
 
     directory: Path
     dtype: str
-    """One of `DTYPES`, or "" for the checkpoint's own."""
+    """One of `DTYPES`, or "" for the dtype that the checkpoint has."""
     prompts: Path | None
-    """A file of prompts; None for the shipped one."""
+    """A file of prompts, or None for the shipped prompts."""
     memory: float
     """Share of the device's free memory that the model may take, above 0 and at most 1."""
     attention: str
 
 
 def read_settings(given: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings; raise `ValueError` for a wrong one, `Skip` where no model is named."""
+    """Return the settings; raise `ValueError` for a wrong one, `Skip` if no model is named."""
     known = {"directory", "dtype", "prompts", "memory", "attention"}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"{unknown[0]}: model_canary has no such setting; it has {', '.join(sorted(known))}")
@@ -84,24 +84,24 @@ def read_settings(given: Mapping[str, Any]) -> ModelSettings:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A prompt as this model's tokenizer renders it."""
+    """A prompt as tokens of this model's tokenizer."""
 
     name: str
     ids: tuple[int, ...]
     count: int
-    """Tokens to decode."""
+    """Number of tokens to decode."""
 
 
 @dataclass(frozen=True)
 class Inferred:
-    """The result of one inference. Host tensors."""
+    """The result of one inference as host tensors."""
 
     tokens: tuple[int, ...]
-    """The continuation: chosen when decoding, given when scoring."""
+    """The continuation: chosen by the model when decoding, given by the caller when scoring."""
     logits: Any
-    """Raw, in the model's format: (tokens, vocabulary) when decoding, (all positions, vocabulary) when scoring."""
+    """Raw logits in the model's format: (tokens, vocabulary) when decoding, (positions, vocabulary) when scoring."""
     hidden: tuple[Any, ...] = ()
-    """Per layer the state at the last position, the embedding's first; empty where not requested."""
+    """State at the last position per layer, first the embedding's; empty if not requested."""
 
 
 class Checkpoint:
@@ -128,11 +128,11 @@ class Checkpoint:
         self.dtype = settings.dtype or self._own_dtype()
 
     def tokens(self, name: str, text: str, count: int) -> Tokenized:
-        """Return a prompt as token ids, with the special tokens that the tokenizer puts before plain text."""
+        """Return a prompt as token ids, with the special tokens that the tokenizer adds before plain text."""
         return Tokenized(name, tuple(self.tokenizer(text)["input_ids"]), count)
 
     def room(self, prompt: Tokenized) -> str:
-        """Return why a prompt cannot be run through this model, or ""."""
+        """Return the reason why this model cannot run a prompt, or "" if it can."""
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         length = len(prompt.ids) + prompt.count
         if not prompt.ids:
@@ -140,10 +140,10 @@ class Checkpoint:
         return f"{length} tokens, but the model takes at most {longest}" if longest and length > longest else ""
 
     def need(self, prompts: Sequence[Tokenized]) -> int:
-        """Return the bytes that the model takes on its device: weights, KV cache, logits and states of one prompt.
+        """Return the bytes that the model needs on its device: weights, KV cache, logits and states of one prompt.
 
-        An estimate: weights from the sizes of their files; cache and states from the sizes in config.json; `HEADROOM`
-        for the kernels.
+        This is an estimate: weights from the sizes of their files, cache and states from the sizes in config.json, and
+        `HEADROOM` for the kernels.
         """
         item, text = _ITEMS[self.dtype], self.config.get_text_config()
         length = max(len(p.ids) + p.count for p in prompts)
@@ -156,16 +156,16 @@ class Checkpoint:
         return self.weights() + length * item * (cache + states) + HEADROOM
 
     def weights(self) -> int:
-        """Return the bytes of all weights in `dtype`; of a quantised model, as they are stored.
+        """Return the bytes of all weights in `dtype`, or in the stored format if the model is quantised.
 
-        Files whose format config.json does not name count as 16-bit, the narrowest.
+        Files whose format config.json does not give count as 16-bit, the narrowest format.
         """
         if self.quantised:
             return self.stored
         return self.stored * _ITEMS[self.dtype] // _ITEMS.get(self._named(), 2)
 
     def load(self, device: Device) -> Model:
-        """Return the model on its device; raise `Skip` where transformers cannot load it or would invent weights."""
+        """Return the model on its device; raise `Skip` if transformers cannot load it or would make weights up."""
         directory, wanted = self.settings.directory, getattr(torch, self.dtype)
         with self._refusing("weights"):
             model, report = self._load(
@@ -185,7 +185,7 @@ class Checkpoint:
 
     @property
     def server(self) -> str:
-        """The software that computes, as a link of the chain."""
+        """Name and version of the software that computes, as a link of the chain."""
         return f"transformers {self.transformers.__version__}"
 
     def _load(self, loader: Any, **more: Any) -> Any:
@@ -194,7 +194,7 @@ class Checkpoint:
         )
 
     def _named(self) -> str:
-        """Return the format that config.json names, "" for none."""
+        """Return the number format in config.json, or "" if there is none."""
         return str(getattr(self.config.get_text_config(), "dtype", None) or "").removeprefix("torch.")
 
     def _own_dtype(self) -> str:
@@ -204,7 +204,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
-        """Turn errors of transformers into `Skip`; nothing is on the device yet."""
+        """Turn errors of transformers into `Skip`, while nothing is on the device yet."""
         try:
             yield
         except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
@@ -224,7 +224,7 @@ class Model:
         self.tokenizer = tokenizer
 
     def decode(self, prompt: Tokenized) -> Inferred:
-        """Prefill the prompt, then decode greedily from the KV cache; an end-of-text token does not end it."""
+        """Prefill the prompt, then decode greedily from the KV cache; an end-of-text token does not stop decoding."""
         cache, step, tokens, logits = None, self._ids(prompt.ids), [], []
         for _ in range(prompt.count):
             answer = self.model(input_ids=step, past_key_values=cache, use_cache=True)
@@ -235,16 +235,16 @@ class Model:
         return Inferred(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
 
     def score(self, prompt: Tokenized, continuation: Sequence[int], *, hidden: bool = False) -> Inferred:
-        """Score prompt and continuation in one pass; `hidden` adds the layers' states at the last position."""
+        """Score prompt and continuation in one pass; `hidden` adds each layer's state at the last position."""
         ids = self._ids([*prompt.ids, *continuation[:-1]])
         answer = self.model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
         states = tuple(state[0, -1].cpu() for state in answer.hidden_states) if hidden else ()
         return Inferred(tuple(continuation), answer.logits[0].cpu(), states)
 
     def strike(self, fault: faults.Fault, seed: int, prompts: Sequence[Tokenized]) -> str:
-        """Put a drill's fault into one weight such that every prompt's last logits change; return the weight's name.
+        """Put a drill's fault into one weight so that every prompt's last logits change; return the weight's name.
 
-        The same seed changes the same weight. Raises `Skip` where none of `TRIES` weights changes the logits.
+        The same seed changes the same weight. Raises `Skip` if none of `TRIES` weights changes the logits.
         """
         named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.is_contiguous()]
         before = [self._last(prompt) for prompt in prompts]
@@ -259,7 +259,7 @@ class Model:
         raise Skip(f"the fault {fault.name!r} was not injected: it changed no result in any of {TRIES} weights")
 
     def close(self) -> None:
-        """Free the memory: other probes share this process, and a server may share the device."""
+        """Free the model's memory: other probes share this process, and a server may share the device."""
         kind = self.model.device.type
         del self.model
         gc.collect()
@@ -274,9 +274,9 @@ class Model:
 
 
 def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) -> Recording:
-    """Return the fact of one inference; the digest covers the tokens and every bit of the logits.
+    """Return an inference as a recording; the digest covers the tokens and every bit of the logits.
 
-    Probabilities are taken in float32 on the host, at the positions that chose or scored the continuation.
+    Probabilities are computed in float32 on the host, at the positions that chose or scored the continuation.
     """
     logits = seen.logits[-len(seen.tokens) :].to(torch.float32)
     chances = torch.log_softmax(logits, -1)
@@ -295,14 +295,14 @@ def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) ->
 
 
 def layers(seen: Inferred, dtype: str, prompt: str) -> Iterator[Reading]:
-    """Yield a digest per layer of its output at the last position, that of the embedding first, as layer 0."""
+    """Yield per layer a digest of its output at the last position; layer 0 is the embedding."""
     for number, state in enumerate(seen.hidden):
         labels = {"layer": str(number), "dtype": dtype, "prompt": prompt}
         yield Reading(name="model_layer_digest", value=digest(state), labels=labels)
 
 
 def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> dict[str, str]:
-    """Return the chain of one prompt, without the template: prompts are plain text, so it has no effect."""
+    """Return the chain of one prompt without the template, which has no effect: prompts are plain text."""
     settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
     return {
         **{link: value for link, value in links.items() if link != "template"},
@@ -313,7 +313,7 @@ def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> 
 
 
 def check_memory(model: Checkpoint, device: Device, need: int) -> None:
-    """Raise `Skip` unless the model fits on the device, and on the host where it is loaded first."""
+    """Raise `Skip` unless the model fits on the device, and on the host, where it is loaded first."""
     share = model.settings.memory
     places = [(f"on {device.name}", need, device_memory(device))]
     if device.backend != "cpu":
@@ -327,7 +327,7 @@ def check_memory(model: Checkpoint, device: Device, need: int) -> None:
 
 
 def device_memory(device: Device) -> int:
-    """Return the bytes of memory that are free on a device; raise `Skip` where that is unknown."""
+    """Return the bytes of memory that are free on a device; raise `Skip` if the number is unknown."""
     target = torch_device(device)
     if target.type == "cpu":
         return host_memory()
@@ -340,7 +340,7 @@ def device_memory(device: Device) -> int:
 
 
 def host_memory() -> int:
-    """Return the bytes that new programs can have without swapping: MemAvailable, or psutil's number elsewhere."""
+    """Return the bytes that new programs can use without swapping: MemAvailable, or psutil's number elsewhere."""
     if (free := of_host()) is not None:
         return free
     try:

@@ -1,1 +1,1 @@
-"""Ask a model server and record what it answers."""
+"""Ask a model server questions and record its answers."""

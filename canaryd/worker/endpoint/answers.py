@@ -1,4 +1,4 @@
-"""A server's answer in one form, whatever its dialect: tokens, log probabilities, text."""
+"""A server's answer in one form for every dialect: tokens, log probabilities, text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from canaryd.worker.endpoint.client import first_choice
 from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of
 
 MINUS_INFINITY = -9999.0
-"""Servers write this for a log probability of minus infinity; llama-server writes the lowest float32."""
+"""The value that servers write for a log probability of minus infinity; llama-server writes the lowest float32."""
 LONGEST_TOKEN = 256
-"""Characters of a token; the longest of OpenAI's and Qwen's vocabularies have 128 (ours)."""
+"""Most characters of a token (ours); the longest tokens of OpenAI's and Qwen's vocabularies have 128."""
 ENDED = ("abort", "cancelled", "error", "timeout")
-"""Ends that a server gives an answer which it broke off itself: vLLM and SGLang where they pause, sleep or stop, and
-TensorRT-LLM. Their answers have status 200 all the same."""
+"""Finish reasons of answers that the server itself broke off: vLLM and SGLang when they pause, sleep or stop, and
+TensorRT-LLM. These answers have status 200."""
 MOST_ALTERNATIVES = 50
-"""Alternatives at a position: ten times as many as are asked for (ours)."""
+"""Most alternatives at a position: ten times as many as canaryd asks for (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class Position:
     """One token of an answer, as the server sent it."""
 
     token: str
-    """Its id as text where the server gives ids, else its text."""
+    """The token's id as text if the server gives ids, otherwise its text."""
     value: float | None = None
-    """Natural logarithm of its probability; may be NaN or infinite."""
+    """Natural logarithm of the token's probability; may be NaN or infinite."""
     top: tuple[tuple[str, float | None], ...] = ()
-    """The most probable tokens with theirs, in the server's order."""
+    """The most probable tokens at this position, each with its log probability, in the server's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +43,18 @@ class Answer:
     finish: str = ""
     positions: tuple[Position, ...] = ()
     scored: bool = False
-    """Whether the server gave log probabilities."""
+    """Whether the server gave log probabilities with this answer."""
     forced: bool = False
-    """True: these are the tokens of the prompt, of which the first has no probability."""
+    """True if the tokens are those of the prompt, of which the first has no probability."""
     prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int | None = None
     fingerprint: str = ""
     model: str = ""
     """The name of the model that answered, as the server gives it."""
     request: str = ""
-    """The id that the server gave the answer; "" where it gives none."""
+    """The id that the server gave this answer; "" if the server gives no ids."""
     sent: str = ""
-    """The fields of the request, as text."""
+    """The fields of the request as text, without the prompt."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -63,21 +63,21 @@ class Answer:
 
     @property
     def values(self) -> tuple[float | None, ...]:
-        """Return the log probability per position, None where it is none; empty where nothing was scored."""
+        """Return the log probability per position, None where the server gave none; empty if nothing was scored."""
         return tuple(finite(position.value) for position in self.positions) if self.scored else ()
 
     @property
     def margins(self) -> tuple[float | None, ...]:
-        """Return the best log probability minus the second best, per position; empty where nothing was scored.
+        """Return the best log probability minus the second best, per position; empty if nothing was scored.
 
-        None with fewer alternatives than requested: in some dialects tokens of equal text collide, so one of the two
-        best may be missing.
+        A position is None if it has fewer alternatives than requested: in some dialects tokens of equal text collide,
+        so one of the two best may be missing.
         """
         return tuple(_margin(position.top) for position in self.positions) if self.scored else ()
 
     @property
     def nonfinite(self) -> int:
-        """Return how many log probabilities, alternatives included, are missing, NaN, infinite or the sentinel."""
+        """Return the number of missing or non-finite log probabilities, those of alternatives included."""
         if not self.scored:
             return 0
         kept = self.positions[1:] if self.forced else self.positions
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def broken_off(self) -> str:
-        """Return how the server broke its answer off; "" where it did not."""
+        """Return a clause that says how the server broke its answer off, or "" if it did not."""
         if self.finish.lower() not in ENDED:
             return ""
         given = f"after {len(self.positions):,} tokens " if self.positions else ""
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def digest(self) -> str:
-        """Return 16 hex digits over text, end, tokens and all values; the order of alternatives does not count."""
+        """Return 16 hex digits over text, finish reason, tokens and all values, whatever the order of alternatives."""
         exact = [
             [p.token, repr(p.value), sorted([token, repr(value)] for token, value in p.top)] for p in self.positions
         ]
@@ -101,12 +101,9 @@ class Answer:
 
 
 def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, known: bool = False) -> Answer:
-    """Parse a server's answer of at most so many `tokens`; raise `Skip` for an unknown shape, or one that is no answer.
+    """Parse a server's answer of at most `tokens` tokens; raise `Skip` if the shape is unknown or it is no answer.
 
-    Where the right values are `known`, an answer that was broken off is one too: what came of it can be wrong.
-
-    Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
-    objects, with or without ids, and the mapping of ids that scores a prompt.
+    If the right values are `known`, an answer that was broken off also counts: what arrived of it can be wrong.
     """
     choice = first_choice(data)
     try:
@@ -146,7 +143,7 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
 
 
 def _too_much(answer: Answer, tokens: int) -> str:
-    """Return what is more than so many tokens can be; "" for nothing."""
+    """Return a clause that says why the answer is longer than `tokens` tokens can be, or "" if it is not."""
     if len(answer.positions) > tokens:
         return f"has {len(answer.positions):,} tokens; at most {tokens:,} were asked for"
     if len(answer.text) > tokens * LONGEST_TOKEN:
@@ -155,7 +152,7 @@ def _too_much(answer: Answer, tokens: int) -> str:
 
 
 def _text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
-    """Return the text, with the reasoning of a model that gives it, because the tokens cover both."""
+    """Return the answer's text, preceded by the model's reasoning if there is one, because the tokens cover both."""
     if "text" in choice:
         return _texts(choice["text"])
     return _texts(message.get("reasoning_content") or message.get("reasoning")) + _texts(message["content"])
@@ -185,7 +182,7 @@ def _position(item: Mapping[str, Any]) -> Position:
 
 
 def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Position, ...] | None:
-    """Return the prompt's own tokens from [null, {"572": {"logprob": …, "rank": …}, …}, …]: first the token itself."""
+    """Return the prompt's own tokens from [null, {"572": {"logprob": …}, "264": …}, …]: the first key of each entry."""
     entries = choice.get("prompt_logprobs") or data.get("prompt_logprobs")
     if not entries:
         return None
@@ -204,7 +201,7 @@ def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tup
 
 
 def _best(position: Position) -> Position:
-    """Return the position with the token of greedy decoding: the best, among equals the one with the lowest id."""
+    """Return the position with the token of greedy decoding: the most probable, and of equals the lowest id."""
     known = [
         (-value, int(token), token) for token, value in position.top if value is not None and finite(value) is not None
     ]
@@ -250,7 +247,7 @@ def _few(top: Iterable[tuple[str, float | None]]) -> tuple[tuple[str, float | No
 
 
 def finite(value: float | None) -> float | None:
-    """Return a log probability; None for NaN, an infinity or what servers write for minus infinity."""
+    """Return a log probability, or None for NaN, an infinity, or the value that servers write for minus infinity."""
     return value if value is not None and math.isfinite(value) and value > MINUS_INFINITY else None
 
 

@@ -1,7 +1,7 @@
-"""A serving endpoint: which server it is, which fields it accepts, requests cold and warm, the chain of its answers.
+"""One serving endpoint: its dialect, the fields that it accepts, cold and warm requests, the chain of its answers.
 
 A field that the server refuses is not sent again, so that the rest can still be recorded. The link "settings" contains
-the accepted fields: if a server begins to refuse one, that shows as a change of software.
+the accepted fields: if a server begins to refuse one, the chain shows it as a change of software.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import APIS, Settings
 
 CLIENT = 1
-"""Version of the requests and of the digests of answers; raise it when either changes the recordings."""
+"""Version of the requests and of the digests of answers; raise it whenever a change of either changes recordings."""
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 LISTED = 8
-"""Names of models that a message lists."""
+"""Most names of models that a message lists."""
 MAX_TEXT, MAX_TOKEN = 4096, 64
-"""Characters that a recording keeps of a text and of a token; its digest is over all of them."""
+"""Most characters of a text and of a token in a recording; the recording's digest covers all characters."""
 SPARE = 8
-"""Tokens that an answer may have beyond those asked for: those that begin and end a text (ours)."""
+"""Tokens that an answer may have beyond the requested number: those that begin and end a text (ours)."""
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
 
 
 class Endpoint:
-    """One server: which it is, what it accepts, and what it answers."""
+    """One server: its dialect, the fields that it accepts, and its answers."""
 
     def __init__(self, settings: Settings, *, memory: str = "", thorough: bool = False) -> None:
-        """Connect to the server and find its dialect, version and model; raise `Skip` where that fails.
+        """Connect to the server and find its dialect, version and model; raise `Skip` if that fails.
 
-        `memory` and `thorough` are for the digests of its checkpoint (`checkpoint.links`).
+        `memory` and `thorough` are passed to `checkpoint.links`, which makes the digests of the server's checkpoint.
         """
         self.settings = settings
         self._client = Client(url=settings.url, key=settings.key, ca_file=settings.ca_file, timeout=settings.timeout)
@@ -66,20 +66,20 @@ class Endpoint:
         self.links = self._links(memory, thorough=thorough)
 
     def cold(self, api: str) -> str:
-        """Return the field that makes a request to this API bypass the prefix cache, "" where there is none."""
+        """Return the field that makes a request to this API bypass the prefix cache, or "" if the server has none."""
         field_name = self.dialect.cold if api in self.dialect.cold_apis else ""
         return "" if field_name in self.dropped[api] else field_name
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the server offers the log probabilities of a prompt's own tokens."""
+        """Whether the server can return the log probabilities of a prompt's own tokens."""
         return bool(self.dialect.forced) and "completions" in self.settings.apis
 
     def ask(self, api: str, prompt: Prompt, *, fresh: bool, salt: str = "") -> Answer:
-        """Return the greedy continuation of a prompt, or the answer to it in a chat.
+        """Return the greedy continuation of a prompt, or the answer to the prompt in a chat.
 
-        `fresh`: bypass the prefix cache where the server can do that. A request that is not fresh finds the cache of a
-        fresh one with the same `salt`. Raises `Refused` for a request that the server declines, `Skip` for all else.
+        `fresh`: bypass the prefix cache if the server can. A request that is not fresh hits the cache entries of a
+        fresh request with the same `salt`. Raises `Refused` if the server declines the request, else `Skip`.
         """
         extra = dict(self.dialect.fields(api))
         if cold := self.cold(api):
@@ -90,18 +90,18 @@ class Endpoint:
         return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE, known=known), sent=sent)
 
     def refuse_replays(self, api: str, prompt: Prompt, salt: str, answers: Sequence[Answer]) -> None:
-        """Raise `Replayed` where a cache of whole answers gives the first of two equal requests' answers again.
+        """Raise `Replayed` if a cache of whole answers gave the first answer again for the second, equal request.
 
-        Then no device computes what is compared. Raises like `ask` too.
+        Such answers say nothing, because no device computed the second one. Raises the exceptions of `ask` too.
         """
         first, again = (answer.request for answer in answers)
         if first and first == again and self._replays(api, prompt, salt, first):
             raise Replayed(f"POST {self.settings.url}{PATHS[api]}")
 
     def _replays(self, api: str, prompt: Prompt, salt: str, request: str) -> bool:
-        """Return whether the id of an answer comes with every answer to its prompt, and not with that to another.
+        """Return whether an answer's id comes with every answer to its prompt, but not with another prompt's answer.
 
-        Ids may be small random numbers (Ollama's have three digits), or the same for all.
+        Equal ids alone prove nothing: they may be small random numbers (Ollama's have three digits) or always equal.
         """
         once = self.ask(api, prompt, fresh=False, salt=salt).request
         other = self.ask(api, replace(prompt, text=TIMED_TEXT, tokens=TIMED_TOKENS), fresh=True, salt=new_salt())
@@ -109,7 +109,7 @@ class Endpoint:
         return once == more == request != other.request
 
     def score(self, prompt: Prompt) -> Answer:
-        """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises like `ask`."""
+        """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises as `ask` does."""
         base = {**self._base("completions", prompt.text, 1), **self.dialect.forced}
         extra = {self.dialect.cold: new_salt()} if self.cold("completions") == "cache_salt" else {}
         data, sent = self._send("completions", base, extra)
@@ -121,17 +121,17 @@ class Endpoint:
         return replace(answer, sent=sent)
 
     def formats(self) -> dict[str, str]:
-        """Return the formats that the server says it computes and caches in; see `Dialect.formats`."""
+        """Return the number formats in which the server says that it computes and caches; see `Dialect.formats`."""
         return self.dialect.formats(self._client.get)
 
     def running(self) -> int | None:
-        """Return how many requests the server serves or queues now; None if unknown."""
+        """Return the number of requests that the server serves or queues now, or None if unknown."""
         return self.dialect.running(self._client.get)
 
     def latency(self, api: str) -> tuple[float, float | None]:
-        """Return the seconds to the first token and between two tokens of a small streamed request.
+        """Return the seconds to the first token and the seconds between two tokens of a small streamed request.
 
-        The second is None where fewer than two tokens came. Raises like `ask`.
+        The second value is None if fewer than two tokens came. Raises the exceptions of `ask`.
         """
         body = {**self._base(api, TIMED_TEXT, TIMED_TOKENS), "stream": True}
         times = []
@@ -159,7 +159,7 @@ class Endpoint:
         )
 
     def switches(self) -> str:
-        """Return the fields sent in addition to the portable ones, per API, as text."""
+        """Return the fields that requests have in addition to the portable ones, per API, as text."""
         parts = [f"dialect={self.dialect.name}"]
         for api in self.settings.apis:
             fields = {k: v for k, v in self.dialect.fields(api).items() if k not in self.dropped[api]}
@@ -181,7 +181,7 @@ class Endpoint:
         }
 
     def _rendered(self, api: str, prompt: Prompt, answer: Answer) -> Any:
-        """Return the prompt's token ids on the server, or else their number."""
+        """Return the prompt's token ids on the server, or the number of tokens if the server does not give ids."""
         if answer.prompt_ids:
             return list(answer.prompt_ids)
         if (api, prompt.name) not in self._prompts:
@@ -208,9 +208,9 @@ class Endpoint:
         return ids if ids and len(ids) == len(given) else None
 
     def _links(self, memory: str, *, thorough: bool) -> dict[str, str]:
-        """Return the links that do not depend on the request: of the checkpoint's directory, and from the server.
+        """Return the links that do not depend on the request: those of the checkpoint's directory and of the server.
 
-        The server's take precedence: they say what is loaded, the directory what the next start will load.
+        The server's links take precedence: they describe the loaded model, the directory what the next start will load.
         """
         links: dict[str, str] = {}
         if self.settings.directory is not None:
@@ -233,7 +233,7 @@ class Endpoint:
         return links
 
     def _choose(self) -> str:
-        """Return the model's name; raise `Skip` where it is ambiguous or not served."""
+        """Return the model's name; raise `Skip` if the name is ambiguous or the model is not served."""
         wanted, there = self.settings.model, self.models
         names = ", ".join(map(printable, there[:LISTED])) + (", …" if len(there) > LISTED else "")
         if wanted:
@@ -247,7 +247,7 @@ class Endpoint:
         raise Skip("model: not set, and the server lists none; set the name that its clients use")
 
     def _smallest(self) -> Any:
-        """Return the answer to a request for one token, {} where all APIs decline it."""
+        """Return the answer to a request for one token, or {} if all APIs decline the request."""
         name = self.settings.model or (self.models[0] if len(self.models) == 1 else "")
         for api in self.settings.apis:
             body = {k: v for k, v in self._base(api, "a", 1, name).items() if v != ""}
@@ -263,7 +263,7 @@ class Endpoint:
         return {"model": model, **content, "max_tokens": tokens, "temperature": 0, "stream": False}
 
     def _send(self, api: str, base: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the JSON of an answer and what was sent; drop refused fields of `extra`, and remember them."""
+        """Return the JSON of an answer and the fields sent; refused fields of `extra` are not sent again."""
         dropped, first = set(self.dropped[api]), None
         while True:
             sent = {name: value for name, value in extra.items() if name not in dropped}
@@ -280,7 +280,7 @@ class Endpoint:
                 return data, _fields_sent({**base, **sent})
 
     def _explained(self, refused: Refused) -> Skip:
-        """Return the exception for a refusal: of the model, of this request, or of every request."""
+        """Return the exception that a refusal means: the server refuses the model, this request, or every request."""
         about_model = re.search(r"\bmodels?\b.*\b(not|unknown|invalid)\b|\bno such model", refused.words, re.IGNORECASE)
         if refused.status == 404 and (about_model or (self.models and self.model not in self.models)):
             names = ", ".join(map(printable, self.models[:LISTED])) or "none"
@@ -294,16 +294,16 @@ def _same(listed_name: str, wanted: str) -> bool:
 
 
 def _fields_sent(body: Mapping[str, Any]) -> str:
-    """Return the fields of a request as text, without the prompt and with "(new)" for a salt."""
+    """Return the fields of a request as text, without the prompt and with "(new)" instead of a cache salt."""
     fields = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
     return " ".join(f"{k}={'(new)' if k == 'cache_salt' else json.dumps(v)}" for k, v in fields.items())
 
 
 def wanted(ctx: Context, case: str) -> bool:
-    """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
+    """Return whether `ctx.cases` contains a case, under its name or the part of the name before a slash."""
     return not ctx.cases or any(case == want or case.startswith(f"{want}/") for want in ctx.cases)
 
 
 def new_salt() -> str:
-    """Return a cache salt never used before; one made from the seed would repeat with the run and not be cold."""
+    """Return a cache salt never used before; a salt from the seed would come again with the run and hit the cache."""
     return secrets.token_hex(8)

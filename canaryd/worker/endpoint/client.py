@@ -1,8 +1,8 @@
 """HTTP for endpoint canaries, through urllib3: one request at a time; every failure becomes a readable reason.
 
 Each request has its own connection, and one deadline that includes all attempts. No message contains the API key, and
-a server's texts are shortened before they are quoted. urllib3 is loaded with the first request: `worker.python`, which
-may lack it, reads this module to describe the probes.
+a server's texts are shortened before they are quoted. urllib3 is loaded with the first request: the interpreter of
+`worker.python`, which may lack urllib3, reads this module to describe the probes.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from canaryd.hidden import bare, hide, keep
 from canaryd.probe import Skip
 
 ATTEMPTS = 4
-"""One request and three more: only after a refused connection, 429 or 503 (`GATEWAY` too on an optional path)."""
+"""Most attempts of a request; only a refused connection, 429, 503, or `GATEWAY` on an optional path is tried again."""
 PATIENCE = 10.0
-"""Longest wait in seconds between two attempts; a server that wants more gets no further request."""
+"""Longest wait in seconds between two attempts; if a server asks for a longer wait, no further request is sent."""
 CONNECT = 10.0
-"""Seconds to wait for a connection, TLS included; a server on this host needs almost none."""
+"""Seconds to wait for a connection, TLS included; a server on this host needs almost no time."""
 MAX_BYTES = 16 << 20
 """Most bytes of an answer; 1,024 tokens with their alternatives take about 1 MB, and 20,000 scored tokens of a prompt
 about 10 MB."""
 MAX_VALUES = 1_000_000
 """Most values of a JSON document: 20,000 scored tokens of a prompt with their alternatives have about 900,000."""
 TICK = 0.001
-"""Seconds within which parts of an answer count as one: a server may send byte by byte."""
+"""Seconds within which arriving parts of an answer count as one part: a server may send byte by byte."""
 MOST_WORDS = 4096
-"""Characters of a server's own text that are looked at."""
+"""Most characters of a server's own text that are read."""
 QUOTED = 200
-"""Characters of a server's own text that a message quotes."""
+"""Most characters of a server's own text that a message quotes."""
 UNSAID = "without a message"
 BUSY = (429, 503)
 GATEWAY = (502, 504)
-"""Status of a proxy that does not reach its server; it does not show whether an optional path exists."""
+"""Status codes of a proxy that does not reach its server; they do not show whether an optional path exists."""
 
 
 class NotListening(Skip):
@@ -53,7 +53,7 @@ class NotListening(Skip):
 
 
 class Refused(Skip):
-    """The server took the request and declined it (4xx, 5xx, or no stream): `words` is the server's own text."""
+    """The server received the request and declined it (4xx, 5xx, or no stream); `words` is the server's own text."""
 
     def __init__(self, where: str, status: int, words: str) -> None:
         super().__init__(f"{where}: refused with {status}: {words[:QUOTED] or UNSAID}")
@@ -62,7 +62,7 @@ class Refused(Skip):
 
 
 class Replayed(Refused):
-    """An earlier answer came again: a cache of whole answers gave it, and no device."""
+    """A cache of whole answers gave an earlier answer again; no device computed it."""
 
     def __init__(self, where: str) -> None:
         text = "a cache before the server gives an earlier answer again; set url to the server"
@@ -72,21 +72,21 @@ class Replayed(Refused):
 
 @dataclass(kw_only=True)
 class Reply:
-    """An answer with any status."""
+    """A server's answer with any status."""
 
     where: str
-    """Method and address, for messages."""
+    """Method and address of the request, for messages."""
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
     arrived: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the request, bytes of the body by then), at most one for each `TICK`."""
+    """(seconds since the request, bytes of the body received by then), at most one pair for each `TICK`."""
     data: Any = None
-    """The body as JSON; None where it is not JSON that can be read, and on an optional path without success."""
+    """The body as JSON; None if the body is no readable JSON, or if an optional path did not succeed."""
     fault: str = ""
-    """Why not."""
+    """The reason why `data` is None, or ""."""
     words: str = ""
-    """The body's own words about a failure, short and without the key."""
+    """The body's own text about a failure, shortened and without the API key."""
 
     @property
     def text(self) -> str:
@@ -95,11 +95,11 @@ class Reply:
 
     @property
     def server(self) -> str:
-        """The Server header."""
+        """The Server header of the answer."""
         return self.headers.get("Server", "")
 
     def json(self) -> Any:
-        """Return the JSON of a success; raise `Refused` for another status, `Skip` where the body is no JSON."""
+        """Return the JSON of a successful answer; raise `Refused` for another status, `Skip` if the body is no JSON."""
         if self.status >= 400:
             raise Refused(self.where, self.status, self.words)
         if self.data is None:
@@ -114,18 +114,18 @@ class Reply:
 
 @dataclass(kw_only=True)
 class Client:
-    """A server's address, and what every request to it needs."""
+    """A server's address, and the options that every request to this server needs."""
 
     url: str
     """Base of the OpenAI-compatible API, without a slash at the end, e.g. "http://127.0.0.1:8000/v1"."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
-    """Seconds for one request, from the name's lookup to the last byte of the last attempt."""
+    """Seconds for one request, from the look-up of the name to the last byte of the last attempt."""
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        """Parse the address; raise `Skip` for a wrong one, or for certificates that cannot be read."""
+        """Parse the address; raise `Skip` if it is wrong or if certificates cannot be read."""
         keep(self.key)
         try:
             parts = urlsplit(self.url)
@@ -150,22 +150,22 @@ class Client:
         """Request a path below the server's root, e.g. "/version", which may be missing or forbidden.
 
         Returns a reply for every status except temporary failures (429, 502, 503, 504), which do not mean that the path
-        is missing: they are tried again. Raises `Skip` where they persist, or where no complete answer comes.
+        is missing: they are tried again. Raises `Skip` if they persist, or if no complete answer comes.
         """
         return self._ask("GET", self._root + path, None, optional=True)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Send JSON to a path below the server's root, e.g. "/tokenize"; otherwise like `get`."""
+        """Send JSON to a path below the server's root, e.g. "/tokenize"; everything else is as in `get`."""
         return self._ask("POST", self._root + path, body, optional=True)
 
     def api(self, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """Send JSON to a path of the API, or request it without a body; raise `Skip` where no complete answer comes."""
+        """Send JSON to a path of the API, or send a GET if `body` is None; raise `Skip` if no complete answer comes."""
         return self._ask("GET" if body is None else "POST", self._prefix + path, body)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
-        """Send JSON to a path of the API; yield (seconds since the request, event) until the stream's end.
+        """Send JSON to a path of the API; yield (seconds since the request, event) until the end of the stream.
 
-        Raises `Refused` where the server does not stream, `Skip` where the stream is cut off or is not JSON.
+        Raises `Refused` if the server does not stream, `Skip` if the stream is cut off or is not JSON.
         """
         reply = self._exchange(
             "POST", self._prefix + path, body, time.monotonic() + self.timeout, until=b"data: [DONE]"
@@ -228,11 +228,11 @@ class Client:
     def _exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None, end: float, until: bytes = b""
     ) -> Reply:
-        """Return an answer as a whole, or up to the part with `until`.
+        """Return the complete answer, or the answer up to the part that contains `until`.
 
         Another thread talks to the server, so that neither a silent name server (`socket.getaddrinfo` has no timeout)
-        nor one that sends a byte now and then outlasts `end`. Raises `NotListening` where the connection is refused,
-        `Skip` where no complete answer comes.
+        nor a server that sends a byte now and then outlasts `end`. Raises `NotListening` if the connection is refused,
+        `Skip` if no complete answer comes.
         """
         from urllib3.connection import HTTPConnection, HTTPSConnection
 
@@ -297,7 +297,7 @@ class Client:
         return reply
 
     def _failed(self, reply: Reply, error: Exception, *, held: bool, connected: bool, wait: float) -> Skip:
-        """Return what an error of an exchange means; `held`: there was a socket, `connected`: TLS was done as well."""
+        """Return the `Skip` for a failed exchange; `held`: a socket was open, `connected`: TLS was complete as well."""
         if isinstance(error, Skip):
             return error
         cause = error.__cause__ or error
@@ -325,12 +325,12 @@ class Client:
 
 
 def _ticked(last: list[tuple[float, int]], now: float, size: int) -> list[tuple[float, int]]:
-    """Return the last arrival with what came now: as one, or as two where more than `TICK` lies between them."""
+    """Return the last entry of `arrived` updated, or with a new entry if more than `TICK` has passed since it."""
     return [(last[0][0], size)] if last and now - last[0][0] < TICK else [*last, (now, size)]
 
 
 def _broken(error: BaseException, size: int, timeout: float) -> str:
-    """Return why no complete answer came after `size` bytes of one."""
+    """Return the reason why no complete answer came after `size` bytes."""
     from urllib3.exceptions import IncompleteRead
 
     if isinstance(error, TimeoutError):
@@ -346,7 +346,7 @@ def _broken(error: BaseException, size: int, timeout: float) -> str:
 
 
 def read(text: str) -> tuple[Any, str]:
-    """Return the data of JSON and "", or None and what is wrong, as in "the answer is not JSON, or incomplete"."""
+    """Return the data of a JSON text and "", or None and the mistake, as in "the answer is not JSON, or incomplete"."""
     if sum(map(text.count, ",:[{")) > MAX_VALUES:
         return None, f"has more than {MAX_VALUES:,} values"
     try:
@@ -362,7 +362,7 @@ def read(text: str) -> tuple[Any, str]:
 
 
 def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
-    """Return an answer's text about a failure, in one line, without the key and without what was sent."""
+    """Return an answer's text about a failure in one line, without the API key and without the text of the request."""
     words = _message(data)
     if not words and data is None and text.lstrip()[:1] != "<":
         words = text
@@ -371,7 +371,7 @@ def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
 
 
 def first_choice(data: Any) -> dict[str, Any]:
-    """Return `choices[0]` of an answer or an event of the API; empty where there is none."""
+    """Return `choices[0]` of an answer or event of the API, or {} if there is none."""
     choices = data.get("choices") if isinstance(data, dict) else None
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
 
@@ -379,7 +379,7 @@ def first_choice(data: Any) -> dict[str, Any]:
 def _message(data: Any) -> str:
     """Return the text of an error: {"error": {"message": …}}, {"detail": …}, or {"error": "…"}.
 
-    A list is FastAPI's: [{"loc": ["body", "seed"], "msg": "Extra inputs …", "input": …}]; the input is left out.
+    A list comes from FastAPI: [{"loc": ["body", "seed"], "msg": "Extra inputs …", "input": …}]; the input is left out.
     """
     for _ in range(3):
         if isinstance(data, dict):

@@ -1,7 +1,8 @@
-"""How OpenAI-compatible servers differ: one small adapter each, and how to recognise the server.
+"""The dialects of OpenAI-compatible servers: one small adapter for each, and the way to recognise a server.
 
-An adapter is data: which fields it accepts besides the portable ones, where it gives its version, whether requests can
-bypass its prefix cache. Sources: docs/canaries.md, which also says which servers were run and which only recorded.
+An adapter is data: the fields that a server accepts besides the portable ones, the path of its version, the field that
+bypasses its prefix cache. Its name must also stand in `DIALECTS` of canaryd/config/values.py. Sources, and the servers
+that were run or only recorded: docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from typing import Any
 from canaryd.worker.endpoint.client import Reply
 
 Get = Callable[[str], Reply]
-"""Requests a path below the server's root; returns a reply with any status."""
+"""Requests a path below the server's root and returns a reply with any status."""
 
 TOP = 5
-"""Alternatives requested at each position: the most that every server gives (TGI and MindIE give 5)."""
+"""Alternatives requested at each position: the largest number that every server gives (TGI and MindIE give 5)."""
 SEED = 1
-"""Sampling seed; at temperature 0 it chooses nothing, but mlx_lm.server batches requests that have none."""
+"""Sampling seed; at temperature 0 it changes nothing, but mlx_lm.server batches requests without a seed."""
 
 LONGEST_NAME = 256
-"""Characters of a model's name (ours)."""
+"""Most characters of a model's name (ours)."""
 MOST_SAMPLES, LONGEST_SAMPLE = 16, 8192
-"""Samples of one metric that are read, and characters of each (ours): there is one for each engine."""
+"""Samples of one metric that are read (a server has one per engine), and characters read of each sample (ours)."""
 MOST_REQUESTS = 10**9
 """Largest plausible number of requests being served."""
 ROUNDING = ("quantization", "kv_cache_dtype", "cache_dtype")
-"""Names under which servers report formats that may round."""
+"""Names under which servers report number formats that may round."""
 READS = 4
-"""Most reads of a configuration until two in a row agree."""
+"""Most reads of a configuration before two consecutive reads must agree."""
 VOLATILE = frozenset(
     {
         # llama-server's state of a slot, which older versions mix with its settings; a seed drawn at the start
@@ -44,7 +45,7 @@ VOLATILE = frozenset(
         "kv_cache_max_concurrency",
     }
 )
-"""Names left out of a server's configuration at any depth, because they change without anybody changing them."""
+"""Names left out of a server's configuration at any depth, because their values change on their own."""
 
 _LEGACY: Mapping[str, Any] = MappingProxyType({"logprobs": TOP, "seed": SEED})
 _CHAT: Mapping[str, Any] = MappingProxyType({"logprobs": True, "top_logprobs": TOP, "seed": SEED})
@@ -54,65 +55,65 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One kind of server. Fields are sent in addition to model, prompt or messages, max_tokens, temperature, stream."""
+    """One kind of server. Its fields are sent besides model, prompt or messages, max_tokens, temperature and stream."""
 
     name: str
     completions: Mapping[str, Any] = field(default_factory=lambda: _LEGACY)
     chat: Mapping[str, Any] = field(default_factory=lambda: _CHAT)
     cold: str = ""
-    """Field that bypasses the prefix cache: "cache_prompt" (false) or "cache_salt" (a fresh one); or ""."""
+    """Field that bypasses the prefix cache: "cache_prompt" (false), "cache_salt" (a fresh value), or "" (none)."""
     cold_apis: tuple[str, ...] = ("completions", "chat")
     forced: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Fields with which completions score the prompt itself, besides max_tokens 1; empty where not offered."""
+    """Fields with which completions score the prompt itself, besides max_tokens 1; empty if the server cannot."""
     greedy_is_best: bool = False
-    """True: the server reports another token than it generates; the generated one is the best alternative."""
+    """True if the server reports another token than it generates; the generated token is the best alternative."""
     versions: tuple[tuple[str, str], ...] = ()
-    """(path, key) that may contain the version."""
+    """(path, key of its JSON) where the version may be found."""
     template: tuple[str, str] | None = None
-    """(path, key) of the chat template."""
+    """(path, key of its JSON) of the chat template."""
     render: str = ""
-    """Path that applies the chat template to messages, and answers {"prompt": …}."""
+    """Path that applies the chat template to messages and answers {"prompt": …}."""
     tokenize: tuple[str, str] | None = None
-    """(path, field of the text) that answers with token ids."""
+    """(path that answers with token ids, field of the request that holds the text)."""
     metrics: tuple[str, ...] = ()
-    """Names on /metrics whose sum is the number of requests being served or waiting."""
+    """Names of metrics on /metrics whose sum is the number of requests being served or waiting."""
     slots: str = ""
-    """Path that lists slots with "is_processing"."""
+    """Path that lists slots, each with "is_processing"."""
     info: str = ""
-    """Name on /metrics whose labels are the server's own configuration."""
+    """Name of the metric on /metrics whose labels are the server's own configuration."""
     configured: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """(paths, keys): the first path that answers contains the server's start options under these keys."""
     started: str = ""
-    """Name on /metrics of the time when the server started, in seconds since the epoch."""
+    """Name of the metric on /metrics that holds the server's start time (epoch s)."""
     digests: str = ""
-    """Path that lists models with "digest"."""
+    """Path that lists models, each with its "digest"."""
     lists_all: bool = True
-    """Whether the server lists every model that it serves."""
+    """Whether /v1/models lists every model that the server serves."""
 
     def fields(self, api: str) -> Mapping[str, Any]:
-        """Return the fields that this server accepts besides the portable ones, least important last."""
+        """Return the fields that this server accepts besides the portable ones; the least important field is last."""
         return self.completions if api == "completions" else self.chat
 
     def version(self, get: Get) -> str:
-        """Return the version that the server reports, "" for none."""
+        """Return the version that the server reports, or "" if it reports none."""
         return next((text for path, key in self.versions if (text := text_of(get(path).data, key))), "")
 
     def running(self, get: Get) -> int | None:
-        """Return how many requests the server serves or queues now; None if unknown."""
+        """Return the number of requests that the server serves or queues now, or None if unknown."""
         if self.slots and isinstance(slots := get(self.slots).data, list):
             return sum(bool(slot.get("is_processing")) for slot in slots if isinstance(slot, dict))
         samples = _samples(get("/metrics").text, self.metrics) if self.metrics else []
         return int(min(sum(samples), MOST_REQUESTS)) if samples else None
 
     def start(self, get: Get) -> float | None:
-        """Return when the server started, in seconds since the epoch; None if unknown."""
+        """Return the time at which the server started (epoch s), or None if unknown."""
         samples = _samples(get("/metrics").text, (self.started,)) if self.started else []
         return samples[0] if samples else None
 
     def configuration(self, get: Get) -> str:
         """Return 8 hex digits over the configuration that the server reports.
 
-        "" where it reports none, and where no two of `READS` reads in a row agree.
+        Returns "" if the server reports none, or if no two consecutive reads of `READS` agree.
         """
         before = self._configuration(get)
         for _ in range(READS - 1):
@@ -125,7 +126,7 @@ class Dialect:
         return ""
 
     def formats(self, get: Get) -> dict[str, str]:
-        """Return what the server reports of the formats that it computes and caches in; {} for nothing."""
+        """Return the number formats in which the server says that it computes and caches; {} if it reports none."""
         found = self._configuration(get)
         pairs = list(found.items()) if isinstance(found, dict) else [pair for sample in found or () for pair in sample]
         return {name: str(value or "") for name, value in pairs if name in ROUNDING}
@@ -237,7 +238,7 @@ _OWNERS = {
     "llamacpp": LLAMA_SERVER,
     "library": OLLAMA,
 }
-"""`owned_by` of the listed models → server."""
+"""`owned_by` of a listed model → the server's dialect."""
 _ANSWERS = (
     ("/props", "default_generation_settings", LLAMA_SERVER),
     ("/server_info", "version", SGLANG),
@@ -245,13 +246,13 @@ _ANSWERS = (
     ("/api/version", "version", OLLAMA),
     ("/info", "model_id", TGI),
 )
-"""(path, key of its JSON, server): asked in this order."""
+"""(path, key of its JSON, server's dialect), requested in this order."""
 _PATHS = (
     ("/extras/tokenize", LLAMA_CPP_PYTHON),
     ("/_internal/tokenize", TRTLLM),
     ("/load_model", TRANSFORMERS),
 )
-"""(path that FastAPI's /openapi.json describes, server)."""
+"""(path listed in FastAPI's /openapi.json, server's dialect)."""
 _FINGERPRINTS = (
     (re.compile(r"vllm-"), VLLM),
     (re.compile(r"fp_ollama$"), OLLAMA),
@@ -259,14 +260,14 @@ _FINGERPRINTS = (
     (re.compile(r"\d+\.\d+[^-]*-\d+\.\d+[^-]*-(Linux|macOS|Darwin)"), MLX_LM),
     (re.compile(r"\d+\.\d+\.\d+[^-]*-(sha-|native|dev)"), TGI),
 )
-"""Beginning of `system_fingerprint` → server."""
+"""Beginning of `system_fingerprint` → the server's dialect."""
 
 
 def recognise(models: Reply, get: Get, ask: Callable[[], Any]) -> Dialect:
-    """Return which server answers; `GENERIC` where it cannot be recognised.
+    """Return the dialect of the server that answers, or `GENERIC` if the server is not recognised.
 
-    Strong signs first: the list of models and its headers, paths that only one server has, the fingerprint in the
-    answer to one small request, which `ask` sends.
+    Strong signs are checked first: the list of models and its headers, paths that only one server has, then the
+    fingerprint in the answer to one small request, which `ask` sends.
     """
     if models.server.startswith("llama.cpp"):
         return LLAMA_SERVER
@@ -295,34 +296,34 @@ def digest(value: Any) -> str:
 
 
 def listed(data: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of /v1/models; empty where the server gives no such list."""
+    """Return the entries of /v1/models, or [] if the server gives no such list."""
     entries = data.get("data") if isinstance(data, dict) else None
     known = entries if isinstance(entries, list) else []
     return [entry for entry in known if isinstance(entry, dict) and 0 < len(text_of(entry, "id")) <= LONGEST_NAME]
 
 
 def text_of(data: Any, key: str) -> str:
-    """Return the text under a key, "" where there is none."""
+    """Return the text under a key of `data`, or "" if there is none."""
     value = data.get(key) if isinstance(data, dict) else None
     return value if isinstance(value, str) else ""
 
 
 def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
-    """Return a Prometheus page's samples of these names."""
+    """Return the values of the metrics `names` on a Prometheus page."""
     number = r"[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?"
     found = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +({number})(?![^\s])", exposition, re.MULTILINE)
     return [value for value in map(float, found) if math.isfinite(value)]
 
 
 def _labels(exposition: str, name: str) -> list[list[list[str]]]:
-    """Return the lasting labels of each sample of a Prometheus page's metric, all in order of the alphabet."""
+    """Return the labels outside `VOLATILE` of each sample of a Prometheus metric, sorted."""
     samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)[:MOST_SAMPLES]
     pairs = [re.findall(r'\b(\w+)="((?:[^"\\]|\\.)*)"', sample[:LONGEST_SAMPLE]) for sample in samples]
     return sorted(sorted([key, value] for key, value in sample if key not in VOLATILE) for sample in pairs)
 
 
 def _lasting(value: Any) -> Any:
-    """Return JSON data without what is `VOLATILE`, in order of the alphabet."""
+    """Return JSON data without the keys in `VOLATILE`; the other keys are sorted."""
     if isinstance(value, dict):
         return {key: _lasting(value[key]) for key in sorted(value) if key not in VOLATILE}
     return [_lasting(item) for item in value] if isinstance(value, list) else value

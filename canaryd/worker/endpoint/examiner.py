@@ -1,4 +1,4 @@
-"""Ask a served exact canary, alone and several questions at once, and turn the answers into comparisons."""
+"""Ask a served exact canary single questions and several at once, and turn the answers into comparisons."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.exact_canary.expected import Expected, Question, spell, tokens_of, word
 
 REPEATS = 3
-"""How often a question with a wrong answer is asked again, alone (ours)."""
+"""Times that a question with a wrong answer is asked again, alone (ours)."""
 SHOWN = 64
-"""Wrong places that evidence keeps, as everywhere."""
+"""Most wrong places that the evidence keeps, as in every other probe."""
 BLIND = "the server gives no log probabilities: only the words are compared"
 
 
 class Examiner:
-    """Asks, keeps the marked answers by case, and concludes."""
+    """Asks the questions, keeps the marked answers by case, and yields comparisons."""
 
     def __init__(self, ctx: Context, endpoint: Endpoint, expected: Expected) -> None:
         self.ctx, self.endpoint, self.expected = ctx, endpoint, expected
@@ -38,7 +38,7 @@ class Examiner:
         self._strained: dict[str, str] = {}
 
     def alone(self, api: str, question: Question) -> None:
-        """Ask one question while no other of ours is asked, and the same again, so that the prefix cache is hit."""
+        """Ask one question while canaryd asks no other, then ask it again so that the prefix cache is hit."""
         if api in self.refused:
             return
         salt, answers = new_salt(), []
@@ -54,7 +54,7 @@ class Examiner:
                 self._forget(api)
 
     def together(self, api: str, questions: Sequence[Question]) -> None:
-        """Ask several different questions at the same time; what is not answered is kept as the reason of the case."""
+        """Ask several different questions at the same time; if one fails, keep the reason for the case."""
         case = f"{api}/{len(questions)}-at-once"
         if api in self.refused or case in self._strained:
             return
@@ -67,10 +67,10 @@ class Examiner:
                 self._strained[case] = f"the server did not answer {len(questions)} requests at once: {error}"
 
     def accused(self, api: str) -> Iterator[Comparison]:
-        """Yield the wrong answers that came since, if nothing explains them: a run killed later keeps them.
+        """Yield the new wrong answers if no excuse explains them, so that a run that is killed later keeps them.
 
-        What more answers could still explain waits for `concluded`: all were wrong so far, always in the same way, or
-        only words are given and the wrong ones did not come again.
+        Answers that further answers could still explain wait for `concluded`: all answers are wrong in the same way so
+        far, or the server gives no log probabilities and no wrong answer came again.
         """
         mine = {case: [m for m in marked if not m.right] for case, marked in self._of(api).items()}
         mine = {case: wrong for case, wrong in mine.items() if wrong}
@@ -86,7 +86,7 @@ class Examiner:
             self._marked[case] = [m for m in self._marked[case] if m.right]
 
     def concluded(self) -> Iterator[Fact]:
-        """Yield the other comparisons and readings; raise `Skip` where an excuse holds, or nothing was compared."""
+        """Yield the remaining comparisons and readings; raise `Skip` if an excuse holds or nothing was compared."""
         yield from self._readings()
         reasons, trials = [], 0
         for case, reason in self._strained.items():
@@ -112,7 +112,7 @@ class Examiner:
 
     @property
     def _proven(self) -> bool:
-        """Whether something was right to the last bit: a format that rounds is wrong everywhere."""
+        """Whether some answer was right to the last bit: a format that rounds makes every answer wrong."""
         return any(m.fine or m.right for seen in self._seen.values() for m in seen)
 
     def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
@@ -130,13 +130,13 @@ class Examiner:
             self._seen.setdefault(case.partition("/")[0], []).append(marked)
 
     def _forget(self, api: str) -> None:
-        """Keep of repeated answers only a first one that is wrong: some device computed it, at some time."""
+        """Drop all answers of the API except wrong ones to first requests, which a device must have computed."""
         self._marked.pop(f"{api}/again", None)
         left = [m for marked in self._of(api).values() for m in marked if not m.right]
         self._marked[f"{api}/alone"] = self._seen[api] = left
 
     def _excuse(self, api: str) -> str:
-        """Return what else than a wrong computation explains the answers of an API; ask again to find out."""
+        """Return the harmless explanation of an API's wrong answers, or ""; ask questions again to find it."""
         every = self._seen.get(api, [])
         if all(m.right for m in every):
             return ""
@@ -149,7 +149,7 @@ class Examiner:
         return excuses.may_be_sampling(self.expected, every, again)
 
     def _repeats(self, api: str, question: Question) -> list[Marked]:
-        """Ask a question again and again, alone, once in a run; fewer times where the server fails meanwhile."""
+        """Return the answers to a question asked again alone, `REPEATS` times per run; fewer if the server fails."""
         found = self._again.setdefault((api, question.number), [])
         while len(found) < REPEATS and not self.ctx.drill:
             try:

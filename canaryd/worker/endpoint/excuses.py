@@ -1,7 +1,7 @@
-"""Reasons other than a wrong computation for a wrong answer of a served exact canary.
+"""Explanations (excuses) of a wrong answer of a served exact canary other than a wrong computation.
 
-Each excuse is decided from all answers of a run on one API. One that holds makes the run prove nothing: it is skipped
-with the reason, so the endpoint is unknown, and nobody is accused. docs/exact-canary.md lists them with their limits.
+Each excuse is decided from all answers of a run on one API. If an excuse holds, the run proves nothing: it is skipped
+with the reason, and the endpoint's state is unknown. docs/exact-canary.md lists the excuses with their limits.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from canaryd.worker.exact_canary.expected import COST, RIGHT, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
 LAYERS = 8
-"""Numbers of layers that are tried to find out whether another exact canary is served (ours)."""
+"""Most layers of another exact canary that `_other_layers` tries (ours)."""
 SPREAD = 0.01
-"""By how much scaled differences may differ from their median, relatively (ours)."""
+"""Largest relative deviation of scaled differences from their median (ours)."""
 QUOTED = 60
-"""Characters of an answer that a reason quotes."""
+"""Most characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
-"""Formats that hold every number of an exact canary."""
+"""Names of formats that represent every number of an exact canary."""
 NAMES = {"awq": "awq", "w8a8": "compressed", "fp8": "compressed"}
-"""Form of an export's weights → how a server's name of it begins: vLLM says awq, awq_marlin, compressed-tensors."""
+"""Form of an export's weights → beginning of a server's name for that form: awq, awq_marlin, compressed-tensors."""
 
 
 def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapping[str, str]) -> str:
-    """Return why answers of one API, some of them wrong, prove nothing; "" where no excuse holds.
+    """Return the reason why answers of one API, some of them wrong, prove nothing, or "" if no excuse holds.
 
-    `formats` are those that the server reports.
+    `formats` are the number formats that the server reports.
     """
     return (
         _other_words(expected, marked)
@@ -60,7 +60,7 @@ def _other_words(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str:
-    """The server read another prompt than was sent: by its token ids, or by their number."""
+    """Return the reason if token ids or their number show that the server read another prompt, otherwise ""."""
     for m in (m for m in marked if not m.right):
         ids, count, wanted = m.answer.prompt_ids, m.answer.prompt_tokens, len(m.question.prompt)
         if (ids and list(ids) != m.question.prompt) or (not ids and count not in (None, wanted)):
@@ -76,7 +76,7 @@ def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str
 
 
 def _ended_early(marked: Sequence[Marked]) -> str:
-    """Everything that came is right, and it was too little."""
+    """Return the reason if all received words are right but too few, otherwise ""."""
     short = [m for m in marked if m.short]
     if not short or any(m.faults for m in marked):
         return ""
@@ -101,7 +101,7 @@ def _rounding_format(expected: Expected, formats: Mapping[str, str]) -> str:
 
 
 def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
-    """The answers are those of an exact canary with another number of layers."""
+    """Return the reason if the answers are those of an exact canary with another number of layers, otherwise ""."""
     for layers in range(1, LAYERS + 1):
         if layers != expected.shape.layers and all(
             m.tokens and m.tokens == continuation(expected.program, layers, m.question.prompt, len(m.tokens))
@@ -115,7 +115,7 @@ def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def _unnormalised(marked: Sequence[Marked]) -> str:
-    """All words and differences are right, and in place of each right word's log probability stands its logit."""
+    """Return the reason if the server prints logits as log probabilities and nothing else is wrong, otherwise ""."""
     faults = [fault for m in marked for fault in m.faults]
     if not faults or any(f.sort is not Sort.CHANCE or f.got != RIGHT for f in faults):
         return ""
@@ -125,7 +125,7 @@ def _unnormalised(marked: Sequence[Marked]) -> str:
 
 
 def _sampled(marked: Sequence[Marked]) -> str:
-    """The right word was the most probable, and another one came."""
+    """Return the reason if the right word was the most probable but the server chose another, otherwise ""."""
     faults = [(m, f) for m in marked for f in m.faults if f.sort is Sort.CHOICE]
     if not faults:
         return ""
@@ -136,7 +136,7 @@ def _sampled(marked: Sequence[Marked]) -> str:
 
 
 def _scaled(marked: Sequence[Marked]) -> str:
-    """All differences are off by one factor."""
+    """Return the reason if one factor explains the errors of all differences between logits, otherwise ""."""
     ratios = [lead / cost for m in marked for cost, lead in m.leads]
     if not ratios or any(f.sort is Sort.WORD or not math.isfinite(f.got) for m in marked for f in m.faults):
         return ""
@@ -147,7 +147,7 @@ def _scaled(marked: Sequence[Marked]) -> str:
 
 
 def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:
-    """Words that stand in the context already have gained or lost some of their probability; nothing else is wrong."""
+    """Return the reason if only words of the context gained or lost probability (a penalty), otherwise ""."""
     moved = _moved(expected, marked)
     if moved is None or len(moved) == 1:  # one word alone may be a fault of its own weights
         return ""
@@ -156,12 +156,12 @@ def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def may_be_penalty(expected: Expected, marked: Sequence[Marked]) -> bool:
-    """Return whether more answers may show a penalty: so far one word that came before is off, and nothing else."""
+    """Return whether further answers may show a penalty: one earlier word is wrong so far, and nothing else."""
     return len(_moved(expected, marked) or ()) == 1
 
 
 def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
-    """Return the words that are off and came before; None where anything else is wrong, or no log probability is."""
+    """Return the wrong words that the context contains; None if anything else is wrong or nothing is scored."""
     moved: set[int] = set()
     for m in marked:
         near = {fault.position for fault in m.faults if fault.sort is not Sort.CHANCE}
@@ -177,7 +177,7 @@ def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
 
 
 def _lost(expected: Expected, m: Marked, fault: Fault, context: set[int]) -> bool:
-    """Return whether the right word gained no more than what the words before it can have lost."""
+    """Return whether the right word gained no more probability than the words of its context can have lost."""
     costs = [cost for word in context if (cost := expected.cost(m.question.tokens[fault.position], word)) is not None]
     lost = math.fsum(math.exp(-cost) for cost in costs)
     return 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24
@@ -189,10 +189,10 @@ def _changed_file(expected: Expected) -> str:
 
 
 def may_be_sampling(expected: Expected, marked: Sequence[Marked], repeated: Mapping[int, bool]) -> str:
-    """Return why wrong words of a server without log probabilities cannot be told from sampling; "" where they can.
+    """Return the reason if wrong words without log probabilities may come from sampling, otherwise "".
 
     Sampling mostly takes a word one bit from the right one (660 times as often as one two bits away at temperature 1)
-    and does not repeat itself. `repeated` has, by question, whether its wrong answer came again.
+    and rarely gives the same word again. `repeated`: number of a question → whether its wrong answer came again.
     """
     near = far = 0
     for m in (m for m in marked if m.faults):

@@ -1,8 +1,8 @@
-"""Run one server as a child, and leave nothing of it behind.
+"""Run one server as a child process, and leave no process of it behind.
 
     python guard.py BYTES PROGRAM ARGUMENT…
 
-It runs in a session of its own, so it goes on when its starter is killed. It ends all processes of the server when its
+This script has a session of its own, so it survives its starter. It ends all processes of the server when its
 standard input ends (the starter has ended, or closed it), when the server's first process ends, or when they use more
 than BYTES of memory together. Its exit status is the server's.
 """
@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PERIOD = 0.5
-"""Seconds between two looks (ours)."""
+"""Seconds between two checks of the server's processes (ours)."""
 GRACE = 20.0
-"""Seconds that a server has to end by itself (ours)."""
+"""Seconds that a server has to end after SIGTERM (ours)."""
 
 
 def main(most: int, argv: list[str]) -> int:
-    """Run the server until it ends or has to; return its exit status, 127 where it cannot be started."""
+    """Run the server until it ends or must be ended; return its exit status, or 127 if it cannot be started."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # what bounds a worker would bound the server
     try:
@@ -48,7 +48,7 @@ def main(most: int, argv: list[str]) -> int:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, and kill what is left of it."""
+    """Ask the server's process group to end, then kill the remaining processes."""
     deadline = time.monotonic() + GRACE
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
@@ -60,7 +60,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _group(number: int) -> Iterator[Path]:
-    """Yield the /proc directories of a process group's living processes; zombies are dead."""
+    """Yield the /proc directories of a process group's living processes; zombies count as dead."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
@@ -69,7 +69,7 @@ def _group(number: int) -> Iterator[Path]:
 
 
 def _bytes(process: Path) -> int:
-    """Return the memory that a process holds, without the pages of files (proc(5)); 0 for one that has ended."""
+    """Return the memory (bytes) of a process without pages of files (proc(5)), or 0 if the process has ended."""
     with contextlib.suppress(OSError):
         kilobytes = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", (process / "status").read_text(), re.MULTILINE)
         return 1024 * sum(map(int, kilobytes))

@@ -1,8 +1,8 @@
 """Compare an answer of a served exact canary with the one right answer: words, ranks, differences, log probabilities.
 
-Logits are exact, so the words are, and so are the differences between candidates: 8 for each wrong bit. What an engine
-prints of them went through its own log-softmax and its own format. How finely it prints is read from the values
-themselves, and nothing is compared more finely than that (docs/exact-canary.md has the tolerances and their sources).
+The logits are exact, so the words are exact, and so are the differences between candidates: 8 for each wrong bit. The
+engine computes its printed log probabilities with its own log-softmax, in its own format. The printed values show
+their precision, and no comparison is more precise (docs/exact-canary.md has the tolerances and their sources).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from canaryd.worker.endpoint.answers import MINUS_INFINITY, Answer, Position, fi
 from canaryd.worker.exact_canary.expected import COST, MOST_SAID, RIGHT, Expected, Question, tokens_of
 
 FORMATS = (8, 11, 24)
-"""Significand bits of bfloat16, float16 and float32, in which an engine may take its log-softmax."""
+"""Significand bits of bfloat16, float16 and float32, the formats in which an engine may compute its log-softmax."""
 DECIMALS = 7
-"""Most decimals of a number that counts as rounded to decimals; float32 in full has more."""
+"""Most decimals of a number that counts as rounded to decimals; a full float32 has more."""
 
 
 class Sort(enum.Enum):
-    """What is wrong at a position."""
+    """The kind of error at a position."""
 
     WORD = "another word"
     CHOICE = "the right word is the most probable, and another was chosen"
@@ -34,68 +34,68 @@ class Sort(enum.Enum):
 
 
 class Fault(NamedTuple):
-    """One thing that is not right in an answer."""
+    """One error in an answer."""
 
     sort: Sort
     position: int
     wanted: float
-    """A token, a log probability, or a difference of two."""
+    """The expected token, log probability, or difference of two log probabilities."""
     got: float
     candidate: int | None = None
-    """The token whose difference this is; None where it is not one of this model's."""
+    """The token whose difference is wrong; None if the token is not in this model's vocabulary."""
 
     @property
     def token(self) -> int | None:
-        """The token that came for the right one, or lies too near or too far from it."""
+        """The wrong token: the one that came instead of the right one, or the candidate with a wrong difference."""
         return int(self.got) if self.sort in (Sort.WORD, Sort.CHOICE) else self.candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marked:
-    """An answer, and what is wrong in it up to its first wrong word; after that the model answers another text."""
+    """An answer and its errors up to its first wrong word; behind a wrong word the model continues another text."""
 
     question: Question
     answer: Answer
     tokens: list[int] | None
-    """None for a text with words that this model does not have."""
+    """The answer's tokens; None if the text has words that this model does not have."""
     faults: tuple[Fault, ...] = ()
     leads: tuple[tuple[float, float], ...] = ()
-    """(what a candidate's wrong bits cost, how far it lies below the right word), for all candidates looked at."""
+    """(cost of a candidate's wrong bits, its distance below the right word) of each candidate compared."""
     fine: bool = False
-    """Whether a word after the first was right to the last bit of float32: a server that rounds gives none."""
+    """Whether a word after the first was right to the last bit of float32, which a server that rounds cannot give."""
     scored: bool = False
     """Whether log probabilities were compared."""
 
     @property
     def short(self) -> bool:
-        """Whether it ended before all words that were asked for had come."""
+        """Whether the answer ended before all requested words had come."""
         return self.tokens is not None and len(self.tokens) < len(self.question.tokens)
 
     @property
     def right(self) -> bool:
-        """Whether everything is as it has to be."""
+        """Whether the answer is complete and has no error."""
         return self.tokens is not None and not self.faults and not self.short
 
     @property
     def look(self) -> object:
-        """What two equally wrong answers share."""
+        """The tokens and errors, which are equal for two answers that are wrong in the same way."""
         return self.tokens, self.faults
 
 
 class Printing(NamedTuple):
-    """How finely an engine prints."""
+    """The precision with which an engine prints numbers."""
 
     bits: int
     step: float
-    """Its last decimal, 0 where it does not round to decimals."""
+    """The value of the last printed decimal; 0 if the engine does not round to decimals."""
 
     def unit(self, size: float) -> float:
-        """Return one unit in the last place of a number of this size."""
+        """Return one unit in the last place of a number of the magnitude `size`, as the engine prints it."""
         return math.ldexp(1.0, math.frexp(max(abs(size), 2.0**-14))[1] - self.bits) + self.step
 
 
 def printing(values: Iterable[float]) -> Printing:
-    """Return the coarsest format that holds all the values: the engine may have rounded each of them to it."""
+    """Return the coarsest format that holds all values, since the engine may have rounded each value to it."""
     given = list(values)
     for bits in FORMATS:
         if all(_fits(value, bits) for value in given):
@@ -113,7 +113,7 @@ def _plain(value: float) -> str:
 
 
 def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
-    """Return an answer with everything that is wrong in it."""
+    """Return an answer with all its errors."""
     tokens = tokens_of(expected.program, answer.text) if answer.text else _named(expected, answer)
     if tokens is None:
         return Marked(question=question, answer=answer, tokens=None)
@@ -139,13 +139,13 @@ def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
 
 
 def _named(expected: Expected, answer: Answer) -> list[int] | None:
-    """Return the tokens of an answer without text, by its tokens alone."""
+    """Return the token numbers of an answer that has no text, or None if one is unknown."""
     found = [_token(expected, position.token) for position in answer.positions]
     return None if any(token is None for token in found) else [token for token in found if token is not None]
 
 
 def _token(expected: Expected, given: str) -> int | None:
-    """Return the number of a token that a server gives as its id or as its text; None for one that is not there."""
+    """Return the number of a token that a server gives as id or as text, or None if the model lacks the token."""
     if given.isdecimal():
         return int(given) if int(given) < expected.shape.vocabulary else None
     found = tokens_of(expected.program, re.sub("[\u2581\u0120]", " ", given))
@@ -154,7 +154,7 @@ def _token(expected: Expected, given: str) -> int | None:
 
 @dataclass
 class _Scores:
-    """The log probabilities of an answer, looked at position by position."""
+    """The log probabilities of an answer, compared position by position."""
 
     expected: Expected
     answer: Answer
@@ -164,7 +164,7 @@ class _Scores:
     fine: bool = False
 
     def __post_init__(self) -> None:
-        """Find out how finely the engine prints."""
+        """Find the precision with which the engine prints."""
         positions = self.answer.positions if self.answer.scored else ()
         # Where there are more tokens than words, nobody could say which belongs to which.
         self.positions: tuple[Position, ...] = positions if len(positions) == self.words else ()
@@ -180,7 +180,7 @@ class _Scores:
         )
 
     def faults(self, at: int, wanted: int, chance: float) -> list[Fault]:
-        """Return what is wrong with the candidates of a position, [] for nothing and where none are given."""
+        """Return the errors of the candidates at a position; [] if there are none, or if no candidates are given."""
         if at >= len(self.positions) or self.certain:
             return []
         position = self.positions[at]
@@ -207,7 +207,7 @@ class _Scores:
         return found
 
     def _compared(self, at: int, wanted: int, own: float, token: int | None, value: float, rank: int) -> list[Fault]:
-        """Return what is wrong with a candidate: the best are all one bit from the right word, then come the others."""
+        """Return the errors of one candidate: candidates one bit from the right word must come before all others."""
         cost = None if token is None else self.expected.cost(wanted, token)
         lead = own - value
         tolerance = self.printing.unit(own) + self.printing.unit(value)
@@ -221,16 +221,16 @@ class _Scores:
         return [] if right else [Fault(Sort.LEAD, at, cost, lead, token)]
 
     def _slack(self) -> float:
-        """Return how far the right word's log probability may be off.
+        """Return the largest allowed error of the right word's log probability.
 
-        One unit of the printed format at the size of the logits, where the logarithm of the sum is subtracted, and half
-        a unit of float32 for each addition to a sum below 2.
+        It is one unit of the printed format at the size of the logits, where the logarithm of the sum is subtracted,
+        plus half a unit of float32 for each addition to a sum below 2.
         """
         return self.printing.unit(RIGHT) + self.expected.shape.vocabulary * 2.0**-24
 
 
 def hexadecimal(fault: Fault) -> tuple[str, str]:
-    """Return wanted and got as hexadecimal digits: of a token's number, or of the bits of a float64."""
+    """Return the wanted and the actual value as hexadecimal digits: a token's number, or the bits of a float64."""
     if fault.sort in (Sort.WORD, Sort.CHOICE):
         return f"{int(fault.wanted):x}", f"{int(fault.got):x}"
     return struct.pack(">d", fault.wanted).hex(), struct.pack(">d", fault.got).hex()

@@ -1,6 +1,6 @@
-"""The prompts of an endpoint canary: a small JSON file, checked as a whole.
+"""The prompts of an endpoint canary: a small JSON file, which is validated completely.
 
-JSON and not YAML: workers have the standard library alone.
+The file is JSON and not YAML because workers have the standard library alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from canaryd.worker.telemetry.sysfs import Unreadable, read_bytes
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPTS = 32
 SHORTEST, LONGEST = 64, 20_000
-"""Characters of a prompt: several kernels were wrong only above 8 rows, so a prompt must be well above 8 tokens."""
+"""Fewest and most characters of a prompt: some kernels were wrong only above 8 rows, so prompts exceed 8 tokens."""
 FEWEST, DEFAULT, MOST = 32, 64, 1024
-"""Tokens to generate: faults of only the decoding kernels need some tens of positions to show."""
+"""Fewest, default and most tokens to generate: faults of the decoding kernels alone need some tens of positions."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 WANTED = '{"prompts": [{"name": "reef", "text": "…", "tokens": 64}]}'
 
@@ -32,11 +32,11 @@ class Prompt:
     name: str
     text: str
     tokens: int = DEFAULT
-    """Tokens to generate."""
+    """Number of tokens to generate."""
 
 
 def load(path: Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a file; raise `Skip` with a line for each mistake."""
+    """Return the prompts of a file; raise `Skip` with one line for each mistake."""
     if not path.exists():
         raise Skip(f"{path}: no such file")
     try:
@@ -84,7 +84,7 @@ def _mistakes(entry: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value short enough for a message; of a long text only the beginning."""
+    """Return a value short enough for a message: only the beginning of a long text."""
     if value is None:
         return "nothing"
     try:

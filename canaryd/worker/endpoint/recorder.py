@@ -1,4 +1,4 @@
-"""Ask the cases of an endpoint canary, alone or several at once, and turn the answers into facts."""
+"""Ask the cases of an endpoint canary, singly or several at once, and turn the answers into facts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
-"""Tokens that a run may record, about 5 MB of protocol (ours); a baselining of the shipped prompts records 20,000."""
+"""Most tokens that a run may record, about 5 MB of protocol (ours); learning the shipped prompts records 20,000."""
 BLIND = "the server gives no logprobs: only the text is compared, so other faults are not seen"
 UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"
 Item = tuple[str, Prompt]
-"""An API, or "forced" for the prompt's own tokens, and a prompt."""
+"""(API, or "forced" to score the prompt's own tokens; prompt)."""
 
 
 def names(item: Item) -> tuple[str, ...]:
-    """Return the cases of an item."""
+    """Return the names of an item's cases."""
     api, prompt = item
     if api == "forced":
         return (f"forced/{prompt.name}",)
@@ -33,7 +33,7 @@ def names(item: Item) -> tuple[str, ...]:
 
 
 class Recorder:
-    """Ask items, yield the answers as facts, and keep them for the readings."""
+    """Asks items, yields the answers as facts, and keeps the answers for the readings."""
 
     def __init__(self, ctx: Context, endpoint: Endpoint) -> None:
         self.ctx, self.endpoint = ctx, endpoint
@@ -49,11 +49,11 @@ class Recorder:
 
     @property
     def spent(self) -> bool:
-        """Whether the run must end: its time is used up, or it has recorded as much as one run may."""
+        """Whether the run must end: its time is spent, or it has recorded the most that one run may."""
         return self.ctx.left <= 0 or self._positions >= MOST_POSITIONS
 
     def alone(self, item: Item) -> Iterator[Fact]:
-        """Ask one item while no other request of ours runs."""
+        """Ask one item while canaryd sends no other request."""
         if item in self.refused:
             return
         before = self.endpoint.running()
@@ -68,9 +68,9 @@ class Recorder:
         yield from self._facts(item, answers, "" if not known else "loaded" if before or after else "idle")
 
     def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
-        """Ask several items at the same time; return those that failed, with the reason in `strained`.
+        """Ask several items at the same time; return the items that failed, and put their reasons into `strained`.
 
-        Every failure comes from the load: the items were answered when they were asked alone.
+        Every failure comes from the load: the server answered these items when they were asked alone.
         """
         with ThreadPoolExecutor(len(items)) as pool:
             asked = [(item, pool.submit(self._exchange, item)) for item in items]
@@ -86,7 +86,7 @@ class Recorder:
         return failed
 
     def latencies(self, api: str) -> Iterator[Fact]:
-        """Yield the seconds to the first token and between tokens, or why they are absent."""
+        """Yield the seconds to the first token and between tokens, or the reason for their absence."""
         labels = {"api": api}
         why = self.strained  # a failure under load may last and would distort the measurement
         if not why:
@@ -108,7 +108,7 @@ class Recorder:
             yield Reading(name="endpoint_token_seconds", value=between, unit="seconds", labels=labels)
 
     def readings(self) -> Iterator[Fact]:
-        """Yield what is known of the server and of its answers, or why it is not."""
+        """Yield readings of the server and of its answers, or the reasons for their absence."""
         endpoint = self.endpoint
         yield Reading(name="switches", value=endpoint.switches())
         if endpoint.dialect is GENERIC:
@@ -132,7 +132,7 @@ class Recorder:
             yield Absent(name="endpoint_nonfinite", reason=BLIND)
 
     def _exchange(self, item: Item) -> list[Answer]:
-        """Return the answers for the cases of an item: a fresh one, then a warm one to the same request."""
+        """Return the answers for the cases of an item: a cold request, then the same request with a warm cache."""
         api, prompt = item
         if api == "forced":
             return [self.endpoint.score(prompt)]
@@ -153,10 +153,10 @@ class Recorder:
 
 
 class Progress:
-    """Rounds of single requests that a baselining has done, in a file of `Context.memory` that outlives the worker.
+    """Number of rounds that a baselining has done, in a file of `Context.memory` that outlives the worker.
 
-    A later run continues while the endpoint reports the same version and configuration. Where the file cannot be read
-    or written, a run starts again, which only costs time.
+    A later run continues if the endpoint reports the same version and configuration. If the file cannot be read or
+    written, a run starts again, which only costs time.
     """
 
     def __init__(self, memory: str, endpoint: Endpoint) -> None:
@@ -165,7 +165,7 @@ class Progress:
         self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
 
     def rounds(self) -> int:
-        """Return how many rounds an interrupted run has done, 0 where none was interrupted."""
+        """Return the number of rounds that an interrupted run has done, or 0 if no run was interrupted."""
         try:
             about, rounds = recall(*self._kept)
         except (ValueError, TypeError):
@@ -173,14 +173,14 @@ class Progress:
         return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
 
     def keep(self, rounds: int) -> None:
-        """Store the rounds of a run that ends early; 0 forgets them."""
+        """Store the number of rounds of a run that ends early; 0 removes the stored number."""
         keep(*self._kept, [self._about, rounds] if rounds else None)
 
 
 def injected(answer: Answer, fault: str) -> Answer:
-    """Return an answer with a fault of `canaryd drill` in the probability of one token, or else in the text.
+    """Return an answer with a fault of `canaryd drill` in the probability of one token, or in the text if unscored.
 
-    Always at the same position, because a confirmation must meet the same fault again. The text names the fault.
+    The position is always the same, because a confirmation must meet the same fault again. The text names the fault.
     """
     at = [i for i, position in enumerate(answer.positions) if position.value is not None]
     if not at:
@@ -194,7 +194,7 @@ def injected(answer: Answer, fault: str) -> Answer:
 
 
 def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
-    """Return a change of the float32 in which the probability was computed."""
+    """Return a function that changes a position's probability by `change` on its bits as float32."""
 
     def changed(position: Position) -> Position:
         (raw,) = struct.unpack("<I", struct.pack("<f", position.value))

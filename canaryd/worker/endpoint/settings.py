@@ -24,11 +24,11 @@ class Settings:
     directory: Path | None = None
     prompts: Path | None = None
     exact: Path | None = None
-    """The directory of a served exact canary, as `canaryd canary export` wrote it."""
+    """Directory of a served exact canary, written by `canaryd canary export`."""
     command: str = ""
-    """What starts the server at level deep; "" where it runs by itself."""
+    """The command that starts the server at level deep; "" if the server runs on its own."""
     memory: int = 0
-    """Bytes that a started server may use; 0 for a share of the host's."""
+    """Most bytes that a started server may use; 0 for a share of the host's memory."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
@@ -36,9 +36,9 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Return settings from those of the configuration, which has checked them; None and "" mean not set.
+        """Return settings from the checked section of the configuration; None and "" mean not set.
 
-        Raises `Skip` where the file of the key cannot be used.
+        Raises `Skip` if the file of the API key cannot be used.
         """
         paths = {name: Path(given[name]) if given.get(name) else None for name in ("directory", "prompts", "exact")}
         return cls(
@@ -56,7 +56,7 @@ class Settings:
 
 
 def _key(path: Path) -> str:
-    """Return the API key in a file; raise `Skip`, never with the key, where it cannot be used."""
+    """Return the API key in a file; raise `Skip`, whose text never contains the key, if the file cannot be used."""
     try:
         mode, data = path.stat().st_mode, path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Start the server that a setting names, wait until it answers, and stop it: for nodes that serve nobody meanwhile."""
+"""Start the server that a setting gives, wait until it answers, and stop it: for nodes that serve nobody meanwhile."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from canaryd.worker.endpoint.settings import Settings
 from canaryd.worker.exact_canary.expected import GGUF
 
 QUOTED = 600
-"""Characters of a server's last output that a reason quotes."""
+"""Most characters of a server's last output that a reason quotes."""
 PAUSE = 0.5
-"""Seconds between two attempts to reach a server that starts (ours)."""
+"""Seconds between two attempts to reach a server that is starting (ours)."""
 STOPPING = guard.GRACE + 10.0
 MEMORY_SHARE = 0.8
-"""Share of the host's memory that a started server may use where the settings do not say (ours)."""
+"""Share of the host's memory that a started server may use if the settings give no limit (ours)."""
 
 
 @contextlib.contextmanager
 def started(settings: Settings, within: float, progress: Callable[[float, str], None]) -> Iterator[Settings]:
-    """Run the server until the end of the block; yield the settings with its address.
+    """Run the server until the end of the block; yield the settings with the server's address.
 
-    It has `within` seconds until it answers. Raises `Skip` with its last output where it does not.
+    The server has `within` seconds until it must answer. Raises `Skip` with its last output if it does not.
     """
     model = settings.exact / GGUF if settings.exact and (settings.exact / GGUF).exists() else settings.exact
     port = _free_port()

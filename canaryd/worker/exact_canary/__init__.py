@@ -1,1 +1,1 @@
-"""A language model with one right answer, bit for bit: constructed, proved, run (docs/exact-canary.md)."""
+"""A language model with one right answer, bit for bit: its construction, proof and inference (docs/exact-canary.md)."""

@@ -23,20 +23,20 @@ from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operators
 
 EAGER = "eager"
-"""Attention operator by operator, and not by a kernel."""
+"""Attention computed operator by operator instead of by one kernel."""
 PATHS = ("decode", "forced")
-"""A prompt is continued word by word from the KV cache; or prompt and continuation come in one pass."""
+"""Ways of an inference: decode word by word from the KV cache, or take prompt and continuation in one pass."""
 MOST_ROWS = 2
-"""Rows of a batch."""
+"""Most rows of a batch."""
 WITHIN = 64
-"""Seeds that choose a model, before they choose its prompts: more than there are models."""
+"""Number of seeds that choose a model before they choose its prompts: more than there are models."""
 NORM = "model.norm.weight"
-"""The operand that an injected operand fault strikes: every bit of it reaches every logit's sum."""
+"""The operand that an injected operand fault changes: every bit of it reaches every logit's sum."""
 
 
 @dataclass(frozen=True)
 class Inference:
-    """One inference: format, path, rows, attention, words generated."""
+    """One inference: format, path, rows, attention, number of generated words."""
 
     form: str
     path: str
@@ -47,22 +47,22 @@ class Inference:
 
     @property
     def anchored(self) -> bool:
-        """Whether two scores tie; torch's math kernel scales q and k by a root each, which rounds (docs)."""
+        """Whether two scores tie; torch's "math" kernel has no tie, because it rounds the scaled q and k (docs)."""
         return self.kernel != "math"
 
     @property
     def label(self) -> str:
-        """Its attention, and whether its model has experts."""
+        """The kind of attention, and the experts if the model has any."""
         return self.kernel + ("-experts" if self.shape.experts else "")
 
     @property
     def name(self) -> str:
-        """The case's name."""
+        """The name of the inference's case."""
         return f"{self.form}/{self.path}/b{self.rows}/{self.label}@{self.steps}"
 
 
 def case(device: Device, inference: Inference, seed: int, models: Path) -> Case:
-    """Return an inference as a case: a run's seed chooses among the `models` and their prompts; raises `Skip`."""
+    """Return an inference as a case; `seed` chooses one of the `models` and its prompts. Raises `Skip`."""
     sound = accumulator(device, inference.form).characterised
     names = tuple(shipped(models, inference.shape, seed, inference.anchored, visible_cores()).model.weights)
     return Case(
@@ -75,27 +75,27 @@ def case(device: Device, inference: Inference, seed: int, models: Path) -> Case:
 
 
 def kernels(device: Device) -> tuple[str, ...]:
-    """Return the ways in which a device's runtime computes attention, eager first."""
+    """Return the attention kernels of a device's runtime, preceded by `EAGER`."""
     return EAGER, *map(str.lower, interface.of(device).attention_kernels)
 
 
 @functools.lru_cache(maxsize=4)
 def shipped(models: Path, shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Shipped:  # noqa: ARG001
-    """Return the model that a seed chooses; read once by each set of `cores` that asks. Raises `Skip`."""
+    """Return the model that a seed chooses, read once for each set of `cores`. Raises `Skip`."""
     return load(models, shape, seed, anchored=anchored)
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
-    """Return a row's prompt and the words that follow it, without the last, which no engine is given."""
+    """Return a row's prompt and the generated words without the last one, which no engine receives."""
     words = prompt(made.program, seed + row)
     return words + continuation(made.program, made.shape.layers, words, steps)[:-1]
 
 
 def build(inference: Inference, seed: int, models: Path, _: int) -> Problem:
-    """Return weights and tokens, and the logits: of the generated words, or where all is given of every position.
+    """Return weights, tokens, and the golden logits: of the generated words, or of every position if all is given.
 
-    Operands: the weights by name order of the model, then tokens (rows, T). Golden (rows, positions, vocabulary). It is
-    witnessed where all its logits have the digests that ship.
+    Operands: the weights sorted by the model's names, then tokens (rows, T). Golden: (rows, positions, vocabulary). The
+    golden is witnessed if all its logits have the shipped digests.
     """
     kind, steps = getattr(torch, inference.form), inference.steps
     found = shipped(models, inference.shape, seed, inference.anchored, visible_cores())
@@ -130,7 +130,7 @@ def infer(
     out: Any,  # noqa: ARG001
     operators: Operators | None = None,
 ) -> Any:
-    """Return the logits of one inference on the operands' device."""
+    """Return the logits of one inference, computed on the operands' device."""
     *weights, tokens = operands
     kernel = "" if inference.kernel == EAGER else inference.kernel.upper()
     runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel, operators=operators)
@@ -142,6 +142,6 @@ def infer(
 
 
 def steps(shape: Shape, level: str) -> int:
-    """Return how many words a level generates: at quick a few, else as many as there are places."""
+    """Return the number of words that a level generates: a few at quick, otherwise as many as there are places."""
     most = plan(shape).steps
     return min(12, most) if level == "quick" else most

@@ -1,6 +1,6 @@
-"""What a served exact canary must answer: `expected.json` beside its checkpoint, checked before it is used.
+"""The answers that a served exact canary must give: `expected.json` beside its checkpoint, checked before use.
 
-Standard library only: endpoints are asked under canaryd's own interpreter, without torch.
+It needs the standard library only: canaryd's own interpreter, without torch, asks the endpoints.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit, plan
 SCHEMA = "canaryd.exact/1"
 FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
-"""Largest `expected.json` (ours); eight prompts take 30 kB."""
+"""Largest size of `expected.json` (ours); eight prompts take 30 kB."""
 MOST_SAID = 4.0
 """Largest magnitude of the logit of a word that the program does not use (docs/exact-canary.md)."""
 RIGHT, COST = 20.0, 8.0
-"""Logit of the right word, and what each wrong bit of place or value takes away."""
+"""Logit of the right word, and the amount that each wrong bit of place or value subtracts."""
 SLACK = 1e-9
-"""By how much a stored log probability may leave its bounds: it is correct to 1e-12."""
+"""Tolerance of the bounds of a stored log probability, which is correct to 1e-12."""
 WORD = re.compile(r"p(\d{1,9})v(\d{1,9})|(anchor)|unused(\d{1,9})")
 
 
 def word(program: Plan, token: int) -> str:
-    """Return how a token is spelled: "p7v12" is value 12 at place 7."""
+    """Return the spelling of a token: "p7v12" is value 12 at place 7."""
     if token == program.anchor:
         return "anchor"
     if token > program.anchor:
@@ -40,12 +40,12 @@ def word(program: Plan, token: int) -> str:
 
 
 def spell(program: Plan, tokens: list[int]) -> str:
-    """Return a text that the tokenizer turns into these tokens."""
+    """Return a text that the tokenizer splits into exactly these tokens."""
     return " ".join(word(program, token) for token in tokens)
 
 
 def tokens_of(program: Plan, text: str) -> list[int] | None:
-    """Return the tokens that spell a text, whatever white space stands between them; None where it has other words."""
+    """Return the tokens of a text, whatever white space separates them, or None if it has other words."""
     found, at = [], 0
     text = "".join(text.split())
     while at < len(text):
@@ -63,36 +63,36 @@ def tokens_of(program: Plan, text: str) -> list[int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One prompt with its one right answer."""
+    """One prompt and its one right answer."""
 
     number: int
-    """From 1 on."""
+    """The question's number, from 1 on."""
     text: str
     prompt: list[int]
     tokens: list[int]
     chances: list[float]
-    """Natural logarithm of the right word's probability, per word."""
+    """Natural logarithm of the right word's probability, for each word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A served exact canary: its program, and the answers that were proved."""
+    """A served exact canary: its program and the proved answers."""
 
     directory: Path
     shape: Shape
     program: Plan
     seed: int
     weights: str
-    """SHA-256 of the checkpoint's weights, as they were written."""
+    """SHA-256 of the checkpoint's weights when they were written."""
     quantization: str = ""
-    """The form in which its matrices are stored in few bits; "" where they are not."""
+    """The quantised form of its matrices; "" if they are not quantised."""
     questions: tuple[Question, ...]
     codes: list[int]
 
     def cost(self, right: int, other: int) -> float | None:
-        """Return by how much the logit of another word lies below that of the right one; None for an unused word.
+        """Return the right word's logit minus another word's logit, or None for a word that the program does not use.
 
-        Each bit of place and value costs 8, so differences between candidates are whole numbers.
+        Each wrong bit of place or value costs 8, so differences between candidates are whole numbers.
         """
         program = self.program
         if other >= program.words:
@@ -102,7 +102,7 @@ class Expected:
         return COST * ((places.bit_count() if here != there else 0) + (value ^ said).bit_count())
 
     def changed_file(self) -> str:
-        """Return what is wrong with the checkpoint's weights on disk; "" for nothing, or where they are elsewhere."""
+        """Return the fault of the checkpoint's weights on disk; "" if there is none or the weights are elsewhere."""
         path = self.directory / (GGUF if (self.directory / GGUF).exists() else WEIGHTS)
         digest = hashlib.sha256()
         try:
@@ -115,10 +115,10 @@ class Expected:
 
 
 def load(directory: Path) -> Expected:
-    """Read and verify the answers beside a checkpoint; raise `Skip` for what does not agree with its own seed.
+    """Read and verify the answers beside a checkpoint; raise `Skip` if one contradicts its own seed.
 
-    Prompts and words follow from the seed alone, so they are made again. A log probability must lie between the bounds
-    that the program gives: the words that it uses have known logits, the others lie between -4 and 4.
+    The seed alone determines prompts and words, so they are made again. A log probability must lie between the bounds
+    that follow from the program: its own words have known logits, and all others lie between -4 and 4.
     """
     path = directory / FILE
     remedy = "write the checkpoint again: canaryd canary export DIR"
@@ -139,7 +139,7 @@ def load(directory: Path) -> Expected:
 
 
 def _read(directory: Path, document: Any) -> Expected:
-    """Return the document as data; raise `ValueError` and its like for another document."""
+    """Return the document as data; raise `ValueError` and similar errors for a document of another kind."""
     if document["schema"] != SCHEMA or not document["prompts"]:
         raise ValueError
     try:
@@ -173,7 +173,7 @@ def _read(directory: Path, document: Any) -> Expected:
 
 
 def _disagreement(expected: Expected, question: Question) -> str | None:
-    """Return in what a question is not the one that its seed gives, None for nothing."""
+    """Return the part of a question that differs from what its seed gives, or None if nothing does."""
     program, shape = expected.program, expected.shape
     if question.prompt != prompt(program, expected.seed + question.number - 1):
         return "is not the one of its seed"

@@ -1,6 +1,6 @@
-"""The one right answer of an exact canary to a prompt, by its program alone: no weight and no activation is looked at.
+"""The one right answer of an exact canary to a prompt, derived from its program without weights or activations.
 
-Standard library only. `prove` derives the same answer from the weights, in integers.
+It needs the standard library only. `prove` derives the same answer from the weights, in integers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from canaryd.worker.numeric.seeds import GAMMA, derive, mix64
 
 
 def prompt(program: Plan, seed: int) -> list[int]:
-    """Return the words of a prompt: the anchor if there is one, each place once, the last one last."""
+    """Return the words of a prompt: the anchor, if there is one, then each place once, the last place last."""
     start = derive(seed, "prompt")
     values = [mix64(start + i) % program.values for i in range(program.prompt)]
     order = sorted(range(program.prompt - 1), key=lambda i: mix64(start ^ (i + 1) * GAMMA))
@@ -32,11 +32,11 @@ def continuation(program: Plan, layers: int, words: list[int], count: int) -> li
 
 
 def finals(program: Plan, layers: int, words: list[int], count: int) -> list[int]:
-    """Return the value that each place gives the next one, in order of places, until `count` words are generated.
+    """Return the value that each place passes on, in order of places, once `count` words are generated.
 
-    Every place has a state of value bits, which each layer multiplies with two retrieved ones: u[b] t0[b] t1[b'], with
-    signs ±1, where t0 and t1 are the states that the two places looked at had at that layer, and b' = b + layer + 1.
-    Where there are experts, bit b changes its sign where bit b of the number of the place's pair of experts is 1.
+    Every place has a state of value bits. Each layer multiplies it with two retrieved states: u[b] t0[b] t1[b'], with
+    signs ±1, where t0 and t1 are the states of two earlier places at the same layer, and b' = b + layer + 1. With
+    experts, bit b changes its sign if bit b of the number of the place's pair of experts is 1.
     """
     bits = program.value_bits
     states: dict[int, list[list[int]]] = {}

@@ -1,6 +1,6 @@
-"""Run an exact canary in the order of work of a serving engine: any runtime and format, eager or by attention kernels.
+"""Run an exact canary in a serving engine's order of work: any runtime and format, eager or with attention kernels.
 
-Eager attention writes its scores in the model's format.
+Eager attention rounds its scores to the model's format.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
 from canaryd.worker.runtime.interface import KeyValues, Operators, named
 
 Watch = Callable[[str, Any], Any]
-"""Called with every tensor where its format rounds it ("2.query", "logits"); returns the tensor to go on with."""
+"""Called with each tensor where its format rounds it ("2.query", "logits"); returns the tensor to continue with."""
 
 
 class Runner:
-    """A model's weights in one format on one device, ready to infer."""
+    """A model's weights in one format on one device, ready for inference."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Runner:
         watch: Watch | None = None,
         operators: Operators | None = None,
     ) -> None:
-        """`kernel` is an attention kernel of the runtime, or "" for eager; `operators`: None for torch's."""
+        """Hold weights on a device; `kernel`: "" for eager attention; `operators`: None for torch's operators."""
         operators = operators or cast("Operators", named(TORCH).operators)
         self.shape, self.weights, self.kernel, self.watch, self.operators = shape, weights, kernel, watch, operators
         self._turn = operators.rotation(shape.head, THETA, self._like)
@@ -37,12 +37,12 @@ class Runner:
         return self.weights["lm_head.weight"]
 
     def cached(self, rows: int, length: int) -> tuple[Any, int, tuple[int, int, int, int]]:
-        """Return what `Operators.cache` takes to hold `rows` of `length` positions."""
+        """Return the arguments of `Operators.cache` for a cache of `rows` rows and `length` positions."""
         shape = self.shape
         return self._like, shape.layers, (rows, shape.kv_heads, length, shape.head)
 
     def forward(self, tokens: Any, cache: KeyValues | None = None, last: int = 0) -> Any:
-        """Return the logits (rows, T, vocabulary) of tokens (rows, T) that follow those in `cache`; all, or `last`."""
+        """Return the logits (rows, T, vocabulary) of tokens (rows, T) after those in `cache`, or of the `last` ones."""
         count = tokens.shape[1]
         at = self.operators.positions(count, tokens) + (cache.used if cache else 0)
         x = self._see("embedding", self.operators.embed(self.weights["model.embed_tokens.weight"], tokens))
@@ -55,7 +55,7 @@ class Runner:
         return self._see("logits", self.operators.linear(x, self._like, None))
 
     def decode(self, prompts: Any, count: int) -> tuple[Any, Any]:
-        """Prefill prompts (rows, P), then decode greedily from the cache; tokens (rows, count) and their logits."""
+        """Prefill prompts (rows, P), then decode greedily from the cache; return tokens (rows, count) and logits."""
         cache = self.operators.cache(*self.cached(prompts.shape[0], prompts.shape[1] + count - 1))
         logits = [self.forward(prompts, cache, last=1)]
         tokens = [self._see("word", self.operators.choose(logits[0]))]
@@ -117,7 +117,7 @@ class Runner:
         return self._linear(f"{place}.down", modules[2], self._see(f"{place}.active", gate * up))
 
     def _mixture(self, i: int, seen: Any) -> Any:
-        """Let every expert compute every word, and weigh it with its share: 0 where it was not chosen."""
+        """Return the sum of all experts' results times their shares; the share is 0 if an expert was not chosen."""
         module = f"model.layers.{i}.block_sparse_moe"
         logits = self._linear(f"{i}.router", f"{module}.gate", seen)
         shares, chosen = self.operators.route(logits, CHOSEN)

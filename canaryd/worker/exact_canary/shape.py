@@ -1,4 +1,4 @@
-"""Sizes of an exact canary, and the program that it runs. Standard library only."""
+"""The sizes of an exact canary and the program that it runs. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import math
 from dataclasses import dataclass
 
 THETA = 1e38
-"""Base of the rotary frequencies: from `Shape.first_still` on, a pair turns by less than any format can tell."""
+"""Base of the rotary frequencies: from pair `Shape.first_still` on, the rotation is too small for any format."""
 EPSILON = 1e-30
-"""Added to the mean square of a norm, which is 4 or 16: too small for any format to tell."""
+"""Added to the mean square of a norm, which is 4 or 16: too small to change it in any format."""
 CONTEXT = 8192
-"""Positions for which the still pairs are still."""
+"""Number of positions for which the still pairs do not move."""
 FAMILIES = ("llama", "qwen2")
 """Families with one MLP in a layer."""
 MIXTURE = "mixtral"
 """The family whose layers have experts in place of the MLP."""
 CHOSEN = 2
-"""Experts that each word goes through."""
+"""Experts that compute each word."""
 
 
 class Unfit(ValueError):
-    """Sizes that the construction cannot have; the text says which and why."""
+    """Sizes for which no exact canary can be constructed; the text says which and why."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model, as `config.json` has them."""
+    """The sizes of a model, as in `config.json`."""
 
     hidden: int
     heads: int
@@ -36,10 +36,10 @@ class Shape:
     vocabulary: int
     family: str = "llama"
     experts: int = 0
-    """Experts in each layer; 0 where it has one MLP."""
+    """Experts in each layer; 0 if a layer has one MLP instead."""
 
     def __post_init__(self) -> None:
-        """Raise `Unfit` for sizes that no model of this family has."""
+        """Raise `Unfit` for sizes that no model of this family can have."""
         if self.family not in (*FAMILIES, MIXTURE):
             raise Unfit(f"family {self.family!r}: there are {', '.join((*FAMILIES, MIXTURE))}")
         if self.family == MIXTURE and (self.experts < 2 * CHOSEN or self.experts.bit_count() != 1):
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def first_still(self) -> int:
-        """The first rotary pair that turns by less than float64 can tell, over `CONTEXT` positions.
+        """The first rotary pair whose rotation is below float64's precision at all `CONTEXT` positions.
 
         A pair (a, b) turns into a cos - b sin. With |b| at most twice |a| the second term must stay below half a unit
         in the last place of a: 2 CONTEXT theta^(-i / half) < 2^-54.
@@ -68,79 +68,79 @@ class Shape:
 
     @property
     def still(self) -> int:
-        """How many rotary pairs stand still: each holds one bit of a code and its constant."""
+        """Number of rotary pairs that do not move: each holds one bit of a code and its constant."""
         return self.head // 2 - self.first_still
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The program: a context of (place, value) words, where the next value depends on two earlier ones per layer.
+    """The program: words are pairs (place, value), and in each layer the next value depends on two earlier values.
 
-    Word `place * values + value`. A prompt is the anchor if there is one, then the first `prompt` places in any order,
-    the last of them at the end.
+    A word's number is `place * values + value`. A prompt is the anchor, if there is one, then the first `prompt` places
+    in any order, the last of them at the end.
     """
 
     place_bits: int
     value_bits: int
     prompt: int
     lags: tuple[int, int]
-    """How many places back the even and the odd heads look; words of the prompt look at themselves."""
+    """Distance in places to which the even and the odd heads look back; words of the prompt look at themselves."""
     anchored: bool
-    """Whether every query also finds the anchor, so that two scores tie at 0 and a wrong score shows in the mixture.
+    """Whether every query also finds the anchor, so that two scores tie at 0 and a wrong score changes the mixture.
 
-    A tie is exact where a kernel scales scores after their sum, or by a power of two before it.
+    A tie is exact if a kernel scales scores after their sum, or by a power of two before it.
     """
     routes: int = 1
-    """Pairs of experts: a word goes through pair number place modulo `routes`."""
+    """Number of pairs of experts: pair `place modulo routes` computes a word."""
 
     @property
     def places(self) -> int:
-        """How many places there are; a context has each at most once."""
+        """Number of places; a context has each at most once."""
         return 1 << self.place_bits
 
     @property
     def values(self) -> int:
-        """How many values a place may have."""
+        """Number of values that a place may have."""
         return 1 << self.value_bits
 
     @property
     def words(self) -> int:
-        """How many words of the vocabulary the program uses; the others only read the residual stream."""
+        """Number of the vocabulary's words that the program uses; the others only read the residual stream."""
         return self.places * self.values
 
     @property
     def anchor(self) -> int:
-        """The word that a context begins with: its key is zero, so every query finds it beside what it looks for."""
+        """The first word of a context: its key is zero, so every query finds it besides the place that it looks for."""
         return self.words
 
     @property
     def statics(self) -> int:
-        """How many static bits a word has: own place, two to look at, own again, "no anchor", pair of experts."""
+        """Number of a word's static bits: own place, two places to look at, own place, "no anchor", pair of experts."""
         return self.first_route + self.routes.bit_length() - 1
 
     @property
     def first_route(self) -> int:
-        """The static bit that is the lowest of a word's pair of experts."""
+        """Number of the lowest static bit of a word's pair of experts."""
         return 4 * self.place_bits + 1
 
     @property
     def steps(self) -> int:
-        """How many words may be generated."""
+        """Most words that may be generated."""
         return self.places - self.prompt
 
 
 TINY = Shape(hidden=256, heads=4, kv_heads=2, head=64, inner=256, layers=3, vocabulary=1152)
-"""The shipped model: made from its seed in a fraction of a second."""
+"""The shipped model; making it from its seed takes a fraction of a second."""
 EXPERTS = Shape(
     hidden=256, heads=4, kv_heads=2, head=64, inner=128, layers=2, vocabulary=1152, family=MIXTURE, experts=4
 )
-"""The shipped mixture of experts."""
+"""The shipped model with a mixture of experts."""
 
 
 def plan(shape: Shape, *, anchored: bool | None = None) -> Plan:
-    """Return the largest program that fits the sizes; raise `Unfit` where none does.
+    """Return the largest program that fits the sizes; raise `Unfit` if none does.
 
-    It is anchored where the scale of the scores, head^-1/2, is a power of two, unless the caller decides.
+    The program has an anchor if the scale of the scores, head^-1/2, is a power of two, or as the caller decides.
     """
     value_bits = 4 if shape.vocabulary < 1 << 15 else 6
     room = (shape.vocabulary - 1) >> value_bits

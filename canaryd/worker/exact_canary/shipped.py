@@ -1,7 +1,7 @@
-"""The exact canaries that canaryd ships: made and proved elsewhere, read and checked here (docs/exact-canary.md).
+"""Read and check the exact canaries that canaryd ships, which the lab made and proved (docs/exact-canary.md).
 
-`models.json` names a file and its SHA-256 for each. A file holds the weights, the logits of the words that the program
-does not use, and the prompts that were proved, each with a digest of all its logits.
+`models.json` lists a file and its SHA-256 for each model. A file holds the weights, the logits of the words that the
+program does not use, and the proved prompts, each with a digest of all its logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from canaryd.worker.numeric.tensors import torch
 INDEX = "models.json"
 DAMAGED = "This installation is damaged: install canaryd again"
 UNUSED = "unused"
-"""Name of the tensor (places + 1, unused words): the logits of unused words at each place, and at the anchor."""
+"""Name of the tensor (places + 1, unused words): logits of the unused words at each place and, last, at the anchor."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A model with the prompts that were proved for it."""
+    """A model and the prompts proved for it."""
 
     model: Model
     unused: Any
     prompts: tuple[tuple[int, str], ...]
-    """Seed of each proved prompt, and the digest of the logits of all its positions with every word generated."""
+    """(seed of a proved prompt, digest of the logits at all its positions with every word generated)."""
     sums: int
-    """Bits that the largest partial sum of any of them needs."""
+    """Bits that the largest partial sum of any of these prompts needs."""
 
 
 def load(directory: Path, shape: Shape, seed: int, *, anchored: bool) -> Shipped:
-    """Return the model of this kind that a seed chooses; raise `Skip` where the files are damaged."""
+    """Return the model of this shape that a seed chooses; raise `Skip` if the files are damaged."""
     try:
         entries = json.loads((directory / INDEX).read_bytes())
         able = [e for e in entries if (e["experts"], e["anchored"]) == (shape.experts, anchored)]
@@ -74,7 +74,7 @@ def _read(directory: Path, entry: Mapping[str, Any], shape: Shape) -> Shipped:
 
 
 def _tensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the bfloat16 tensors and the texts of a safetensors file; its SHA-256 says that it is ours."""
+    """Return the tensors (bfloat16) and the texts of a safetensors file, whose SHA-256 was checked before."""
     start = 8 + int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8:start]), bytearray(data[start:])
     texts, found = header.pop("__metadata__"), {}
@@ -88,8 +88,8 @@ def _tensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
 def logits(shipped: Shipped, words: list[int], count: int) -> Any:
     """Return the logits (positions, vocabulary) of a text that ends with `count` - 1 generated words, float64.
 
-    They follow from the program: the word's place and the value that its state has after the last layer. No weight is
-    looked at; what the words read that the program does not use is in the table that was proved.
+    They follow from the program: the word's place and the value of its state after the last layer. No weight is used;
+    the logits of words that the program does not use come from the proved table.
     """
     program, layers = shipped.model.program, shipped.model.shape.layers
     after = [*finals(program, layers, words, count), program.values - 1]  # the anchor's state is all +1

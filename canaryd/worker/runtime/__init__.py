@@ -1,1 +1,1 @@
-"""Ways to a device: torch, MLX, ONNX Runtime, WebGPU and JAX behind one interface."""
+"""Ways to a device: torch, MLX, ONNX Runtime, WebGPU, JAX behind one interface; `interface.py` says how to add one."""

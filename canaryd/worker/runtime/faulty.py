@@ -1,4 +1,4 @@
-"""A runtime whose gather errs, for drills: torch with one method broken, on a device that is right otherwise."""
+"""A torch runtime with a broken gather, for drills: one method errs, on a device that is otherwise right."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch
 
 INDICES = 4
-"""Tensors in the upload of a turn's indices (`Gatherer.gather`): A's rows, B's columns, then the golden's of both."""
+"""Number of tensors in the upload of a turn's indices (`Gatherer.gather`): A's rows, B's columns, the golden's both."""
 
 
 class Faulty(Torch):
-    """torch with a fault that `choice` places, once, in turn `turn` of gathered operands or later."""
+    """torch with a fault that happens once, in the gather number `turn` or later, at a place that `choice` selects."""
 
     def __init__(self, choice: int, turn: int = 0) -> None:
-        """Hold the fault back until its step runs."""
+        """Prepare the fault; it happens when its step runs."""
         self.choice, self.turn = choice, turn
         self.turns = 0
         """Turns whose indices were uploaded."""
@@ -25,7 +25,7 @@ class Faulty(Torch):
         """How often it changed anything."""
 
     def repeats(self, device: Device) -> bool:  # noqa: ARG002
-        """Return False: each step runs by itself."""
+        """Return False: the host starts each step separately."""
         return False
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
@@ -35,12 +35,12 @@ class Faulty(Torch):
 
 
 class WrongIndex(Faulty):
-    """One index of a row of operand A points at another row: it changed on its way to the device."""
+    """One index of a row of operand A points at another row, as if it had changed on its way to the device."""
 
     which = 0
-    """The uploaded tensor that it strikes."""
+    """Number of the uploaded tensor that the fault changes."""
     moved = 0, 0
-    """Where it pointed, and where it points."""
+    """The index before the change, and after it."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """See `Runtime.upload`."""
@@ -55,16 +55,16 @@ class WrongIndex(Faulty):
 
 
 class WrongColumn(WrongIndex):
-    """The same in the columns of the golden."""
+    """One index of a column of the golden points at another column."""
 
     which = 2
 
 
 class StaleRow(Faulty):
-    """One row of operand A stays as the turn before left it."""
+    """One row of operand A keeps the values of the turn before."""
 
     next_is_a = False
-    """A turn's indices came, and the gather that follows makes operand A."""
+    """Whether a turn's indices were just uploaded, so that the next gather makes operand A."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """See `Runtime.upload`."""
@@ -86,4 +86,4 @@ class StaleRow(Faulty):
 
 
 GATHERS: dict[str, type[Faulty]] = {"wrong-row": WrongIndex, "stale-row": StaleRow, "wrong-column": WrongColumn}
-"""Name of a drill → the faulty gather."""
+"""Name of a drill → the runtime whose gather has this fault."""

@@ -1,6 +1,6 @@
-"""Work of a GPU in a CUDA graph: captured once, then launched again and again without the host.
+"""Work of a GPU in a CUDA graph: captured once, then launched repeatedly without the host.
 
-A product of a fast GPU is over before Python has handed the next one to it.
+A fast GPU finishes a product before Python has started the next one.
 https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
 """
 
@@ -19,16 +19,16 @@ from canaryd.worker.numeric.tensors import torch
 T = TypeVar("T")
 
 NOT_RUN = 2
-"""What an answer holds until the graph writes 0 or 1."""
+"""The initial content of an answer, which the graph overwrites with 0 or 1."""
 
 
 class Graph:
-    """Work that was captured: it reads and writes the same memory each time."""
+    """Captured work, which reads and writes the same memory at each launch."""
 
     def __init__(self, device: Any, work: Callable[[], Any]) -> None:
-        """Run the work once, and capture it; it returns truth values (n,) on the device.
+        """Run the work once and capture it; `work` returns truth values (n,) on the device.
 
-        Raises what torch raises where the work cannot be captured.
+        Raises torch's exception if the work cannot be captured.
         """
         with torch.cuda.device(device):
             stream, tried = try_aside(device, work)
@@ -50,7 +50,7 @@ class Graph:
         return graph
 
     def launch(self) -> None:
-        """Hand the work to the device once more; nothing waits."""
+        """Start the captured work on the device once more, without waiting for it."""
         self._read.fill_(NOT_RUN)  # what does not arrive is no answer
         self._answers.fill_(NOT_RUN)
         self._graph.replay()
@@ -58,17 +58,17 @@ class Graph:
         self._done.record(torch.cuda.current_stream(self._device))
 
     def answers(self) -> list[int]:
-        """Wait for the last launch; return what it answered, `NOT_RUN` where it wrote nothing."""
+        """Wait for the last launch; return its n answers, `NOT_RUN` where the graph wrote nothing."""
         self._done.synchronize()
         return [int(answer) for answer in self._read.tolist()]
 
 
 @contextlib.contextmanager
 def _capturing(graph: Any, stream: Any, device: Any) -> Iterator[None]:
-    """Capture what the block enqueues, as `torch.cuda.graph` does, but keep torch's free memory.
+    """Capture the work that the block enqueues, as `torch.cuda.graph` does, but keep torch's free memory.
 
-    That gives all of it back to the driver at each capture: the next case then waits for new memory (on an H200 a
-    capture took 16 ms of a case's 110).
+    `torch.cuda.graph` returns all free memory to the driver at each capture: the next case then waits for new memory
+    (on an H200 a capture took 16 ms of a case's 110).
     """
     memory = _memory(device).pool()
     torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def _capturing(graph: Any, stream: Any, device: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: a graph in it would be destroyed, which ends a capture (pytorch issue 161037)."""
+    """Collect no garbage during the block: destroying a collected graph would end a capture (pytorch issue 161037)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -99,22 +99,22 @@ def _no_collection() -> Iterator[None]:
 
 
 def cannot_be_captured(error: Exception) -> bool:
-    """Return whether an error is of a capture that this machine does not have, and not of a device that fails."""
+    """Return whether an error means that this machine cannot capture, and not that the device fails."""
     text = str(error).lower()
     # "beginAllocateToPool: already recording to mempool_id" where a capture before ended badly.
     return isinstance(error, (ImportError, OSError)) or is_refusal(error) or "captur" in text or "mempool" in text
 
 
 def why_not(error: Exception, length: int = 200) -> str:
-    """Return the kind of an error and its first line, in at most `length` characters."""
+    """Return the type of an error and its first line, in at most `length` characters."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
     return beginning(f"{type(error).__name__}: {first}", length)
 
 
 def try_aside(device: Any, work: Callable[[], T]) -> tuple[Any, T]:
-    """Do work once on the stream where it will be captured; return the stream, and what the work returned.
+    """Do work once on the stream on which it will be captured; return the stream and the result of the work.
 
-    Libraries create workspaces at the first call, which must not be captured.
+    Libraries create workspaces at their first call, and these calls must not be captured.
     """
     stream = aside(device)
     stream.wait_stream(torch.cuda.current_stream())
@@ -128,17 +128,17 @@ def try_aside(device: Any, work: Callable[[], T]) -> tuple[Any, T]:
 
 @functools.lru_cache(maxsize=1)
 def aside(device: Any) -> Any:
-    """Return the one stream of a device on which calls are tried and captured: cuBLAS keeps 32 MiB for each stream."""
+    """Return the one stream of a device for trying and capturing calls: cuBLAS keeps 32 MiB for each stream."""
     return torch.cuda.Stream(device)
 
 
 @functools.lru_cache(maxsize=1)
 def _memory(device: Any) -> Any:
-    """Return a graph that does nothing, whose memory all others share: what one leaves, the next one takes.
+    """Return an empty graph whose memory all other graphs share: a graph reuses what an earlier one has released.
 
-    Memory of its own would stay with torch until none is left to anybody, a server included. Graphs may share it where
-    none runs beside another, which one stream sees to, and where nobody reads there after another graph ran: what is
-    read lies elsewhere.
+    With memory of their own, graphs would fill the device until nobody, not even a server, has any left. Sharing is
+    safe if no graph runs beside another (all use one stream) and if nobody reads shared memory after another graph
+    has run (results that are read lie elsewhere).
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=aside(device)):
@@ -147,5 +147,5 @@ def _memory(device: Any) -> Any:
 
 
 def let_go() -> None:
-    """Forget the memory that graphs share; torch has it back once the last of them is gone."""
+    """Release the memory that graphs share; torch gets it back when the last graph is gone."""
     _memory.cache_clear()

@@ -1,10 +1,10 @@
-"""What a probe needs of a runtime: arrays in, an operation, bits out; devices, their software, switches, memory.
+"""The interface of a runtime: upload arrays, run an operation, compare bits; devices, software, switches, memory.
 
-A probe names an `Operation` and never a library. Problems and goldens are tensors of torch on the host, whatever
-computes the result: the same bytes go in, and the same bits must come out.
+A probe requests an `Operation` and never calls a library. Problems and goldens are tensors of torch on the host for
+every runtime: the same bytes go in, and the same bits must come out.
 
 A new runtime is a module here with a constant `RUNTIME`, a name in `canaryd.model.RUNTIMES`, and a setting of
-`worker.runtimes`. Nothing else imports such a module: `named` is the only way to it.
+`worker.runtimes`. Only the function `named` imports such a module.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import stack
 
 BURST_BYTES = 256 << 20
-"""Memory that the results of one burst may hold: a quarter of `budget.memory`, eight bfloat16 products of 4096. An H200
-multiplies those in 1.4 ms, and each look at comparisons makes it wait for the host."""
+"""Most bytes of the results of one burst: a quarter of `budget.memory`, eight bfloat16 products of size 4096. An H200
+computes these in 1.4 ms, and waits for the host each time the host reads comparisons."""
 Change = Callable[[Any, int], None]
-"""Changes a contiguous one-dimensional view of raw bits in place; the integer chooses where."""
+"""Changes a contiguous one-dimensional view of raw bits in place; the integer selects the position."""
 
 
 class Unsupported(NotImplementedError):
-    """The runtime has no kernel for an operation on this device: no evidence about the device."""
+    """The runtime has no kernel for an operation on this device, which says nothing about the device's health."""
 
 
 class Elsewhere(Unsupported):
@@ -38,33 +38,33 @@ class Elsewhere(Unsupported):
 
 @dataclass(frozen=True)
 class Packing:
-    """How the weights of a product are quantised: groups of codes that share a scale and, in "affine", an offset."""
+    """The quantised form of a product's weights: groups of codes that share a scale and, in "affine", an offset."""
 
     mode: str
     """"affine", "mxfp4", "mxfp8" or "nvfp4"."""
     bits: int
-    """Of a code."""
+    """Bits of one code."""
     group: int
-    """Codes in a group."""
+    """Number of codes in a group."""
 
     @property
     def name(self) -> str:
-        """The name in those of cases: "affine4x64", "mxfp4"."""
+        """The part of a case's name that describes the packing: "affine4x64", "mxfp4"."""
         return f"affine{self.bits}x{self.group}" if self.mode == "affine" else self.mode
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that a device computes from uploaded operands."""
+    """An operation that a device carries out on uploaded operands."""
 
     name: str
-    """"matmul", "quantized" (x times weights that are stored as `packing` says: x, codes in words of 32 bits, scales,
-    offsets in "affine"), "attention", a name of `canaryd.worker.numeric.indexing.OPERATIONS`, "rows" (out[i] =
-    pool[index[i]]) or "columns" (out[:, j] = pool[:, index[j]]); one row of indices per matrix of a batch, whose pools
-    may differ."""
+    """"matmul"; "quantized" (x times weights packed as in `packing`: x, codes in words of 32 bits, scales, offsets in
+    "affine"); "attention"; a name of `canaryd.worker.numeric.indexing.OPERATIONS`; "rows" (out[i] = pool[index[i]]);
+    "columns" (out[:, j] = pool[:, index[j]]). "rows" and "columns" take one row of indices per matrix of a batch, whose
+    pools may differ."""
     source: str = ""
-    """matmul, quantized, attention: format of the operands, a name of `tensors.FORMATS`, "int8" or "uint8" (the left
-    one); quantized: of x and of the result."""
+    """matmul, quantized, attention: format of the operands, a name of `tensors.FORMATS`, or "int8" or "uint8" for the
+    left operand of integers. quantized: also the format of the result."""
     target: str = ""
     """matmul: format of the result."""
     kernel: str = ""
@@ -72,24 +72,24 @@ class Operation:
     mask: str = ""
     """attention: one of `attention.MASKS`."""
     turned: bool = False
-    """rows, columns: return the transpose of what was gathered, which stays where it lies. quantized: weights are
-    stored as (K, N), not as (N, K)."""
+    """rows, columns: return a transposed view of the gathered matrix. quantized: the weights are stored as (K, N), not
+    as (N, K)."""
     packing: Packing | None = None
     """quantized: how the weights are stored."""
     together: int = 1
-    """columns: each index is the number of a run of so many neighbours, which is taken whole."""
+    """columns: number of neighbouring columns that one index selects together."""
 
 
 class KeyValues:
-    """Keys and values of the positions seen so far; per layer an array (rows, KV heads, length, head size)."""
+    """Keys and values of the positions processed so far; per layer an array (rows, KV heads, length, head size)."""
 
     def __init__(self, layers: int, zeros: Callable[[], Any]) -> None:
-        """`zeros` makes the array of a layer, with room for all positions."""
+        """Allocate the arrays of each layer with `zeros`, which returns an array with room for all positions."""
         self.keys, self.values = ([zeros() for _ in range(layers)] for _ in range(2))
         self.used = 0
 
     def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
-        """Append new positions of one layer; return all of that layer. `used` is the caller's to raise."""
+        """Append new positions of one layer; return all positions of that layer. The caller must increase `used`."""
         end = self.used + key.shape[2]
         self.keys[layer][:, :, self.used : end] = key
         self.values[layer][:, :, self.used : end] = value
@@ -97,171 +97,169 @@ class KeyValues:
 
 
 class Operators(Protocol):
-    """What a language model needs of a runtime beside the arithmetic of its arrays, as models are served through it.
+    """The operators of a language model, in one runtime, computed as when models are served through this runtime.
 
-    Arrays also know +, *, @, slices, `shape`, `reshape` and `swapaxes`.
+    Arrays also support +, *, @, slices, `shape`, `reshape` and `swapaxes`.
     """
 
     exponential: str
-    """The format in which exponentials of float64 are computed: MLX's are float32's."""
+    """The format in which the runtime computes exponentials of float64: float32 in MLX."""
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Return the array that `work` makes, contiguous, once it is there; raise as `Runtime.run` does."""
+        """Return the array that `work` makes, contiguous and completely computed; raise as `Runtime.run` does."""
 
     def embed(self, table: Any, tokens: Any) -> Any:
-        """Return the rows of a table that tokens name."""
+        """Return the rows of a table whose numbers are `tokens`."""
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """Return x times the transpose of a weight, plus a bias or None."""
+        """Return x times the transpose of a weight, plus a bias unless it is None."""
 
     def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
-        """Return x divided by the root of its mean square, times a weight."""
+        """Return x divided by the root of its mean square, times a weight (RMS norm)."""
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
-        """Return what turns (…, positions, head) by rotary positions (count,), halves in pairs."""
+        """Return a function that rotates (…, positions, head) by positions (count,), pairing i with i + head/2."""
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:
-        """Return attention by one of `Runtime.attention_kernels`."""
+        """Return attention computed by `kernel`, one of `Runtime.attention_kernels`."""
 
     def softmax(self, scores: Any, at: Any) -> Any:
-        """Return softmax over keys that are not behind the positions `at`, in float32 at least."""
+        """Return the softmax over the keys at or before the positions `at`, computed in float32 or wider."""
 
     def silu(self, x: Any) -> Any:
         """Return x times its sigmoid."""
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """Return the `count` most probable experts (…, count) of logits (…, experts): their shares, and which they are.
+        """Return the shares and the numbers of the `count` most probable experts (…, count) from logits (…, experts).
 
-        The shares add up to 1; they are computed in float32 at least.
+        The shares add up to 1; they are computed in float32 or wider.
         """
 
     def choose(self, logits: Any) -> Any:
-        """Return the words (rows, positions) with the largest logits, int64."""
+        """Return the numbers of the words (rows, positions) with the largest logits, int64."""
 
     def join(self, arrays: list[Any]) -> Any:
         """Join arrays along the second axis."""
 
     def positions(self, count: int, like: Any) -> Any:
-        """Return the first positions (count,), on the device of the array `like`."""
+        """Return the positions 0 … count - 1 (count,), on the device of the array `like`."""
 
     def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> KeyValues:
-        """Return an empty cache of arrays of such sizes, in the format of the array `like`."""
+        """Return an empty cache of arrays with these `sizes`, in the format of the array `like`."""
 
 
 class Repeated(Protocol):
-    """A burst of results that the device computes and compares again and again without the host."""
+    """A burst of results that the device computes and compares repeatedly without the host."""
 
     def launch(self) -> None:
-        """Hand it to the device once more, and do not wait."""
+        """Start the burst on the device once more, and do not wait."""
 
     def answers(self) -> list[int]:
-        """Wait for the last launch; return for each result 0 (equal), 1 (different), or else: it was not compared."""
+        """Wait for the last launch; return per result 0 (equal), 1 (different), or another number (not compared)."""
 
 
 class Runtime(Protocol):
-    """One way to devices. Arrays are the runtime's own and opaque to everybody else.
+    """One way to devices. Only the runtime itself looks into its arrays.
 
-    What a runtime does not define is as it stands here.
+    The methods below are the defaults for runtimes that do not override them.
     """
 
     name: str
-    """As in `Device.runtime`."""
+    """The runtime's name, as in `Device.runtime`."""
     attention_kernels: tuple[str, ...]
-    """The kernels of attention among which a caller can choose."""
+    """The attention kernels among which a caller can choose."""
     left_integers: tuple[str, ...]
-    """Formats of A in integer products, whose B is int8."""
+    """Formats of the left operand A in integer products; the right operand B is int8."""
     packings: tuple[Packing, ...] = ()
-    """How weights may be stored in products with quantised weights; empty where it has no such product."""
+    """Possible packings of the weights in quantised products; empty if the runtime has no such product."""
     gathers: bool = False
-    """Whether it runs "rows" and "columns", so that a device makes fresh operands itself."""
+    """Whether the runtime runs "rows" and "columns", so that a device makes fresh operands itself."""
     operators: Operators | None = None
-    """What the exact canary runs on; None where it does not run through this runtime."""
+    """The operators for the exact canary; None if the exact canary does not run through this runtime."""
     pins: bool = False
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 
     cannot_repeat: str = ""
-    """Why a burst could not be repeated in this process: torch may take later ones for a part of it."""
+    """The reason why a burst could not be repeated in this process, or ""; torch may mix later bursts with that one."""
 
     rounds: bool = True
-    """Whether it rounds to nearest, ties to even: where not, goldens of class R are not tested through it."""
+    """Whether the runtime rounds to nearest, ties to even; if not, goldens of class R are not tested with it."""
 
     def devices(self) -> list[Device]:
-        """Return the devices that this process can use. Raises `Skip` where a package is missing."""
+        """Return the devices that this process can use. Raises `Skip` if a package is missing."""
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
-        """Return the software that a result on `device` may depend on."""
+        """Return the software (name → version) on which a result of `device` may depend."""
 
     def need(self, device: Device) -> None:
-        """Raise `Skip` with the reason and the remedy where `device` cannot be used."""
+        """Raise `Skip` with the reason and the remedy if `device` cannot be used."""
 
     def strict(self, device: Device) -> AbstractContextManager[dict[str, str]]:
-        """Set every switch that may change a result's bits to its exact position; yield what is set; put all back."""
+        """Set every switch that may change a result's bits to its exact value; yield the settings; restore them."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new memory of the device, strides kept."""
+        """Copy host tensors into new memory of the device; the strides stay the same."""
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """Compute and return the result, contiguous; `out` is an earlier result whose memory may be reused, or None.
+        """Compute and return the contiguous result; `out` is an earlier result whose memory may be reused, or None.
 
-        Raises `Unsupported`, or an error that `errors.is_refusal` knows, where there is no kernel.
+        Raises `Unsupported`, or an error for which `errors.is_refusal` is true, if there is no kernel.
         """
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare uploaded results with an uploaded golden bit for bit, on the device where it can compare."""
+        """Compare uploaded results with an uploaded golden bit for bit, on the device if it can compare."""
 
     def download(self, array: Any) -> Any:
-        """Return an array as a host tensor with the same bits; a copy, unless the device is a processor."""
+        """Return an array as a host tensor with the same bits; it is a copy unless the device is a processor."""
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Return an array with `change` applied to its bits in storage order, in place where arrays can be changed."""
+        """Return an array whose bits were changed by `change` in storage order, in place if the runtime can do this."""
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite results once they are compared: the next ones may land in their memory, and a kernel that writes
-        nothing must not find it right already.
-        """  # noqa: D205  the sentence needs two lines
+        """Overwrite compared results, so that a kernel that writes nothing cannot find a right result there."""
 
     def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return how many results to compute before one look at their comparisons: one where each is waited for."""
+        """Return the number of results to compute before the host reads their comparisons; 1 means one by one."""
         return 1
 
     def room(self, like: Any, count: int) -> list[Any]:  # noqa: ARG002
-        """Return memory for `count` results of a kind, for `run` to reuse; None where each has memory of its own."""
+        """Return memory for `count` results like `like`, which `run` reuses; None per result if `run` allocates."""
         return [None] * count
 
     def repeats(self, device: Device) -> bool:  # noqa: ARG002
-        """Return whether `repeated` works here: elsewhere the host hands each operation to the device."""
+        """Return whether `repeated` works here; if not, the host starts each operation separately."""
         return False
 
     def repeated(self, device: Device, burst: Callable[[], tuple[list[Any], Any]]) -> Repeated:
-        """Return what repeats a burst, which returns its results and their golden, on the same memory.
+        """Return an object that repeats a burst on the same memory; `burst` returns its results and their golden.
 
-        Raises what the runtime raises where this burst cannot be repeated.
+        Raises the runtime's exception if this burst cannot be repeated.
         """
         raise Unsupported(f"{self.name} repeats {burst} on {device.name} through the host alone")
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
-        """Return the bytes of the device's memory that are free to this process, and all; None where unknown."""
+        """Return the bytes of the device's memory that are free to this process, and its total; None if unknown."""
         return None, None
 
     def limit_memory(self, device: Device, size: int) -> None:
-        """Take at most `size` bytes of the device's memory, where the runtime knows such a limit."""
+        """Limit this process to `size` bytes of the device's memory, if the runtime supports such a limit."""
         del device, size
 
     def synchronize(self, device: Device) -> None:
-        """Wait until the device has finished."""
+        """Wait until the device has finished all work."""
 
     def let_go(self) -> None:
-        """Wait until the devices of this process have finished, and give their memory back."""
+        """Wait until the devices of this process have finished, and release their memory."""
 
 
 @functools.lru_cache(maxsize=len(RUNTIMES))
 def named(name: str) -> Runtime:
-    """Return a runtime by its name; its package is imported then, or found missing when it is used."""
+    """Return a runtime by its name and import its package; a missing package shows when the runtime is used."""
     return cast("Runtime", importlib.import_module(f"canaryd.worker.runtime.{name}").RUNTIME)
 
 
 def let_go() -> None:
-    """Let go of the devices of every runtime that this process has loaded."""
+    """Release the devices of every runtime that this process has loaded."""
     for module in filter(None, (sys.modules.get(f"{__package__}.{name}") for name in RUNTIMES)):
         module.RUNTIME.let_go()
 
@@ -272,7 +270,7 @@ def of(device: Device) -> Runtime:
 
 
 def imported(name: str, *modules: str) -> tuple[list[Any], str]:
-    """Return the modules of the package `name`, or as often None and why it cannot be imported."""
+    """Return the `modules` of the package `name` and "", or None for each and the reason why the import failed."""
     try:
         return [importlib.import_module(module) for module in modules], ""
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
@@ -280,7 +278,7 @@ def imported(name: str, *modules: str) -> tuple[list[Any], str]:
 
 
 def numbered(runtime: str, unit: str, index: int, model: str, detail: Mapping[str, str], *, on_host: bool) -> Device:
-    """Return a device that its runtime only numbers: its uuid is made of the host's; `on_host`: it is the processor."""
+    """Return a device that its runtime knows only by number; its uuid derives from the host's. `on_host`: a CPU."""
     cpu = stack.cpu()
     return Device(
         uuid=f"{runtime.upper()}-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
@@ -294,7 +292,7 @@ def numbered(runtime: str, unit: str, index: int, model: str, detail: Mapping[st
 
 
 def operators_of(device: Device) -> Operators:
-    """Return what the exact canary runs on; raise `Skip` where it does not run through the device's runtime."""
+    """Return the operators for the exact canary; raise `Skip` if it does not run through the device's runtime."""
     found = of(device).operators
     if found is None:
         raise Skip(f"the exact canary does not run through {device.runtime}")

@@ -1,8 +1,8 @@
-"""JAX: the only way to a TPU, and a second way (XLA) to CPUs and GPUs. The only module that imports it.
+"""JAX: the only way to a TPU, and a second way (XLA) to CPUs and GPUs. No other module imports JAX.
 
-JAX multiplies float32 in bfloat16 on TPUs and in TF32 on GPUs by default, so every product names its
-algorithm (`jax.lax.DotAlgorithmPreset`), and is refused where the device has not got it. Arrays cannot be changed: what
-changes one returns a new array.
+By default JAX multiplies float32 in bfloat16 on TPUs and in TF32 on GPUs, so every product sets its algorithm
+(`jax.lax.DotAlgorithmPreset`) and is refused if the device lacks this algorithm. Arrays cannot be changed: a method
+that changes an array returns a new one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if jax is not None:
     jax.config.update("jax_enable_x64", True)  # else float64 and int64 become half as wide, silently
 
 UNITS = ("cpu", "tpu", "cuda", "rocm")
-"""Platforms of JAX."""
+"""Names of JAX's platforms."""
 ALGORITHMS = {
     ("float64", "float64"): "F64_F64_F64",
     ("float32", "float32"): "F32_F32_F32",
@@ -37,19 +37,19 @@ ALGORITHMS = {
     ("int8", "int32"): "",
     ("uint8", "int32"): "",
 }
-"""Formats of operands and result → name of the algorithm; integers need none."""
+"""(format of the operands, format of the result) → name of the algorithm; integers need no algorithm."""
 
 
 @dataclass(frozen=True)
 class _Array:
-    """An array of JAX's, and whether its last two dimensions are exchanged in memory."""
+    """A JAX array, and whether its last two dimensions are exchanged in memory."""
 
     data: Any
     turned: bool = False
 
 
 class _Jax(Runtime):
-    """The devices of JAX."""
+    """The runtime of JAX's devices."""
 
     name = "jax"
     attention_kernels = ("XLA",)
@@ -80,7 +80,7 @@ class _Jax(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the precision: each product names its algorithm, attention's own float32 products take the highest."""
+        """Yield the precision: each product sets its algorithm; attention's float32 products use the highest one."""
         self.need(device)
         with jax.default_matmul_precision("highest"):
             yield {"algorithm": "named for each product", "jax_default_matmul_precision": "highest"}
@@ -119,17 +119,17 @@ class _Jax(Runtime):
         return self._array(tensor)
 
     def spoil(self, results: list[Any]) -> None:
-        """Invert every result where it lies: XLA takes the memory of an array that is donated to it."""
+        """Invert every result in place: XLA reuses the memory of an array that is donated to it."""
         for result in results:
             _compiled(_inverted, donate_argnums=0)(result.data).block_until_ready()
 
     def synchronize(self, device: Device) -> None:
-        """Wait for the device, by a transfer behind everything in its queue."""
+        """Wait for the device, by a transfer that is last in its queue."""
         self.need(device)
         (jax.device_put(0, self._device) + 0).block_until_ready()
 
     def let_go(self) -> None:
-        """Forget what was compiled; arrays end with those that hold them."""
+        """Delete the compiled functions; arrays are freed with the objects that hold them."""
         if jax is not None:
             jax.clear_caches()
 
@@ -143,7 +143,7 @@ class _Jax(Runtime):
 
 
 def _found(unit: str) -> list[Any]:
-    """Return JAX's devices of a unit; none where it has no plugin for it. Raises `Skip` without JAX."""
+    """Return JAX's devices of a unit, or [] if JAX has no plugin for the unit. Raises `Skip` without JAX."""
     if jax is None:
         raise Skip(f"{_why_not}. Install it there: pip install jax, 'jax[cuda13]' or 'jax[tpu]'")
     try:
@@ -165,7 +165,7 @@ def _device(unit: str, index: int, found: Any) -> Device:
 
 
 def _bits(array: Any) -> Any:
-    """Return an array as unsigned integers of its width."""
+    """Return an array as unsigned integers of the same width."""
     return array if array.dtype == bool else jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
 
 

@@ -1,7 +1,7 @@
-"""MLX: the CPU, Metal on Macs, and CUDA. The only module that imports it.
+"""MLX: the CPU, Metal on Macs, and CUDA. No other module imports MLX.
 
-Arrays lie in memory that the host sees too, so their bits are read and changed where they lie. What MLX lacks of torch:
-integer products, and results of another format than the operands'.
+Arrays lie in memory that the host shares, so their bits are read and changed in place. MLX lacks integer products, and
+results in another format than the operands'.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from canaryd.worker.runtime.interface import (
 (mx,), _why_not = imported("mlx", "mlx.core")
 
 TF32 = "MLX_ENABLE_TF32"
-"""Read when MLX first multiplies; 1 unless set. It then rounds float32 operands of products, attention, convolutions
-and quantised products to TF32 on CUDA and on the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
+"""Variable that MLX reads at its first product; 1 unless set. MLX then rounds float32 operands of products, attention,
+convolutions and quantised products to TF32 on CUDA and on the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
 PACKINGS = (
     *(Packing("affine", bits, group) for bits in (4, 8) for group in (32, 64, 128)),
     *(Packing("mxfp4", 4, 32), Packing("mxfp8", 8, 32), Packing("nvfp4", 4, 16)),
 )
-"""The modes of mlx 0.32; of "affine" the widths that models are served with."""
+"""The packings of mlx 0.32; of "affine" only the widths with which models are served."""
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 class _Operators:
-    """The operators as mlx-lm calls them."""
+    """The operators, called as mlx-lm calls them."""
 
     exponential = "float32"
 
@@ -59,7 +59,7 @@ class _Operators:
         return mx.fast.rms_norm(x, weight, epsilon)
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG002  MLX has its own
-        """Use MLX's rotation, which takes the first position."""
+        """Return MLX's own rotation, whose argument is the first position."""
         return lambda x, at: mx.fast.rope(x, head, traditional=False, base=theta, scale=1.0, offset=at[0])
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:  # noqa: ARG002  it has one
@@ -74,7 +74,7 @@ class _Operators:
         return x * mx.sigmoid(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """See `Operators.route`; softmax over the chosen experts alone, as in mlx-lm."""
+        """Return shares and experts as `Operators.route`; softmax over the chosen experts alone, as in mlx-lm."""
         chosen = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
         return mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True), chosen
 
@@ -92,7 +92,7 @@ class _Operators:
 
 
 class _Mlx(Runtime):
-    """The devices of MLX; arrays are its arrays."""
+    """The runtime of MLX's devices; its arrays are MLX's."""
 
     name = "mlx"
     attention_kernels = ("FAST",)
@@ -135,7 +135,7 @@ class _Mlx(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the one switch that changes bits: it is set when a worker starts, and cannot be set later."""
+        """Yield the one switch that changes bits, which is fixed at the start of the worker."""
         self.need(device)
         yield {TF32: os.environ.get(TF32, "1")}
 
@@ -144,7 +144,7 @@ class _Mlx(Runtime):
         return tuple(map(_array, tensors))
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG002  results are new
-        """Compute, and wait for the result: MLX evaluates lazily."""
+        """Compute, and wait for the result, because MLX evaluates lazily."""
         return _there(lambda: _compute(operation, operands))
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
@@ -165,7 +165,7 @@ class _Mlx(Runtime):
             flat_bits(_seen(result)).fill_(-1 if result.itemsize > 1 else 255)
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
-        """Return what CUDA reports; Metal tells no free memory."""
+        """Return the bytes that CUDA reports; Metal does not report free memory."""
         facts = mx.device_info(mx.Device(mx.gpu, device.index)) if mx is not None else {}
         return facts.get("free_memory"), facts.get("total_memory") or facts.get("memory_size")
 
@@ -184,7 +184,7 @@ class _Mlx(Runtime):
 
 
 def _device(unit: str, index: int, facts: Any) -> Device:
-    """Return a device; `facts` are MLX's, {} for the processor."""
+    """Return a device; `facts` are those that MLX gives, {} for the CPU."""
     uuid, bus = str(facts.get("uuid", "")), str(facts.get("pci_bus_id", ""))
     detail = {"mlx": str(mx.__version__), "architecture": str(facts.get("architecture", platform.machine()))}
     detail |= {name: value for name, value in (("bus_id", bus), ("gpu_uuid", uuid)) if value}
@@ -198,7 +198,7 @@ def _device(unit: str, index: int, facts: Any) -> Device:
 
 
 def _words(array: Any) -> Any:
-    """Return MLX's unsigned integers of an array's width."""
+    """Return the unsigned integer type of MLX with the width of an array's elements."""
     return getattr(mx, _WIDTHS[array.itemsize])
 
 
@@ -216,14 +216,14 @@ def _array(tensor: Any) -> Any:
 
 
 def _seen(array: Any) -> Any:
-    """Return a host tensor over the memory of a contiguous array."""
+    """Return a host tensor that shares the memory of a contiguous array."""
     raw = torch.frombuffer(memoryview(mx.view(array, _words(array))), dtype=torch.uint8)
     dtype = torch.bool if array.dtype == mx.bool_ else getattr(torch, str(array.dtype).rpartition(".")[2])
     return raw.view(dtype).view(tuple(array.shape))
 
 
 def _there(work: Callable[[], Any]) -> Any:
-    """Return an array that `work` makes, contiguous, once it is computed."""
+    """Return the array that `work` makes, contiguous and completely computed."""
     try:
         result = mx.contiguous(work())
         mx.eval(result)

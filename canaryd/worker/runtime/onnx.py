@@ -1,8 +1,8 @@
-"""ONNX Runtime: the CPU, and whatever else an execution provider drives. The only module that imports it.
+"""ONNX Runtime: the CPU and the devices of all other execution providers. No other module imports it.
 
-A graph of one node is written for each upload, with the last operand as a constant of the graph, which the provider
-takes into its own memory; CoreML multiplies by nothing else. A provider that cannot take a node leaves it to the
-processor, silently. So every session must prove where its nodes ran; a result without proof is not evidence.
+Each upload builds a graph of one node whose last operand is a constant, which the provider copies into its own memory
+(CoreML accepts no other right operand in a product). A provider that cannot run a node silently leaves it to the
+CPU. So every session must prove where its nodes ran; a result without proof is not evidence.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ PROVIDERS = {
     "cann": "CANNExecutionProvider", "openvino": "OpenVINOExecutionProvider", "qnn": "QNNExecutionProvider",
     "directml": "DmlExecutionProvider", "xnnpack": "XnnpackExecutionProvider",
 }  # fmt: skip
-"""Unit → execution provider. Those of a network service or a browser compute on no device of this host."""
+"""Unit → execution provider. Providers that use a network service or a browser compute on no device of this host."""
 PROCESSOR = ("cpu", "xnnpack")
-"""Units that are the host's processor."""
+"""Units that are the host's CPU."""
 SWITCHES: Mapping[str, Mapping[str, str]] = {"cuda": {"use_tf32": "0"}}
-"""Unit → options of its provider that hold it to the bits of the format. CUDA's default is use_tf32=1."""
+"""Unit → options that make its provider keep the format's bits. CUDA's default is use_tf32=1."""
 NAMED = 8
-"""Nodes that a message names."""
+"""Most nodes that a message lists."""
 RECORD = "session.record_ep_graph_assignment_info"
 OPSET, IR = 23, 11
-"""Of the graphs: the first opset with Attention, and the ONNX release that came with it (1.18)."""
+"""Versions of the graphs: the first opset with Attention, and the IR version of the ONNX release with it (1.18)."""
 
 
 class Operands(tuple[Any, ...]):  # noqa: SLOT001  it could hold no session then
-    """Uploaded operands and the session that was made for them."""
+    """Uploaded operands and the session made for them."""
 
     session: Any = None
 
 
 Node = tuple[str, list[str], str, dict[str, Any]]
-"""Operator, inputs, outputs with spaces between, attributes."""
+"""Operator, inputs, outputs separated by spaces, attributes."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class _Graph:
     dtype: Any
     shape: tuple[int, ...]
     constants: Mapping[str, Any]
-    """Name → tensor that is no operand."""
+    """Name → constant tensor that is no operand."""
 
 
 class _Onnx(Runtime):
-    """The execution providers of ONNX Runtime; arrays are host tensors, which a session copies to and fro."""
+    """The runtime of ONNX Runtime's execution providers; arrays are host tensors, which a session copies both ways."""
 
     name = "onnx"
     attention_kernels = ("ATTENTION",)
@@ -105,7 +105,7 @@ class _Onnx(Runtime):
         yield {"graph_optimization_level": "all", **SWITCHES.get(device.unit, {})}
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors: a new session takes them to the device."""
+        """Copy host tensors and make a new session, which brings them to the device."""
         self.need(device)
         return Operands(t.clone(memory_format=torch.preserve_format) for t in tensors)
 
@@ -133,11 +133,11 @@ class _Onnx(Runtime):
         return result
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare on the host, where the results are."""
+        """Compare on the host, where ONNX Runtime's results are."""
         return [host_same_bits(result, golden) for result in results]
 
     def download(self, array: Any) -> Any:
-        """Return a copy: a result lies on the host, in memory that is used again."""
+        """Return a copy: a result lies on the host, in memory that the next result overwrites."""
         return array.clone()
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
@@ -149,15 +149,15 @@ class _Onnx(Runtime):
             flat_bits(result).fill_(-1 if result.element_size() > 1 else 255)
 
     def limit_memory(self, device: Device, size: int) -> None:
-        """Limit the memory of later sessions, where the provider has an option for it."""
+        """Limit the device memory of later sessions, if the provider has an option for it."""
         if device.unit in ("cuda", "rocm"):
             self._limit = {"gpu_mem_limit": str(size)}
 
     def synchronize(self, device: Device) -> None:
-        """Return at once: a session returns when the result is there."""
+        """Return at once: a session returns only when its result is complete."""
 
     def let_go(self) -> None:
-        """Return at once: sessions end with their operands."""
+        """Return at once: sessions are freed with their operands."""
 
 
 def _provider(device: Device) -> str:
@@ -176,7 +176,7 @@ def _devices(unit: str, provider: str) -> Iterator[Device]:
 
 
 def kind(dtype: Any) -> int:
-    """Return ONNX's number of a tensor's format."""
+    """Return ONNX's number for a torch format."""
     names = {"float64": "DOUBLE", "float32": "FLOAT"}
     name = str(dtype).removeprefix("torch.")
     number = getattr(onnx.TensorProto, names.get(name, name.upper()), None)
@@ -186,7 +186,7 @@ def kind(dtype: Any) -> int:
 
 
 def _stored(tensor: Any) -> Any:
-    """Return a tensor as it lies in memory: a transposed one upright."""
+    """Return a tensor as it lies in memory: a transposed tensor without its transposition."""
     return tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)
 
 
@@ -198,9 +198,9 @@ def _session(
     constant: str,
     limit: Mapping[str, str],
 ) -> Any:
-    """Return a session that was shown to run every node on the device's provider.
+    """Return a session that has proved that every node runs on the device's provider.
 
-    Raises `Unsupported` where no provider has a kernel, `Elsewhere` where a node went to another provider.
+    Raises `Unsupported` if no provider has a kernel, `Elsewhere` if a node runs on another provider.
     """
     helper, provider = onnx.helper, _provider(device)
     given = {name: tensor for name, tensor in named.items() if name != constant}
@@ -236,7 +236,7 @@ def _session(
 
 
 def _prove(session: Any, provider: str, operation: Operation) -> None:
-    """Raise `Elsewhere` unless a session's own record shows that every node runs on a provider."""
+    """Raise `Elsewhere` unless a session's own record shows that every node runs on `provider`."""
     try:
         parts = session.get_provider_graph_assignment_info()
     except Exception as error:  # it raises its own kinds

@@ -1,4 +1,4 @@
-"""torch: CPUs, CUDA, ROCm, MPS, XPU and NPU. The door to the package itself is `canaryd.worker.numeric.tensors`."""
+"""torch: CPUs, CUDA, ROCm, MPS, XPU and NPU. Only `canaryd.worker.numeric.tensors` imports the torch package."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
 
 BURST = 8
-"""Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
+"""Results computed on an accelerator before the host reads their comparisons, with one synchronisation for all."""
 LONGEST = 1024
-"""Positions of the longest text: a prompt and its continuation have each place once (ours)."""
+"""Most positions of a text: a prompt and its continuation use each place once (ours)."""
 
 
 class _Operators:
-    """Norms, rotations and softmax of 16-bit formats in float32, as serving does; attention as `attend` has it.
+    """Norms, rotations and softmax of 16-bit formats in float32, as in serving; attention as in `attend`.
 
-    Attention is exact in any order, and held to one, torch refuses cuDNN's kernel, which several torches prefer on an
-    H100 (pytorch, sdp_utils.cpp, check_prefer_cudnn_attention).
+    The exact canary's attention is exact in any order of sums. If one order were required, torch would refuse cuDNN's
+    kernel, which several versions prefer on an H100 (pytorch, sdp_utils.cpp, check_prefer_cudnn_attention).
     """
 
     exponential = "float64"
@@ -48,7 +48,7 @@ class _Operators:
         return scaled.to(x.dtype) * weight
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
-        """Use cosines and sines that the host makes in float64."""
+        """Return a rotation by cosines and sines that the host computes in float64."""
         angles = rotary_angles(head, theta)
         turns = [table.to(like.dtype).to(like.device) for table in (angles.cos(), angles.sin())]
 
@@ -72,7 +72,7 @@ class _Operators:
         return door.torch.nn.functional.silu(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """See `Operators.route`; softmax over all experts comes first, as in transformers and vLLM."""
+        """Return shares and experts as `Operators.route`, with softmax over all experts, like transformers and vLLM."""
         shares, chosen = door.torch.softmax(_wide(logits), -1).topk(count, -1)
         return (shares / shares.sum(-1, keepdim=True)).to(logits.dtype), chosen
 
@@ -90,7 +90,7 @@ class _Operators:
 
 
 def rotary_angles(head: int, theta: float) -> Any:
-    """Return the angle of every position and pair, (LONGEST, half a head) in float64."""
+    """Return the angle of every position and pair, float64 (LONGEST, half a head)."""
     speeds = door.torch.tensor([theta ** (-2 * i / head) for i in range(head // 2)], dtype=door.torch.float64)
     return door.torch.arange(LONGEST, dtype=door.torch.float64)[:, None] * speeds
 
@@ -100,7 +100,7 @@ def _wide(x: Any) -> Any:
 
 
 class Torch(Runtime):
-    """The devices of torch; arrays are its tensors."""
+    """The runtime of torch's devices; its arrays are torch's tensors."""
 
     name = TORCH
     attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
@@ -114,24 +114,24 @@ class Torch(Runtime):
         return stack.discover()[0]
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
-        """Return torch, its libraries and the driver."""
+        """Return the versions of torch, its libraries and the driver."""
         return stack.stack(device, instruction_set)
 
     def need(self, device: Device) -> None:
-        """Raise `Skip` where torch is missing, too old for the device, or does not see it."""
+        """Raise `Skip` if torch is missing, is too old for the device, or does not see the device."""
         door.need_torch()
         door.torch_device(device)
 
     def strict(self, device: Device) -> AbstractContextManager[dict[str, str]]:  # noqa: ARG002  all devices' alike
-        """Hold torch's switches."""
+        """Set torch's switches to their exact values until the end of the block."""
         return door.strict_switches()
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new allocations."""
+        """Copy host tensors into new allocations of the device."""
         return door.upload(tensors, device)
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """Compute by torch's own kernels."""
+        """Compute with torch's own kernels."""
         if operation.name == "matmul":
             return multiply(operation.source, operation.target, operands, out)
         if operation.name == "attention":
@@ -146,7 +146,7 @@ class Torch(Runtime):
             return indexing.OPERATIONS[operation.name][1](*operands).contiguous()
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare where the results lie; on an accelerator with one synchronisation for all of them."""
+        """Compare the results in place; on an accelerator with one synchronisation for all of them."""
         if golden.device.type == "cpu":
             same = host_same_bits if door.is_alone(golden) else same_bits
             return [same(result, golden) for result in results]
@@ -167,25 +167,25 @@ class Torch(Runtime):
             door.spoil(result)
 
     def burst(self, golden: Any) -> int:
-        """Return one on a CPU, and what fits into `BURST_BYTES` on an accelerator."""
+        """Return 1 on a CPU, and the number that fits into `BURST_BYTES` on an accelerator."""
         if golden.device.type == "cpu":
             return 1
         return int(max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes))))
 
     def room(self, like: Any, count: int) -> list[Any]:
-        """Return results that lie one behind the other: one look compares them all."""
+        """Return adjacent results, so that one comparison covers all of them."""
         return list(door.torch.empty((count, *like.shape), dtype=like.dtype, device=like.device))
 
     def repeats(self, device: Device) -> bool:
-        """CUDA has graphs, and ROCm under the same name."""
+        """Return whether the device has CUDA graphs: CUDA has them, and ROCm under the same name."""
         return device.backend in ("cuda", "rocm")
 
     def repeated(self, device: Device, burst: Callable[[], tuple[list[Any], Any]]) -> Repeated:
-        """Capture a burst in a CUDA graph."""
+        """Return a CUDA graph of the burst."""
         return graphs.Graph(door.torch_device(device), lambda: _differ(*burst()))
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
-        """Return what the driver reports; some backends report nothing."""
+        """Return the bytes that the driver reports; some backends report nothing."""
         module = self._module(device)
         if not hasattr(module, "mem_get_info"):
             return None, None
@@ -200,7 +200,7 @@ class Torch(Runtime):
         return free + module.memory_reserved(target), total
 
     def limit_memory(self, device: Device, size: int) -> None:
-        """Limit what torch's allocator takes, where it can; on XPUs only newer torches can."""
+        """Limit the memory of torch's allocator if the backend supports it; on XPUs only newer versions of torch do."""
         module = self._module(device)
         if hasattr(module, "mem_get_info") and hasattr(module, "set_per_process_memory_fraction"):
             target = door.torch_device(device)
@@ -209,7 +209,7 @@ class Torch(Runtime):
 
     @staticmethod
     def _module(device: Device) -> Any:
-        """Return torch's module of a backend, None for those that have none and without torch."""
+        """Return torch's module of a device's backend; None if the backend has no module or torch is missing."""
         return getattr(door.torch, "cuda" if device.backend == "rocm" else device.backend, None)
 
     def synchronize(self, device: Device) -> None:
@@ -217,13 +217,13 @@ class Torch(Runtime):
         door.synchronize(device)
 
     def let_go(self) -> None:
-        """Empty torch's cache."""
+        """Release the memory in torch's cache."""
         graphs.let_go()
         door.let_go()
 
 
 def _joined(results: list[Any]) -> list[Any]:
-    """Return contiguous results that lie one behind the other as one tensor (n, …); others as they are."""
+    """Return adjacent contiguous results as one tensor (n, …), and other results unchanged."""
     first, *others = results
     size = first.numel()
     at, memory = first.storage_offset(), _memory_of(first)
@@ -241,7 +241,7 @@ def _memory_of(tensor: Any) -> int:
 
 
 def _differ(results: list[Any], golden: Any) -> Any:
-    """Return for each result whether a bit of it differs from the golden: truth values (n,) on the device."""
+    """Return whether each result differs from the golden in any bit: truth values (n,) on the device."""
     found = []
     for block in _joined(results):
         raw, right = words(block, golden)
@@ -250,7 +250,7 @@ def _differ(results: list[Any], golden: Any) -> Any:
 
 
 def _taken(operation: Operation, pool: Any, index: Any, out: Any) -> Any:
-    """Take rows or columns of a pool as raw bits: torch indexes no FP8."""
+    """Take rows or columns of a pool as raw bits, because torch cannot index FP8."""
     raw = bits(pool)
     kept = None if out is None else bits(out.mT if operation.turned else out)
     if operation.name == "rows":

@@ -1,7 +1,7 @@
-"""WebGPU: any GPU with a Vulkan, Metal or Direct3D 12 driver. The only module that imports wgpu.
+"""WebGPU: any GPU with a Vulkan, Metal or Direct3D 12 driver. No other module imports wgpu.
 
-Plain WGSL, which reaches shader units and no matrix units. The language guarantees results that are exactly
-representable, and neither a rounding mode, subnormals, infinities, NaN nor the sign of zero (WGSL, section 15.7,
+The shaders are plain WGSL, which uses shader units and no matrix units. WGSL guarantees results that are exactly
+representable. It guarantees no rounding mode, subnormals, infinities, NaN or sign of zero (WGSL, section 15.7,
 "Floating Point Evaluation"): goldens that need more are refused.
 """
 
@@ -24,31 +24,31 @@ from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsuppo
 (wgpu, extras), _why_not = imported("wgpu", "wgpu", "wgpu.backends.wgpu_native.extras")
 
 UNITS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "d3d12"}
-"""Interface of an adapter → unit. OpenGL shows the same GPUs once more, and is left out."""
+"""Interface of an adapter → unit. OpenGL is left out because it shows the same GPUs again."""
 LIMITS = ("max-buffer-size", "max-storage-buffer-binding-size")
 FLOATS = {"float16": (0x7C00, 0x7FFF), "float32": (0x7F800000, 0x7FFFFFFF)}
-"""Format → bits of the exponent, and all but the sign."""
+"""Format → mask of the exponent's bits, and mask of all bits except the sign."""
 
 
 @dataclass(frozen=True)
 class _Array:
-    """A buffer of the device: raw bytes of a tensor, padded to whole words."""
+    """A buffer of the device that holds the raw bytes of a tensor, padded to whole words."""
 
     buffer: Any
     dtype: Any
     shape: tuple[int, ...]
-    """As the tensor has it, before it is `turned`."""
+    """The shape of the tensor before it is `turned`."""
     turned: bool = False
     """Whether the last two dimensions are exchanged in memory."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes without the padding."""
+        """Number of bytes without the padding."""
         return int(torch.Size(self.shape).numel()) * int(self.dtype.itemsize)
 
 
 class _Webgpu(Runtime):
-    """The adapters of WebGPU; arrays are buffers."""
+    """The runtime of WebGPU's adapters; its arrays are buffers."""
 
     name = "webgpu"
     attention_kernels = ()  # WGSL gives exp within 3 + 2 |x| units in the last place: no one right answer
@@ -85,12 +85,12 @@ class _Webgpu(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield what the language guarantees: it has no switch."""
+        """Yield the guarantees of the language, which has no switch."""
         self.need(device)
         yield {"guarantee": "WGSL: exactly representable results alone", "units": device.detail["units"]}
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new buffers; raise `Unsupported` for content that WGSL does not guarantee."""
+        """Copy host tensors into new buffers; raise `Unsupported` for values that WGSL does not guarantee."""
         self.need(device)
         return tuple(map(self._array, tensors))
 
@@ -126,7 +126,7 @@ class _Webgpu(Runtime):
             self.compute(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
 
     def synchronize(self, device: Device) -> None:
-        """Wait for the device, by reading behind everything in its queue."""
+        """Wait for the device, by a read that is last in its queue."""
         self.need(device)
         self._gpu.queue.read_buffer(self.new_buffer(4))
 
@@ -138,19 +138,19 @@ class _Webgpu(Runtime):
 
     @property
     def largest(self) -> int:
-        """The most bytes of one buffer of the device that was opened last."""
+        """The largest buffer (bytes) of the device that was opened last."""
         return int(min(self._gpu.limits[name] for name in LIMITS))
 
     def read(self, buffer: Any, offset: int, size: int) -> Any:
-        """Return bytes of a buffer as a host tensor, uint8; `offset` and `size` are multiples of 4."""
+        """Return `size` bytes of a buffer from `offset` as a host tensor of uint8; both are multiples of 4."""
         return torch.frombuffer(bytearray(self._gpu.queue.read_buffer(buffer, offset, size)), dtype=torch.uint8)
 
     def write(self, buffer: Any, offset: int, tensor: Any) -> None:
-        """Write a host tensor into a buffer; `offset` is a multiple of 4."""
+        """Write a host tensor into a buffer at `offset`, a multiple of 4."""
         self._gpu.queue.write_buffer(buffer, offset, _raw(tensor))
 
     def new_buffer(self, size: int) -> Any:
-        """Return new memory of the device, zeroed. Raises `Unsupported` beyond `largest`."""
+        """Return zeroed new memory of the device. Raises `Unsupported` if `size` is more than `largest`."""
         if size > self.largest:
             raise Unsupported(f"{size} bytes: this adapter binds {self.largest} at most")
         usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
@@ -164,7 +164,7 @@ class _Webgpu(Runtime):
         return array
 
     def _result(self, dtype: Any, shape: tuple[int, ...], out: Any) -> _Array:
-        """Return where a result goes: spoilt, because a kernel that writes nothing must not be right by chance."""
+        """Return the array for a result, overwritten so that a kernel that writes nothing is never right by chance."""
         if out is not None:
             return out  # type: ignore[no-any-return]
         made = _Array(self.new_buffer(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
@@ -210,7 +210,7 @@ class _Webgpu(Runtime):
         return result
 
     def compute(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
-        """Carry a shader of `wgsl.linear` out for `count` places; `more`: up to seven words, its n[1] and on."""
+        """Run a shader of `wgsl.linear` for `count` elements; `more`: up to seven words for n[1] and following."""
         groups = -(-count // wgsl.GROUP)
         wide = min(groups, 32768)
         words = (count, *more, *[0] * 7)[:8]
@@ -239,7 +239,7 @@ def _pipeline(gpu: Any, shader: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _adapters() -> list[tuple[Any, str, int]]:
-    """Return every adapter with its unit and its number within the unit; a software renderer's unit is the CPU."""
+    """Return (adapter, unit, number within the unit) of every adapter; a software renderer's unit is the CPU."""
     if wgpu is None:
         raise Skip(f"{_why_not}. Install it there: pip install wgpu")
     with contextlib.suppress(RuntimeError):  # set already
@@ -274,7 +274,7 @@ def _raw(tensor: Any) -> bytes:
 
 
 def _refuse_content(tensor: Any) -> None:
-    """Raise `Unsupported` for a format that WGSL lacks, and for values of which it guarantees nothing."""
+    """Raise `Unsupported` for a format that WGSL lacks, and for values that WGSL does not guarantee."""
     name = str(tensor.dtype).removeprefix("torch.")
     if not tensor.is_floating_point():
         return

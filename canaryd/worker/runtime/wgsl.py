@@ -1,11 +1,11 @@
-"""The shaders of the WebGPU runtime: plain WGSL, so that a wheel and a remote worker carry them as Python."""
+"""The shaders of the WebGPU runtime: WGSL text in Python, so that a wheel and a remote worker contain them."""
 
 from __future__ import annotations
 
 TILE = 64
 """Rows and columns of a product that one workgroup computes: 16 x 16 invocations of 4 x 4 results each."""
 GROUP = 256
-"""Invocations of a workgroup of the other shaders."""
+"""Invocations per workgroup of the shaders other than the product's."""
 
 LOADS = {
     "float32": ("f32", "f32", "f32({0}[i])"),
@@ -14,8 +14,8 @@ LOADS = {
     "int8": ("u32", "i32", "extractBits(bitcast<i32>({0}[i / 4]), (i % 4) * 8, 8)"),
     "uint8": ("u32", "i32", "i32(extractBits({0}[i / 4], (i % 4) * 8, 8))"),
 }
-"""Operand → its type in storage, the type that is multiplied and summed, and how element i is read: bytes are packed
-into words of 32 bits."""
+"""Operand → its type in storage, the type in which it is multiplied and summed, and the code that reads element i;
+bytes are packed into words of 32 bits."""
 
 _PRODUCT = """
 struct Sizes {{ M: u32, N: u32, K: u32, a_row: u32, a_column: u32, b_row: u32, b_column: u32, pad: u32 }}
@@ -72,7 +72,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
 
 
 def product(left: str, right: str) -> str:
-    """Return the shader of a product; `left` and `right` are names of `LOADS` with the same type of sums."""
+    """Return the shader of a product; `left` and `right` are names in `LOADS` whose sums have the same type."""
     (stored_a, total, load_a), (stored_b, _, load_b) = LOADS[left], LOADS[right]
     text = _PRODUCT.format(
         stored_a=stored_a, stored_b=stored_b, sum=total, load_a=load_a.format("a"), load_b=load_b.format("b")
@@ -96,7 +96,7 @@ _ADD = "array<atomic<u32>>"
 
 
 def linear(body: str, *types: str) -> str:
-    """Return a shader that carries out `body` for every i below n[0]; `types` are those of x0, x1, ... and out."""
+    """Return a shader that runs `body` for every i below n[0]; `types` are the types of x0, x1, ... and out."""
     names = [*(f"x{i}" for i in range(len(types) - 1)), "out"]
     bindings = "\n".join(
         f"@group(0) @binding({i}) var<storage, {'read_write' if name == 'out' else 'read'}> {name}: {kind};"
@@ -160,7 +160,7 @@ INDEX = {
         _WORDS,
     ),
 }
-"""Index operations of `indexing.OPERATIONS`, on integers of 64 bits as two words: those that are one pass."""
+"""Shaders of the operations of `indexing.OPERATIONS` that need one pass; integers of 64 bits are two words."""
 
 # Of memory sweeps: a slice of words, from number n[1] of the slice on, which is number n[2] + n[3] * 2**32 of them all.
 _OWN = (  # the word's own number, and its complement in the upper half (canaryd.worker.memory.slices.OWN)

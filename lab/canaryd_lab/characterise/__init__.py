@@ -1,1 +1,1 @@
-"""Characterise a device: parts, their results on disk, and a page."""
+"""Characterise a device: the parts, their results on disk, and a page."""

@@ -1,4 +1,4 @@
-"""Which classes of exact cases a characterisation shows to be exact, as records for the store."""
+"""Which classes of exact cases are exact according to a characterisation, as records for the store."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from canaryd_lab.characterise.results import Result, Status
 from canaryd_lab.observation import Claim, Seen
 
 CASES = "cases/"
-"""Beginning of the names of parts whose cases are those that tests run: what else was tried accuses nobody."""
+"""Beginning of the names of the parts whose cases the probes also run; results of other parts accept nothing."""
 
 
 def records(device: Device, results: Sequence[Result]) -> list[Met]:
-    """Return the classes that were right in every case, as accepted; a bad part, or one without a stack, gives none."""
+    """Return the classes that were right in every case, as accepted; [] if a part is bad or its stack is unknown."""
     found = []
     for result in results:
         stack = result.facts.get("stack", {})

@@ -1,4 +1,4 @@
-"""Carry a characterisation out: part after part within its minutes, every result on disk at once."""
+"""Run a characterisation: part after part within its minutes, with every result on disk at once."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ from canaryd_lab.characterise.page import page
 from canaryd_lab.characterise.results import Directory, Part, Result, file_name, sliced, write
 
 RESERVE = 4.0
-"""Seconds kept for the document, the page and the end of workers (ours)."""
+"""Seconds reserved for the document, the page and the end of the workers (ours)."""
 FIRST = 60.0
-"""Seconds that the first look at device and stack may take, however few the minutes are (ours)."""
+"""Seconds that reading the device and its stack may take, even if the minutes are fewer (ours)."""
 
 
 class NoSuchPart(ValueError):
-    """No part of this device has the given name."""
+    """The device has no part of the given name."""
 
 
 def _is_named(part: str, name: str) -> bool:
-    """Whether `name` is that part, or one that it is below."""
+    """Return whether `name` is the part's name, or a beginning of it before a "/"."""
     return part == name or part.startswith(f"{name}/")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for."""
+    """The options of a characterisation."""
 
     minutes: float = 10.0
     slice: tuple[int, int] = (1, 1)
-    """Which part of how many: (2, 4) for every fourth part, from the second."""
+    """Slice number and number of slices: (2, 4) takes every fourth part, from the second on."""
     directory: Path | None = None
-    """Where results are, or will be; None for a new directory in the working directory."""
+    """Directory of the results, old or new; None for a new directory in the working directory."""
     only: tuple[str, ...] = ()
-    """Names of parts, or their beginnings before a "/"; empty for all."""
+    """Names of parts, or their beginnings before a "/"; empty for all parts."""
 
 
 @dataclass
 class Characterisation:
-    """One device being characterised, under its lock."""
+    """The characterisation of one device, run under the device's lock."""
 
     conversation: Conversation
     options: Options
     on_part: Callable[[Part, int, int], None] = lambda _part, _number, _of: None
-    """Told before each part: the part, its number, and how many there are."""
+    """Called before each part with the part, its number, and the number of parts."""
     on_result: Callable[[Result], None] = lambda _result: None
     directory: Directory = field(init=False)
     base: Path = field(init=False)
-    """The document's path without its ending."""
+    """Path of the document without its suffix."""
     planned: list[Part] = field(init=False, default_factory=list)
     left: list[Part] = field(init=False, default_factory=list)
     """Parts of this slice that have no result yet."""
 
     def run(self) -> document.Document:
-        """Carry out what is not done yet, and return the document.
+        """Carry out the parts that have no result yet, and return the document.
 
-        Raises `NoSuchPart`, `NotOurs`, `FileExistsError` for a default directory that exists, `OSError` where it cannot
-        be written, `RuntimeError` where no worker answers.
+        Raises `NoSuchPart`, `NotOurs`, `FileExistsError` for a default directory that exists, `OSError` if it cannot be
+        written, `RuntimeError` if no worker answers.
         """
         begun = time.monotonic()
         deadline = begun + 60.0 * self.options.minutes - RESERVE
@@ -116,7 +116,7 @@ class Characterisation:
         return host_parts.parts(self.conversation) | outside.parts(self.conversation)
 
     def _environment(self, parts: dict[str, Part]) -> Result:
-        """Look at device and stack, and open the directory that is theirs."""
+        """Read the device and its stack, and open the directory of the results that belong to them."""
         device = self.conversation.device
         result = self._carry_out(parts["environment"])
         if result.outcome is not Outcome.COMPLETED:

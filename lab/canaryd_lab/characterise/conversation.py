@@ -1,4 +1,4 @@
-"""Ask the worker for parts: one worker for many of them, and a new one after any that did not go well."""
+"""Ask the worker for parts: one worker carries out many parts, and a new one replaces it after a failure."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 MODULE = "characterise"
 START = 4.0
-"""Seconds for the start of a worker: torch is imported (ours)."""
+"""Seconds for the start of a worker, which imports torch (ours)."""
 GRACE = 45.0
-"""Seconds beyond its own time after which a part is killed: torch is imported, kernels are loaded (ours)."""
+"""Seconds that a part may take beyond its time before it is killed, to import torch and to load kernels (ours)."""
 SEED = 20_261_123
 
 
 @dataclass
 class Conversation:
-    """The worker that carries out parts on one device."""
+    """Questions to the worker that carries out parts on one device."""
 
     engine: Engine
     device: Device
     drill: str = ""
     scale: float = 1.0
-    """Factor on the time of every part: minutes over ten."""
+    """Factor on the time of every part: the given minutes divided by ten."""
     on_progress: Callable[[float, str], None] = lambda _fraction, _text: None
     deadline: float = math.inf
-    """Value of `time.monotonic()` at which whatever is at work is killed: the minutes are spent."""
+    """Value of `time.monotonic()` at which the minutes are spent and the worker is killed."""
     last: str = field(default="", init=False)
-    """What the worker was doing last."""
+    """The last activity that the worker reported."""
     _series: Series | None = field(default=None, init=False)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Conversation:
             self._series = None
 
     def start(self, *, numeric: bool = True, together: bool = False) -> Series:
-        """Return a new series, which the caller ends. Unless `together`, the shared worker ends first."""
+        """Return a new series, which the caller ends. The shared worker ends first unless `together`."""
         if not together:
             self.close()
         device = self.device if numeric else None
@@ -60,23 +60,23 @@ class Conversation:
         self.on_progress(fraction, text)
 
     def within(self, timeout: float) -> float:
-        """Return a time limit that ends with the minutes at the latest."""
+        """Return `timeout` (s), shortened so that it ends with the minutes."""
         return max(0.1, min(timeout, self.deadline - time.monotonic()))
 
     @property
     def is_late(self) -> bool:
-        """Whether the minutes are spent: what was cut short by that is no result."""
+        """Whether the minutes are spent: a part that was cut short by this has no result."""
         return time.monotonic() > self.deadline - 0.5
 
     def listed(self) -> list[Part]:
-        """Return the parts that the worker carries out; [] where no worker answers."""
+        """Return the parts that the worker carries out; raise `RuntimeError` if the worker does not list them."""
         outcome, value, detail = self.ask({"part": "", "device": to_json(self.device)}, 60.0)
         if outcome is not Outcome.COMPLETED:
             raise RuntimeError(f"{outcome.value}: {detail}")
         return [from_json(Part, part) for part in value["parts"]]
 
     def ask(self, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask the shared worker; it is replaced after anything that did not complete."""
+        """Return the shared worker's answer; a new worker replaces it after any request that did not complete."""
         if self._series is None:
             self._series = self.start(together=True)
         answer = self._series.answer(MODULE, arguments, self.within(timeout))
@@ -85,15 +85,15 @@ class Conversation:
         return answer
 
     def seconds(self, part: Part) -> float:
-        """Return how long a part may work, without the start of its workers."""
+        """Return the seconds that a part may work, without the start of its workers."""
         return max(1.0, part.seconds * self.scale)
 
     def needed(self, part: Part) -> float:
-        """Return how long a part takes with the start of its workers."""
+        """Return the seconds that a part takes with the start of its workers."""
         return self.seconds(part) + part.workers * START
 
     def carry_out(self, part: Part, **more: Any) -> Result:
-        """Let the worker carry out one of its parts; whatever becomes of it is a result."""
+        """Let the worker carry out one of its parts; return a result even if the part fails."""
         self.last = ""
         limit = self.seconds(part)
         arguments = {"part": part.name, "device": to_json(self.device), "seconds": limit, "drill": self.drill, **more}
@@ -114,7 +114,7 @@ class Conversation:
         series: Series | None = None,
         **more: Any,
     ) -> Run:
-        """Run a probe outside of the store: nothing of it counts for or against the device."""
+        """Run a probe without the store, so that no result counts for or against the device."""
         own = series or self.start()
         request = RunRequest(
             probe_path=entry.file.path,
@@ -141,7 +141,7 @@ def result(
     seen: tuple[Observation, ...] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Return what a part came to; who carries it out adds when, and how long it took."""
+    """Return the result of a part without its start and duration, which the caller adds."""
     return Result(
         name=part.name,
         title=part.title,

@@ -1,4 +1,4 @@
-"""The characterisation as one JSON document; the page is made from it alone."""
+"""The characterisation as one JSON document, the only source of the page."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from canaryd_lab.observation import Claim, Seen
 SCHEMA = "canaryd.characterise/1"
 Document = Mapping[str, Any]
 STACK_NAMES = ("torch", "mlx", "onnxruntime", "jax", "cuda", "driver")
-"""What of a stack is in the name of the file."""
+"""Components of a stack that appear in the file's name."""
 
 
 def stack_name(stack: Mapping[str, str]) -> str:
-    """Return a stack in short: "torch2.9.1+cu128-cuda12.8-driver570.86"."""
+    """Return a short name of a stack: "torch2.9.1+cu128-cuda12.8-driver570.86"."""
     return "-".join(f"{name}{stack[name]}" for name in STACK_NAMES if stack.get(name)) or "no-runtime"
 
 
 def document(device: Device, results: Sequence[Result], left: Sequence[Part], *, drill: str) -> Document:
-    """Return everything that is known, as JSON data."""
+    """Return all results as JSON data."""
     environment = next((r.facts for r in results if r.name == "environment"), {})
     statuses = Counter(r.status for r in results)
     return {
@@ -52,7 +52,7 @@ def document(device: Device, results: Sequence[Result], left: Sequence[Part], *,
 
 
 def verdict(results: Sequence[Result], left: Sequence[Part]) -> str:
-    """Return "invalid", "wrong", "unclassified", "failed", "incomplete" or "right": the worst of all parts."""
+    """Return the worst of all parts: "invalid", "wrong", "unclassified", "failed", "incomplete" or "right"."""
     worst = {r.status for r in results}
     for status in (Status.INVALID, Status.WRONG, Status.UNCLASSIFIED, Status.FAILED):
         if status in worst:
@@ -70,5 +70,5 @@ def _counts(result: Result) -> dict[str, dict[str, int]]:
 
 
 def text(made: Document) -> str:
-    """Return the document as it stands in its file."""
+    """Return the document as the text of its file."""
     return f"{json.dumps(made, indent=1)}\n"

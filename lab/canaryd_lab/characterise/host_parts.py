@@ -1,4 +1,4 @@
-"""Parts that the daemon's side carries out: they start workers and probes, and watch what becomes of them."""
+"""Parts that run on the daemon's side: they start workers and probes, and watch the outcome."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 CarryOut = Callable[[Part, Conversation], Result]
 EVERY = ("*",)
-"""Selects every case of a probe, and so every shape and layout of it."""
+"""Selects every case of a probe, and so every shape and layout of each case."""
 SECONDS: Mapping[str, float] = {
     "exact_integer": 10, "exact_matmul": 50, "exact_attention": 40, "recorded_kernels": 12,
 }  # fmt: skip
-"""The most that every case of a probe may take once; of any other probe `OTHERS`."""
+"""Most seconds for every case of a probe, run once; `OTHERS` for any other probe."""
 OTHERS = 15.0
 KILLED_WITHIN = 5.0
-"""Seconds after SIGKILL within which a worker has to be gone: `WAKE` of the supervisor is longer (ours)."""
+"""Seconds after SIGKILL within which a worker must be gone (ours); the supervisor's own limit `WAKE` is longer."""
 
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
-    """Return every part of this side by name."""
+    """Return the parts that run on the daemon's side, by name."""
     entries = conversation.engine.entries
     found: list[tuple[Part, CarryOut]] = []
     for turn, (name, entry) in enumerate(sorted(entries.items(), key=lambda e: (e[1].spec.order, e[0]))):
@@ -51,7 +51,7 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
 
 
 def every_case(part: Part, conversation: Conversation) -> Result:
-    """Run every case of a probe once: ran, refused, raised."""
+    """Run every case of a probe once, and observe whether it ran, was refused or raised."""
     return _probe(part, conversation, part.name.partition("/")[2], EVERY)
 
 
@@ -65,7 +65,7 @@ def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, 
 
 
 def recorded(part: Part, conversation: Conversation) -> Result:
-    """Record every serving kernel repeatedly in two workers, and count the different results of each."""
+    """Record every serving kernel repeatedly in two workers, and count the different results of each kernel."""
     entry, share = conversation.engine.entries["recorded_kernels"], conversation.seconds(part) / 2
     runs = [conversation.run_probe(entry, share, baselining=True) for _ in range(2)]
     worst = next((r for r in runs if r.outcome is not Outcome.COMPLETED), runs[0])
@@ -84,7 +84,7 @@ def _recorded(case: str, digests: list[set[str]]) -> Observation:
 
 
 def kill(part: Part, conversation: Conversation) -> Result:
-    """Kill a worker at work, let one overrun its deadline, and compute right answers in a new one afterwards."""
+    """Kill a working worker, let another overrun its deadline, then compute right answers in a new one."""
     seen = [_killed(conversation), _overrun(conversation)]
     again = conversation.carry_out(replace(part, name="controls", seconds=10.0))
     right = again.outcome is Outcome.COMPLETED and again.count(Claim.CONTROL, Seen.WRONG) > 0
@@ -100,7 +100,7 @@ def _spin(conversation: Conversation, seconds: float) -> dict[str, object]:
 
 
 def _killed(conversation: Conversation) -> Observation:
-    """Kill a worker while the device computes, and measure how long it takes to be gone."""
+    """Kill a worker while the device computes, and measure the seconds until the worker is gone."""
     series = conversation.start()
     at: list[float] = []
 
@@ -122,7 +122,7 @@ def _killed(conversation: Conversation) -> Observation:
 
 
 def _overrun(conversation: Conversation) -> Observation:
-    """Let a worker overrun its deadline: it must end as timed out."""
+    """Let a worker overrun its deadline, after which it must end as timed out."""
     series = conversation.start()
     begun = time.monotonic()
     try:
@@ -134,6 +134,6 @@ def _overrun(conversation: Conversation) -> Observation:
 
 
 def _gone(name: str, seconds: float, wrong: str) -> Observation:
-    """Return how long it took until a worker was gone, and what was `wrong` with its end."""
+    """Return an observation of the seconds until a worker was gone; `wrong` says what was wrong with its end, or ""."""
     seen, values = Seen.WRONG if wrong else Seen.RIGHT, {"gone_after_seconds": round(seconds, 3)}
     return Observation(name=name, claim=Claim.STRICT, seen=seen, detail=wrong, values=values)

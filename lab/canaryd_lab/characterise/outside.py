@@ -1,4 +1,4 @@
-"""Parts that hold the device against something else: the truth about the exact canary, and the vendor's own tool."""
+"""Parts that compare the device with an outside source: the exact canary's truth, and the vendor's own tool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TELEMETRY: Mapping[str, str] = {
 
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
-    """Return these parts by name."""
+    """Return the parts of this module by name."""
     if conversation.device.runtime != TORCH:  # captures call torch; telemetry is that of the card
         return {}
     found: list[tuple[Part, CarryOut]] = [
@@ -53,7 +53,7 @@ def capture(part: Part, conversation: Conversation) -> Result:
 
 
 def telemetry(part: Part, conversation: Conversation) -> Result:
-    """Read the device's telemetry, ask the vendor's tool at once, and compare field by field."""
+    """Read the device's telemetry, ask the vendor's tool at the same time, and compare field by field."""
     device, engine = conversation.device, conversation.engine
     name = TELEMETRY.get(device.backend, "")
     if name not in engine.entries:
@@ -84,7 +84,7 @@ def telemetry(part: Part, conversation: Conversation) -> Result:
 
 
 def _compared(readings: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Observation]:
-    """Compare what canaryd read with what the tool says; `fields`: reading → its value and the tool's tolerance."""
+    """Compare canaryd's readings with those of the tool; `fields`: reading → the tool's value and tolerance."""
     seen = []
     for key, field in fields.items():
         theirs, tolerance = field["value"], float(field["tolerance"])

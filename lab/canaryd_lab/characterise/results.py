@@ -1,4 +1,4 @@
-"""Parts of a characterisation and their results, each in a file of its own as soon as it has ended."""
+"""Parts of a characterisation and their results; each result is a file of its own as soon as the part ends."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 
 class Status(str, enum.Enum):
-    """What a part came to."""
+    """The result of a part in one word."""
 
     RIGHT = "right"
-    """Everything in it that must be right was right, and every control failed as it must."""
+    """Everything in the part that must be right was right, and every control failed as it must."""
     MEASURED = "measured"
-    """It ran, and nothing in it can be wrong."""
+    """The part ran, and it contains nothing that can be wrong."""
     NOT_TRIED = "not_tried"
-    """Nothing of it could be tried: the device or the stack has none of it, or time was too short."""
+    """Nothing in the part could be tried: the device or stack offers none of it, or time was too short."""
     WRONG = "wrong"
     """A strict result was wrong."""
     INVALID = "invalid"
-    """A control that must fail did not: nothing of this characterisation counts."""
+    """A control that must fail did not fail, so no result of this characterisation counts."""
     UNCLASSIFIED = "unclassified"
-    """An error that canaryd cannot tell from a failure of the device."""
+    """An error that may or may not be a failure of the device."""
     FAILED = "failed"
-    """The device failed, or the worker did not come to its end."""
+    """The device failed, or the worker did not end properly."""
 
     @property
     def bad(self) -> bool:
-        """Whether the characterisation has failed because of it."""
+        """Whether a part with this status makes the characterisation fail."""
         return self in (Status.WRONG, Status.INVALID, Status.UNCLASSIFIED, Status.FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part, before it is carried out."""
+    """One part before it runs."""
 
     name: str
-    """E.g. "exactness/bfloat16"; also the name of its file."""
+    """The part's name, e.g. "exactness/bfloat16", also used for its file."""
     title: str
     rank: int
-    """Its turn: the most telling parts come first."""
+    """The part's place in the order: the parts that tell most come first."""
     seconds: float
-    """The most that it may work when there are ten minutes for all."""
+    """Most seconds that the part may work if all parts together have ten minutes."""
     workers: int = 0
-    """Workers that it starts of its own."""
+    """Number of workers that the part starts itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One part, carried out."""
+    """One part after it ran."""
 
     name: str
     title: str
     rank: int
     started: float = 0.0
-    """Seconds since the epoch."""
+    """Start of the part (epoch s)."""
     seconds: float = 0.0
     outcome: Outcome
-    """What became of the worker."""
+    """The outcome of the worker's run."""
     detail: Sentence = ""
-    """Why it did not complete, or what it skips."""
+    """The reason why the part did not complete, or what it skips."""
     observations: tuple[Observation, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, claim: Claim, *seen: Seen) -> int:
-        """Return how many observations of a claim came to one of `seen`."""
+        """Return the number of observations with a claim and one of the outcomes `seen`."""
         return sum(1 for o in self.observations if o.claim is claim and o.seen in seen)
 
     @property
     def status(self) -> Status:
-        """What it came to; the worst counts."""
+        """The worst status that follows from the outcome and the observations."""
         if any(o.claim is Claim.CONTROL and o.seen in (Seen.RIGHT, Seen.RAISED) for o in self.observations):
             return Status.INVALID
         if self.count(Claim.STRICT, Seen.WRONG):
@@ -98,11 +98,11 @@ class Result:
 
 
 UNTRIED = (Seen.NOT_OFFERED, Seen.REFUSED, Seen.LEFT_OUT, Seen.NOT_REACHED)
-"""What says nothing of the device's results."""
+"""Observations that say nothing about the device's results."""
 
 
 class NotOurs(Exception):
-    """A directory whose results are of another device or stack; the text says which."""
+    """A directory with results of another device or stack; the text says which."""
 
 
 class Directory:
@@ -113,13 +113,13 @@ class Directory:
         self._parts = path / "parts"
 
     def open(self, identity: Mapping[str, str]) -> None:
-        """Create the directory, or go on in it; raise `NotOurs` where it has another `identity`, or `OSError`."""
+        """Create the directory, or continue in it; raise `NotOurs` if it has another `identity`, or `OSError`."""
         self._parts.mkdir(parents=True, exist_ok=True)
         if not self.compare(identity):
             write(self.path / "identity.json", json.dumps(dict(identity), indent=2) + "\n")
 
     def compare(self, identity: Mapping[str, str]) -> bool:
-        """Return whether it has an identity; raise `NotOurs` where that differs in one of these names."""
+        """Return whether the directory has an identity; raise `NotOurs` if it differs from `identity`."""
         try:
             known = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -130,7 +130,7 @@ class Directory:
         return True
 
     def results(self) -> list[Result]:
-        """Return the parts that are whole, in their order. A file that is cut off is not there."""
+        """Return the results of complete files, in order; a file that is cut off is ignored."""
         found = []
         for path in self._parts.glob("*.json"):
             with contextlib.suppress(OSError, ValueError):
@@ -138,7 +138,7 @@ class Directory:
         return sorted(found, key=lambda r: (r.rank, r.name))
 
     def add(self, result: Result) -> None:
-        """Write a part's result; it is whole on the disk, or not there."""
+        """Write a part's result to disk completely or not at all."""
         write(self._parts / f"{file_name(result.name)}.json", json.dumps(to_json(result), indent=1) + "\n")
 
 
@@ -148,11 +148,11 @@ def file_name(text: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a file's content in one step."""
     write_whole(path, text.encode())
 
 
 def sliced(parts: Iterable[Part], number: int, of: int) -> list[Part]:
-    """Return every `of`-th part, beginning with the `number`-th (from 1), in the order of their ranks."""
+    """Return every `of`-th part from the `number`-th on (counted from 1), in the order of their ranks."""
     ordered = sorted(parts, key=lambda p: (p.rank, p.name))
     return ordered[number - 1 :: of]

@@ -1,4 +1,4 @@
-"""What commands of the lab share: a question that a module of the worker answers."""
+"""Functions that the lab's commands share: put a question to a module of the worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from canaryd.model import Device, Outcome
 from canaryd.store.locks import Busy
 
 PATIENCE = 3600.0
-"""Seconds that a capture or a comparison may take: a large model is read from a disk."""
+"""Most seconds of a capture or a comparison, which may read a large model from a disk."""
 
 
 def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
-    """Return what a module of the worker answers; None, with a complaint, where it does not."""
+    """Return the answer of a worker's module, or None after a complaint if it gives none."""
     printer = ProgressPrinter()
     try:
         outcome, answer, detail = engine.answer(
@@ -39,7 +39,7 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
 def ask_processor(
     command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
 ) -> dict[str, Any] | None:
-    """Return what `ask` does of this host's processor, whose worker has torch; also None where it cannot be started."""
+    """Return the answer of `ask` for this host's processor, whose worker has torch; None if it cannot be started."""
     cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
     if cpu is None:
         complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)

@@ -1,4 +1,4 @@
-"""`canaryd canary export`."""
+"""The command `canaryd canary export`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUANTIZATIONS = {
     "w8a8": "vLLM",
     "fp8": "transformers",
 }
-"""Quantised forms, and the engines that they were tried with."""
+"""Quantised form → engines with which it was tried."""
 DESCRIPTION = """\
 Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
 and the answers that every healthy engine gives.
@@ -79,7 +79,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def layers(text: str) -> int:
-    """Return a number of layers."""
+    """Return the number of layers in an option's text."""
     if not text.isdecimal() or not 1 <= int(text[:9]) <= 1000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers; write for example 4")
     return int(text)
@@ -115,7 +115,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def unusable(directory: Path) -> str:
-    """Return why nothing can be written into a directory, as far as this can be checked beforehand; "" for nothing."""
+    """Return the reason why a directory cannot be written, or "" if nothing is known beforehand."""
     try:
         there = directory.is_dir()
         if there and any(directory.iterdir()):
@@ -130,7 +130,7 @@ def unusable(directory: Path) -> str:
 
 
 def _read(path: Path) -> tuple[str, Any]:
-    """Return "" and the object in a config.json, or why there is none."""
+    """Return "" and the object in a config.json, or the reason why it cannot be read and None."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             return f"--like {path}: larger than 1 MiB; name a model's config.json", None

@@ -1,4 +1,4 @@
-"""`canaryd characterise`."""
+"""The command `canaryd characterise`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHARACTERISE_EXIT_STATUS = (
     " broke; 3 parts are left, or nothing could be done; 64 usage or configuration error"
 )
 BAD = 1
-"""Exit status where something was wrong."""
+"""Exit status if a result was wrong."""
 
 
 def add_parsers(commands: Commands) -> None:
@@ -82,7 +82,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def minutes(text: str) -> float:
-    """Return a number of minutes."""
+    """Return the number of minutes in an option's text."""
     try:
         value = float(text)
     except ValueError:
@@ -93,7 +93,7 @@ def minutes(text: str) -> float:
 
 
 def slice_(text: str) -> tuple[int, int]:
-    """Return (1, 4) for "1/4"."""
+    """Return the numbers of an option's text: (1, 4) for "1/4"."""
     found = re.fullmatch(r"([1-9][0-9]{0,2})/([1-9][0-9]{0,2})", text)
     if not found or int(found[1]) > int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a slice; write for example 1/4, then 2/4")
@@ -101,10 +101,10 @@ def slice_(text: str) -> tuple[int, int]:
 
 
 class Printer(ProgressPrinter):
-    """Progress of parts, in the manner of a check."""
+    """Shows the progress of the parts, formatted like that of a check."""
 
     part, done = "environment", 0.0
-    """The part at work, and the share of all parts that came before it."""
+    """The current part, and the share of all parts that are done."""
 
     def begin(self, part: Part, number: int, of: int) -> None:
         """Show which part begins."""
@@ -112,12 +112,12 @@ class Printer(ProgressPrinter):
         self.moving(self.done, part.name)
 
     def progress(self, fraction: float, text: str) -> None:
-        """Show what the worker does."""
+        """Show the worker's current activity."""
         del fraction
         self.moving(self.done, f"{self.part} {text}")
 
     def ended(self, result: Result) -> None:
-        """Show what became of a part."""
+        """Show the result of a part."""
         self.clear()
         why = result.detail.strip().splitlines()[-1][:200] if result.status.bad and result.detail.strip() else ""
         seen = f", {len(result.observations):,} observations" if result.status is not Status.NOT_TRIED else ""
@@ -187,7 +187,7 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _mistake(options: argparse.Namespace) -> str:
-    """Return what is wrong with the options, as far as this is known before a worker is started."""
+    """Return the mistake in the options that is visible before a worker starts, or "" if there is none."""
     if options.accept and options.drill:
         return "--accept: a drill shows nothing of the device; leave --drill out"
     try:
@@ -199,7 +199,7 @@ def _mistake(options: argparse.Namespace) -> str:
 
 
 def _accept(store: Store, document: Document, work: Characterisation) -> bool:
-    """Store the classes that were right as characterised; return whether that was done."""
+    """Store the classes that were right as characterised; return whether they were stored."""
     if document["verdict"] != "right":
         complain(f"--accept: nothing was accepted, because this characterisation is {document['verdict']}")
         return False

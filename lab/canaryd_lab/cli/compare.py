@@ -1,4 +1,4 @@
-"""`canaryd capture`, with a file or with `--exact`, and `canaryd compare`."""
+"""The commands `canaryd capture` (into a file, or with `--exact`) and `canaryd compare`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _capture(options: argparse.Namespace, engine: Engine) -> int:
 
 
 def _contradiction(options: argparse.Namespace) -> str:
-    """Return which options do not go together, and what to do about it."""
+    """Return a sentence about contradictory or missing options and their remedy, or "" if there are none."""
     without = [name for name in ("model", "prompt", "operators", "decode") if getattr(options, name)]
     alone = [f"--{name}" for name in ("json", "seed") if getattr(options, name) not in (None, False)]
     if options.exact:
@@ -202,7 +202,7 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _unreadable(path: Path) -> str:
-    """Return why this user cannot read a file; "" for nothing. What a directory holds is not looked at."""
+    """Return the reason why this user cannot read a file, or ""; files within a directory are not checked."""
     try:
         if not path.is_dir():
             path.open("rb").close()
@@ -214,7 +214,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _is_capture(path: Path) -> bool:
-    """Whether a file begins as a safetensors file does: a header length, then a JSON object."""
+    """Return whether a file begins as a safetensors file: a header length, then a JSON object."""
     if path.is_dir():
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`canaryd pack`."""
+"""The command `canaryd pack`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _export(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Judge a result file; no worker, no device."""
+    """Judge a result file here, without worker or device."""
     try:
         judged = pack.judge(options.path, options.pack or options.path.absolute().parent)
     except pack.Refused as refused:

@@ -1,1 +1,1 @@
-"""Compare two captures, or two score files; tell what an exact capture found."""
+"""Compare two captures or two score files; show the result of an exact capture."""

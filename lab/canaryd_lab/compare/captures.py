@@ -14,9 +14,9 @@ from canaryd_lab import html
 from canaryd_lab.html import escape
 
 WIDTH = 100
-"""Columns of the table at most; a narrower terminal shortens the operators' names."""
+"""Most columns of the table; on a narrower terminal the operators' names are shortened."""
 SERIES = 6
-"""Lines in the plot at most: forward passes, the one with the first difference among them."""
+"""Most lines in the plot; each is a forward pass, and the pass with the first difference is among them."""
 WORDS = {
     "equal": "EQUAL",
     "rounding": "ROUNDING",
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 def table(result: Mapping[str, Any], width: int | None = None) -> str:
-    """Return the comparison as text of at most `width` columns (default: the terminal's) and `WIDTH`."""
+    """Return the comparison as text, at most `width` columns wide (None: those of the terminal) and at most `WIDTH`."""
     verdict = result["verdict"]
     room = min(WIDTH, columns() if width is None else width)
     lines = wrapped(f"{WORDS[verdict['kind']]}: ", verdict["why"], room)
@@ -70,13 +70,13 @@ def _passes(result: Mapping[str, Any]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _detailed_pass(result: Mapping[str, Any], passes: Mapping[tuple[str, str], list[Row]]) -> tuple[str, str] | None:
-    """Return the pass to show row by row: the one with the first difference, else the first."""
+    """Return the pass to show row by row: the one with the first difference, otherwise the first pass."""
     verdict = result["verdict"]
     return (verdict["prompt"], verdict["step"]) if verdict["prompt"] else next(iter(passes), None)
 
 
 def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any], room: int) -> list[str]:
-    """Return the lines of one pass; stretches of equal tensors are one line each."""
+    """Return the lines of one pass; a stretch of equal tensors is one line."""
     name = max(12, min(26, room - 62))
     lines = [
         f"  {'layer':<6} {'operator':<{name}} {'rel. L2':>8} {'1 - cos':>8} {'ULP':>10} {'max diff':>8} {'excess':>7}"
@@ -100,7 +100,7 @@ def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any], room: int) -> lis
 
 
 def _is_place(row: Row, verdict: Mapping[str, Any]) -> bool:
-    """Whether the verdict names this row."""
+    """Return whether the verdict is about this row."""
     keys = ("prompt", "step")
     operator = verdict["first_operator"] or row["operator"]
     return (
@@ -142,7 +142,7 @@ def _detail(row: Row) -> list[str]:
 
 
 def _folded(passes: Mapping[tuple[str, str], list[Row]]) -> list[str]:
-    """Return one line per pass that differs, and one per stretch of equal passes."""
+    """Return one line per pass that differs, and one line per stretch of equal passes."""
     lines = []
     for equal, stretch in groupby(passes.items(), key=lambda item: all(row["equal"] for row in item[1])):
         part = list(stretch)
@@ -173,7 +173,7 @@ svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Return the comparison as one HTML page: verdict, plot, and what a terminal shows."""
+    """Return the comparison as one HTML page: the verdict, the plot, and the text for a terminal."""
     verdict, passes = result["verdict"], _passes(result)
     kind = verdict["kind"]
     parts = [f'<h1 class="{escape(kind.split()[0])}">{WORDS[kind]}</h1><p>{escape(verdict["why"])}</p>']
@@ -248,7 +248,7 @@ def _at(row: Row) -> tuple[str, str]:
 
 
 def _layers(places: Sequence[tuple[str, str]], x: Any, step: float, bottom: float) -> list[str]:
-    """Return the marks below the axis: where each layer begins, named as far as there is room."""
+    """Return the marks below the axis where each layer begins, with names if there is room."""
     parts, room = [], -math.inf
     i = 0
     for layer, stretch in groupby(places, key=lambda place: place[0]):

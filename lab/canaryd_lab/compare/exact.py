@@ -1,4 +1,4 @@
-"""Show what `canaryd capture --exact` found (docs/compare.md) in at most six lines: verdict, place, what to do."""
+"""Show the result of `canaryd capture --exact` (docs/compare.md) in at most six lines: verdict, place, what to do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPERATORS = {
     "norm": "last norm",
     "word": "choice of the word",
 }
-"""Operator → its name for people, where its own is not enough."""
+"""Operator → readable name, for operators whose own name is not clear."""
 KERNELS = {"flash_attention": "flash", "efficient_attention": "memory-efficient", "cudnn_attention": "cuDNN"}
 KERNELS |= {"eager-experts": "eager with experts"}
 """Way to compute attention → its name for people, where its own is not one."""
@@ -38,13 +38,13 @@ AGAIN = {
 }
 INPUTS = "all its inputs are right"
 SOME_BITS = 2
-"""Bits that are listed; more are counted."""
+"""Most differing bits that are listed; more bits are only counted."""
 
 Facts = Mapping[str, Any]
 
 
 def text(answer: Facts, width: int | None = None) -> str:
-    """Return the verdict and its reason for a terminal of `width` columns; without a width that of the terminal."""
+    """Return the verdict and its reason for a terminal of `width` columns (None: those of this terminal)."""
     room = columns() if width is None else width
     first = next((ran for ran in answer["ran"] if ran["fault"]), None)
     lines = _right(answer, room) if first is None else _wrong(answer, first, room)
@@ -63,7 +63,7 @@ def _right(answer: Facts, room: int) -> list[str]:
 
 
 def _refused(answer: Facts) -> str:
-    """Return the kernels that did not run, with the formats where it was not in all of them."""
+    """Return the kernels that did not run, each with its formats unless it failed in all of them."""
     formats = {ran["dtype"] for ran in answer["ran"]}
     refused: dict[str, list[str]] = {}
     for item in answer["refused"]:
@@ -108,7 +108,7 @@ def _bits(bits: list[int]) -> str:
 
 
 def _difference(fault: Facts) -> str:
-    """Return the right and the wrong value, as short as they can be told apart."""
+    """Return the right and the wrong value, with just enough digits to differ."""
     wanted, got = (f"{float(fault[name]):.6g}" for name in ("wanted", "got"))
     if wanted == got:
         wanted, got = fault["wanted"], fault["got"]
@@ -116,7 +116,7 @@ def _difference(fault: Facts) -> str:
 
 
 def _weights(ran: Facts) -> str:
-    """Return what is wrong with the weights of the inference, where they read back wrong."""
+    """Return a sentence about the first weight that read back wrong from the device, or "" if all are right."""
     if not ran["weights"]:
         return ""
     name, found = ran["weights"][0]

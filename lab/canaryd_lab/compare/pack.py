@@ -19,15 +19,15 @@ from canaryd.model import State
 
 PACK, RESULT = "canaryd.pack/1", "canaryd.pack-result/1"
 LARGEST = 16 << 20
-"""Bytes of the largest file that is read: 64 elements of each of 29 cases are some kilobytes (ours)."""
+"""Most bytes of a file that is read: 64 elements of each of 29 cases take some kilobytes (ours)."""
 WIDTH = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
-"""Bytes of an element of a result."""
+"""Format → bytes of one element of a result."""
 SHOWN = 3
-"""Wrong cases that are named in the text (ours)."""
+"""Most wrong cases that the text lists (ours)."""
 
 
 class Refused(Exception):
-    """A pack or a result file that cannot be judged; the text says why and what to do."""
+    """A pack or a result file cannot be judged; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Judged:
     wrong: Sequence[Mapping[str, Any]]
     skipped: Sequence[Mapping[str, Any]]
     unproven: bool
-    """Nothing shows that the device computed the results."""
+    """Whether nothing shows that the device computed the results."""
 
 
 def _read(path: Path, schema: str, seal: str) -> dict[str, Any]:
-    """Return a JSON object whose member `seal` is the digest of all others."""
+    """Return a JSON object whose member `seal` is the digest of all its other members."""
     try:
         if path.stat().st_size > LARGEST:
             raise Refused(f"{path}: larger than {LARGEST >> 20} MiB; name a file that a pack's runner wrote")
@@ -90,7 +90,7 @@ def judge(results: Path, directory: Path) -> Judged:
 
 
 def _contradiction(entry: Mapping[str, Any], case: Mapping[str, Any], directory: Path) -> str:
-    """Return why an entry cannot be what a runner saw; "" where it can."""
+    """Return the reason why no runner can have produced an entry, or "" if one can."""
     status = entry["status"]
     if status == "skipped":
         return "" if entry["reason"] else "skipped without a reason"
@@ -107,7 +107,7 @@ def _contradiction(entry: Mapping[str, Any], case: Mapping[str, Any], directory:
 
 
 def _wrong_elements(entry: Mapping[str, Any], expected: Mapping[str, Any], directory: Path) -> str:
-    """Check the listed elements against the pack, and where all are listed the digest of the whole result too."""
+    """Return what is wrong with the listed elements, and with the digest of the whole result if all are listed."""
     file, width = directory / Path(expected["file"]).name, WIDTH[expected["dtype"]]
     try:
         data = bytearray(file.read_bytes())

@@ -19,11 +19,11 @@ import yaml
 from canaryd.facts import printable
 
 LONGEST = 1000
-"""Longest error message in characters: names in a file may have any length."""
+"""Most characters of an error message, because names in a file may have any length."""
 LARGEST = 1e100
-"""Largest valid score: the square of a larger one may overflow."""
+"""Largest valid score, because the square of a larger one may overflow."""
 _PROPORTION = re.compile(r"(?:^|[^a-z])(?:acc|accuracy|averageaccuracy|exact_match|em|pass@1)(?![a-z])")
-"""Names of metrics that are a share of right answers: only for them does n alone give a standard error."""
+"""Names of metrics that are a share of right answers; only for these does n alone give a standard error."""
 _CSV_HEADER = ["dataset", "version", "metric", "mode"]
 
 
@@ -40,40 +40,40 @@ class Sample:
 
     value: float
     prompt: str = ""
-    """Fingerprint of the rendered prompt; "" where the file has none."""
+    """Fingerprint of the rendered prompt; "" if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One metric of one task, as one file gives it."""
+    """One metric of one task in one file."""
 
     task: str
     metric: str
     value: float
-    """A share of right answers is between 0 and 1, also where the file has a percentage; others are as in the file."""
+    """The score: a share of right answers as 0 … 1, even if the file gives a percentage; otherwise as in the file."""
     share: bool
-    """Whether it is a mean of values between 0 and 1: differences are then given in percentage points."""
+    """Whether the score is a mean of values between 0 and 1; its differences are then given in percentage points."""
     n: int | None = None
     stderr: float | None = None
     """Standard error of `value` from the file."""
     samples: Mapping[str, Sample] = field(default_factory=dict)
-    """Key of a question → its result. Empty where there are none, or where their mean is not `value`."""
+    """Key of a question → its result; empty if there are no samples, or if their mean is not `value`."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What must be equal for two scores to be comparable, as far as the file has it."""
+    """Settings that must be equal for two scores to be comparable, if the file has them."""
     note: str = ""
-    """Why samples or a unit are missing."""
+    """The reason why samples or a unit are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """One result file."""
+    """The scores in one result file."""
 
     path: str
     scores: tuple[Score, ...]
 
 
 def load(path: Path) -> Scores:
-    """Read a result file, or the directory that one run of the tool has written. Raises `ScoreError` with one line."""
+    """Return the scores in a result file or in the directory of one run. Raises `ScoreError` with one line."""
     try:
         return _loaded(path)
     except ScoreError:
@@ -106,7 +106,7 @@ def _loaded(path: Path) -> Scores:
 
 
 def _files_in(directory: Path) -> list[Path]:
-    """Find the files of one run: only evalscope writes one per data set."""
+    """Return the files of one run; only evalscope writes one file per data set."""
     for pattern in ("results_*.json", "*/results_*.json", "summary/summary_*.csv", "reports/*/*.json"):
         found = sorted(directory.glob(pattern))
         runs = {file.parent for file in found} if pattern.startswith("reports") else found
@@ -167,7 +167,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
-    """Key samples; a question that a data set has twice gets a number."""
+    """Return samples by key; a question that occurs twice in a data set gets a number."""
     seen: Counter[str] = Counter()
     keyed = {}
     for key, sample in items:
@@ -177,7 +177,7 @@ def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
 
 
 def _with_samples(score: Score, samples: Mapping[str, Sample]) -> Score:
-    """Attach the samples if their mean is the score; perplexity or the F1 of a corpus is not a mean of samples."""
+    """Return the score with its samples if their mean is the score; perplexity or a corpus's F1 is no such mean."""
     if not samples:
         return score
     mean = fmean(sample.value for sample in samples.values())
@@ -199,7 +199,7 @@ def _scores(path: Path, tool: str, scores: Iterable[Score]) -> Scores:
 
 
 def _lm_eval(path: Path, data: Mapping[str, Any]) -> Scores:
-    """Read lm-eval 0.4: results → task → "metric,filter" and "metric_stderr,filter"."""
+    """Return the scores of lm-eval 0.4: results → task → "metric,filter" and "metric_stderr,filter"."""
     config = data.get("config") or {}
     configs = data.get("configs") or {}
     common = {"model": data["model_name"]} if data.get("model_name") else {}
@@ -257,7 +257,7 @@ def _lm_eval(path: Path, data: Mapping[str, Any]) -> Scores:
 
 
 def _evalscope(path: Path, report: Mapping[str, Any]) -> Scores:
-    """Read evalscope 1.x: reports/MODEL/DATASET.json, reviews/MODEL/DATASET_SUBSET.jsonl, configs/*.yaml."""
+    """Return evalscope 1.x's scores: reports/MODEL/DATASET.json, reviews/MODEL/DATASET_SUBSET.jsonl, configs/*.yaml."""
     run, task = path.parent.parent.parent, str(report["dataset_name"])
     settings: dict[str, Any] = {"model": report.get("model_name", "")}
     for file in sorted((run / "configs").glob("*.yaml")):
@@ -312,7 +312,7 @@ def _evalscope(path: Path, report: Mapping[str, Any]) -> Scores:
 
 
 def _opencompass_summary(path: Path) -> Scores:
-    """Read summary/summary_TIME.csv; results/ and predictions/ of the same run give n and samples where they exist."""
+    """Return the scores in summary/summary_TIME.csv; results/ and predictions/ of the same run give n and samples."""
     rows = [row for row in csv.reader(_text(path).split("\n")) if row]
     if not rows or rows[0][:4] != _CSV_HEADER or len(rows[0]) < 5:
         raise ScoreError(f"{path}: unknown format; wanted opencompass's header {','.join(_CSV_HEADER)},MODEL")
@@ -347,14 +347,14 @@ def _opencompass_summary(path: Path) -> Scores:
 
 
 def _predictions(run: Path, model: str, task: str) -> int | None:
-    """Count the questions; a partial run writes TASK_0.json, TASK_1.json, …."""
+    """Return the number of questions, or None; a partial run writes TASK_0.json, TASK_1.json, …."""
     here = run / "predictions" / model
     files = [f for f in here.glob(f"{task}*.json") if re.fullmatch(rf"{re.escape(task)}(_\d+)?", f.stem)]
     return sum(len(_json(file)) for file in files) or None
 
 
 def _percent(score: Score) -> Score:
-    """Turn opencompass's percentages into shares; a value of at most 1 may be either and stays as it is."""
+    """Return opencompass's percentage as a share; a value of at most 1 is ambiguous and stays unchanged."""
     if not _PROPORTION.search(score.metric.lower()) or not 0 <= score.value <= 100:
         return score
     if 0 < score.value <= 1:
@@ -363,7 +363,7 @@ def _percent(score: Score) -> Score:
 
 
 def _opencompass_results(path: Path, data: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Score]:
-    """Read results/MODEL/DATASET.json: metrics as numbers, "details" as a list, or an object with "type"."""
+    """Yield the scores in results/MODEL/DATASET.json: metrics as numbers, "details" a list or an object with "type"."""
     details = data.get("details") or {}
     rows = (
         list(enumerate(details)) if isinstance(details, list) else [(k, v) for k, v in details.items() if k != "type"]

@@ -1,4 +1,4 @@
-"""The statistical tests behind a comparison of scores: SciPy's, loaded where the first is made, and what it lacks."""
+"""The statistical tests of a comparison of scores: SciPy's, imported at the first test, and those that SciPy lacks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from canaryd_lab.compare.score_files import ScoreError
 
 EXACT_UP_TO = 16
-"""Largest number of unequal pairs for which all 2^n sign flips are counted instead of drawn."""
+"""Most unequal pairs for which all 2^n sign flips are counted instead of drawn."""
 FLIPS = 9_999
-"""Sign flips drawn for more pairs: the smallest p is then 1/10,000."""
+"""Number of sign flips drawn for more pairs; the smallest p is then 1/10,000."""
 SEED = 20_240_229
-"""Seed of the drawn sign flips: the same files always give the same p."""
+"""Seed of the drawn sign flips, so that the same files always give the same p."""
 
 
 def _stats() -> Any:
-    """Return `scipy.stats`; raise `ScoreError` where it is not installed."""
+    """Return `scipy.stats`; raise `ScoreError` if SciPy is not installed."""
     try:
         from scipy import stats
     except ImportError as error:
@@ -34,8 +34,8 @@ def mcnemar(b: int, c: int) -> float:
 def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
     """Return the two-sided p of the mean of paired differences under random signs (Fisher 1935).
 
-    Up to 16 differences that are not zero: exact over all 2^n assignments. More: (hits + 1)/(flips + 1) of drawn
-    ones, which never understates p (Phipson and Smyth 2010).
+    Up to 16 nonzero differences: exact, over all 2^n assignments of signs. More: (hits + 1)/(flips + 1) over drawn
+    assignments, which never understates p (Phipson and Smyth 2010).
     """
     largest = max(map(abs, differences), default=0.0)
     live = [d / largest for d in differences if d]
@@ -51,7 +51,7 @@ def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p values adjusted for their number by Holm's step-down method (1979), in the given order."""
+    """Return p values adjusted for the number of tests by Holm's step-down method (1979), in the given order."""
     adjusted = [0.0] * len(ps)
     worst = 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
@@ -61,5 +61,5 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def t95(freedom: int) -> float:
-    """Return Student's 97.5 % quantile."""
+    """Return Student's 97.5 % quantile for `freedom` degrees of freedom."""
     return float(_stats().t.ppf(0.975, freedom))

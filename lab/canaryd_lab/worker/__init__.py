@@ -1,1 +1,1 @@
-"""What the lab runs in a worker, beside torch; it imports of canaryd what a probe may."""
+"""Code of the lab that runs in a worker, beside torch; it imports only those modules of canaryd that a probe may."""

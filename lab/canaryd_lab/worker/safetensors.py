@@ -14,11 +14,11 @@ _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "
 _SAFETENSORS |= {"I64": "int64", "I32": "int32", "U32": "uint32", "I8": "int8", "U8": "uint8"}
 _SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn"}
 HEADER_LIMIT = 100_000_000
-"""Bytes of a header, as the format says; captures of decoding have thousands of tensors."""
+"""Most bytes of a header, as the format says; captures of decoding have thousands of tensors."""
 
 
 class BadFile(ValueError):
-    """A damaged file; the text says what is wrong where."""
+    """A damaged file; the text says what is wrong and where."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text)[:1000])
@@ -30,7 +30,7 @@ def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
 
 
 def parts_of_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """Yield such a file's header, then the bytes of one tensor after the other: a large file never stands in memory."""
+    """Yield a file's header, then the bytes of each tensor, so that memory never holds a large file."""
     codes = {getattr(torch, name): code for code, name in _SAFETENSORS.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -46,7 +46,7 @@ def parts_of_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tensors and texts of a safetensors file; raise `BadFile` for anything that the format forbids.
+    """Return the tensors and texts of a safetensors file; raise `BadFile` if the file breaks the format.
 
     The tensors must cover the data without gap or overlap, as the format demands.
     """

@@ -1,1 +1,1 @@
-"""Captures of a device, and their comparison."""
+"""Captures of a device, and the comparison of two captures."""

@@ -1,4 +1,4 @@
-"""Write what a device computed, operator by operator, into one safetensors file (docs/compare.md)."""
+"""Write the results of a device, operator by operator, into one safetensors file (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from canaryd_lab.worker.safetensors import BadFile, read_safetensors, write_safe
 
 SCHEMA = "canaryd.capture/1"
 HIDDEN = ("embedding", "out", "logits")
-"""Operators that a capture without operators keeps: the hidden states before the first layer and after each."""
+"""Operators that a capture of hidden states alone keeps: before the first layer, after each layer, and the logits."""
 ABOUT = (
     *("schema", "canaryd", "date", "device", "environment", "dtype", "model", "digest"),
     *("prompts", "path", "operators", "drill", "order"),
 )
-"""Names of the texts that every capture has."""
+"""Names of the texts in every capture."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-"""Environment variables that select a CPU's kernels: part of the stack of a capture."""
+"""Environment variables that select a CPU's kernels; they belong to the stack of a capture."""
 
 Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What one device computed. Tensors are on the host, in computing order, named as `name_of` says."""
+    """The results of one device: host tensors in computing order, with names made by `name_of`."""
 
     tensors: Mapping[str, Any]
     about: Mapping[str, str]
-    """Texts by the names in `ABOUT`."""
+    """Name in `ABOUT` → text."""
 
     @property
     def prompts(self) -> list[str]:
@@ -64,36 +64,36 @@ class Capture:
 
 
 def place_of(point: str) -> tuple[str, str]:
-    """Return layer and operator of a rounding point of the exact canary: "2.query" → ("2", "query")."""
+    """Return layer and operator of a place in the exact canary: "2.query" → ("2", "query")."""
     layer, dot, operator = point.rpartition(".")
     return (layer, operator) if dot else ("input" if point == "embedding" else "head", point)
 
 
 def name_of(prompt: str, step: str, layer: str, operator: str) -> str:
-    """Return the name of a tensor; `step` is "forced", or the number of a forward pass of decoding (0: the prompt)."""
+    """Return a tensor's name; `step`: "forced", or the number of a forward pass of decoding (0: the prompt)."""
     return f"{prompt}/{step}/{layer}/{operator}"
 
 
 @dataclass
 class Recorder:
-    """Keep the tensors that pass by; for a drill, change one element of one of them, once."""
+    """Keeps the tensors that the model passes to it; for a drill, it changes one element of one tensor, once."""
 
     operators: bool
     drill: str = ""
-    """Place to change, such as "2.query"."""
+    """Place whose result is changed, such as "2.query"."""
     kept: dict[str, Any] = field(default_factory=dict)
     places: list[str] = field(default_factory=list)
-    """All places met."""
+    """All places seen so far."""
     struck: bool = False
     prompt: str = ""
     step: str = ""
 
     def keep(self, name: str, tensor: Any) -> None:
-        """Copy a tensor to the host under its whole name."""
+        """Copy a tensor to the host under its complete name."""
         self.kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
     def see(self, layer: str, operator: str, tensor: Any) -> Any:
-        """Note a tensor; return the tensor to go on with."""
+        """Record a tensor; return the tensor with which the model continues."""
         place = f"{layer}.{operator}"
         if place not in self.places:
             self.places.append(place)
@@ -113,7 +113,7 @@ def _spoilt(tensor: Any) -> Any:
 
 
 def files() -> Path:
-    """Return the file of the prompts that a capture asks: the checkout's or the wheel's."""
+    """Return the file with a capture's prompts, from the checkout or the wheel."""
     package = Path(canaryd.__file__).resolve().parent
     probes = package.parent / "probes"
     return (probes if probes.is_dir() else package / "probes.d") / "endpoint" / "prompts.json"
@@ -128,10 +128,10 @@ def record_directory(
     forced: bool,
     progress: Progress,
 ) -> None:
-    """Run the shipped prompts through a Hugging Face model, past the recorder.
+    """Run the shipped prompts through a Hugging Face model, and record its tensors.
 
     Operators are the leaf modules of every decoder layer, under their own names, and the layer itself as "out".
-    `forced` takes a prompt in one pass. Raises `Skip` where the model does not run or fit here.
+    `forced` processes a prompt in one pass. Raises `Skip` if the model does not run or fit here.
     """
     prompts = []
     for prompt in load(files()):
@@ -191,20 +191,20 @@ def _hook(model: Any, recorder: Recorder) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a capture was asked for, checked."""
+    """The checked arguments of a capture."""
 
     device: Device
     out: Path
     directory: Path
-    """A Hugging Face checkpoint."""
+    """Directory of a Hugging Face checkpoint."""
     dtype: str
     names: tuple[str, ...]
-    """Prompts of the shipped file."""
+    """Names of prompts in the shipped file."""
     forced: bool
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> _Request:
-        """Return a request out of plain data; raise `ValueError` for the first argument that is wrong."""
+        """Return a request from plain data; raise `ValueError` for the first wrong argument."""
         dtype = arguments["dtype"]
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: wanted one of {', '.join(DTYPES)}")
@@ -224,7 +224,7 @@ class _Request:
 
 
 def file_to_write(name: str) -> Path:
-    """Return the path of a file that may be written; raise `ValueError` for a directory, or where there is none."""
+    """Return the path of a file to write; raise `ValueError` for a directory or if its parent does not exist."""
     out = Path(name)
     if out.is_dir() or not out.absolute().parent.is_dir():
         what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is not a directory"
@@ -235,9 +235,9 @@ def file_to_write(name: str) -> Path:
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """Capture as requested; return the "file", its "bytes", the number of its "tensors", and "seconds".
 
-    Arguments: device (a `Device` as JSON), out (path), model (a Hugging Face directory), dtype, prompts (names; none
-    for all), operators (false: hidden states and logits alone), forced (one pass over the prompt, no decoding), drill
-    ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` for what cannot run here.
+    Arguments: device (a `Device` as JSON), out (path), model (a Hugging Face directory), dtype, prompts (names; [] for
+    all), operators (false: hidden states and logits alone), forced (one pass over the prompt, no decoding), drill
+    ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` if the model cannot run here.
     """
     need_torch()
     started = time.monotonic()
@@ -268,7 +268,7 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 def _compute(
     request: _Request, checkpoint: hugging_face.Checkpoint, recorder: Recorder, progress: Progress
 ) -> dict[str, str]:
-    """Run the model past the recorder; return the switches that were set."""
+    """Run the model with the recorder attached; return the switches that were set."""
     device, names, forced = request.device, request.names, request.forced
     with strict_switches() as switches, torch.inference_mode():
         try:
@@ -286,7 +286,7 @@ def _compute(
 def environment(
     device: Device, switches: dict[str, str], checkpoint: hugging_face.Checkpoint | None = None
 ) -> dict[str, str]:
-    """Return what the bits may depend on, apart from device, dtype and model."""
+    """Return the facts, other than device, dtype and model, on which the bits may depend."""
     chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
     facts = interface.of(device).stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
     if checkpoint:
@@ -295,7 +295,7 @@ def environment(
 
 
 def write(path: Path, recorder: Recorder, texts: Mapping[str, str]) -> int:
-    """Write a capture with those `texts` of `ABOUT` that the caller knows; return its bytes. Raises `ValueError`."""
+    """Write a capture with the caller's `texts` of `ABOUT`; return its size in bytes. Raises `ValueError`."""
     about = {
         "schema": SCHEMA,
         "canaryd": __version__,
@@ -311,7 +311,7 @@ def write(path: Path, recorder: Recorder, texts: Mapping[str, str]) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all; raise `ValueError` where that fails, and leave nothing behind."""
+    """Write a file completely or not at all; raise `ValueError` if that fails, and leave no partial file."""
     parent = path.absolute().parent
     try:
         write_whole(path, data)
@@ -326,7 +326,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:
-    """Return whether all logits of a prompt are [batch, position, vocabulary] of one vocabulary with its tokens."""
+    """Return whether all logits of a prompt are [batch, position, vocabulary], and the vocabulary has its tokens."""
     tokens = held[f"{prompt}/tokens"]
     logits = [t for name, t in held.items() if name.startswith(f"{prompt}/") and name.endswith("/head/logits")]
     if not all(t.dim() == 3 and t.is_floating_point() and t.numel() for t in logits):
@@ -339,7 +339,7 @@ def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bo
 
 
 def read(path: Path) -> Capture:
-    """Return a capture from its file; raise `ValueError` with one line for anything else."""
+    """Return a capture from its file; raise `ValueError` with one line for any other file."""
     try:
         return _read(path)
     except ValueError as error:  # the message may quote an untrusted file

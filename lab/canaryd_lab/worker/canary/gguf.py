@@ -1,4 +1,4 @@
-"""Write a GGUF file, as llama.cpp reads it: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3."""
+"""Write a GGUF file for llama.cpp: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from canaryd.worker.numeric.tensors import bytes_of, torch
 
 FORMATS = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32)}
-"""Formats of a matrix: its `ggml_type`, and the `llama_ftype` of a file of such matrices."""
+"""Format of a matrix → its `ggml_type`, and the `llama_ftype` of a file of such matrices."""
 _ALIGNMENT = 32
 _WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -34,9 +34,9 @@ _OF_A_LAYER = {
 
 
 def parts_of_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) -> Iterator[bytes]:
-    """Yield a file's header, then the bytes of one tensor after the other, so that no whole file stands in memory.
+    """Yield a file's header, then the bytes of each tensor, so that memory never holds the whole file.
 
-    Names are those of Hugging Face's Llama. Vectors are float32, as llama.cpp's own converter has them.
+    Names are those of Hugging Face's Llama. Vectors are float32, as in files of llama.cpp's own converter.
     """
     forms = {name: "float32" if tensor.dim() == 1 else form for name, tensor in weights.items()}
     head, at = [], 0
@@ -58,7 +58,7 @@ def _aligned(size: int) -> int:
 
 
 def sizes(architecture: str, config: Mapping[str, Any], form: str) -> dict[str, Any]:
-    """Return the metadata that llama.cpp wants of a model, from its `config.json`."""
+    """Return the metadata that llama.cpp needs for a model, from the model's `config.json`."""
     return {
         "general.architecture": architecture,
         "general.file_type": FORMATS[form][1],
@@ -74,7 +74,7 @@ def sizes(architecture: str, config: Mapping[str, Any], form: str) -> dict[str, 
 
 
 def ggml_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor of Hugging Face's Llama."""
+    """Return llama.cpp's name for a tensor of Hugging Face's Llama."""
     stem, _, kind = name.rpartition(".")
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{kind}"
@@ -88,7 +88,7 @@ def _string(text: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """Return a value behind its `gguf_metadata_value_type`; lists hold whole numbers or texts."""
+    """Return a value's bytes after its `gguf_metadata_value_type`; lists hold whole numbers or texts."""
     if isinstance(value, list) and isinstance(value[0], int):
         return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     if isinstance(value, list):

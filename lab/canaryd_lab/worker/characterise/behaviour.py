@@ -1,4 +1,4 @@
-"""How a device behaves under strain: memory that runs out, work that does not end."""
+"""A device's behaviour under strain: memory that runs out, work that does not end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 
 ROOM = 1 << 30
-"""Bytes that this process may take beyond what it has, so that memory runs out here and not for a server (ours)."""
+"""Bytes that this process may allocate from now on, so that memory runs out here and not for a server (ours)."""
 BLOCK = 256 << 20
 """Bytes of one allocation."""
 
 
 def memory(bench: Bench) -> None:
-    """Take memory until there is no more: the error must say so, and right answers must follow."""
+    """Allocate memory until none is left: the error must say so, and right answers must follow."""
     device, (_, total) = torch_device(bench.device), bench.runtime.memory(bench.device)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     held: list[Any] = []
@@ -62,7 +62,7 @@ def _data_bytes() -> int:
 
 
 def spin(bench: Bench) -> None:
-    """Compute until the time is spent: for a worker that is going to be killed."""
+    """Compute until the time is spent, in a worker that will be killed."""
     a = torch.ones((1024, 1024), device=torch_device(bench.device))
     turns = 0
     while bench.left > 0:

@@ -1,4 +1,4 @@
-"""What every part of a characterisation works with: the device, its time, and a list of what was seen."""
+"""The workplace of a part of a characterisation: the device, its time, and the list of observations."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from canaryd.worker.runtime.interface import Operation, Runtime
 from canaryd_lab.observation import Claim, Observation, Seen
 
 BLIND = "blind"
-"""The drill that makes every comparison say "equal": the controls must notice."""
+"""The drill that makes every comparison say "equal", which the controls must notice."""
 SEED = 20_261_123
-"""Seed of all operands: two characterisations of one device compute the same data."""
+"""Seed of all operands, so that two characterisations of one device compute the same data."""
 Compute = Callable[[tuple[Any, ...], Any], Any]
 Progress = Callable[[float, str], None]
 Values = Mapping[str, float | int | str]
@@ -34,13 +34,13 @@ class DeviceFailed(Exception):
 
 @dataclass
 class Bench:
-    """One part at work."""
+    """One running part."""
 
     device: Device
     seconds: float
-    """Time that the part may take."""
+    """Seconds that the part may take."""
     drill: str = ""
-    """A fault of `faults.FAULTS` put into every strict result, or `BLIND`; "" for none."""
+    """A fault of `faults.FAULTS` for every strict result, or `BLIND`; "" for none."""
     progress: Progress = lambda _fraction, _text: None
     clock: Callable[[], float] = time.monotonic
     seen: list[Observation] = field(default_factory=list)
@@ -57,32 +57,32 @@ class Bench:
         return interface.of(self.device)
 
     def computes(self, operation: Operation) -> Compute:
-        """Return how the device computes an operation."""
+        """Return the function with which the device computes an operation."""
         return partial(self.runtime.run, operation)
 
     @property
     def left(self) -> float:
-        """Seconds that are left, never negative."""
+        """Seconds left, never negative."""
         return max(0.0, self.begun + self.seconds - self.clock())
 
     def add(
         self, name: str, claim: Claim, seen: Seen, detail: str = "", *, error: str = "", values: Values | None = None
     ) -> None:
-        """Note what was seen."""
+        """Record one observation."""
         self.progress(min(0.99, 1 - self.left / self.seconds), name)
         self.seen.append(
             Observation(name=name, claim=claim, seen=seen, error=error, detail=detail, values=values or {})
         )
 
     def out_of_time(self, name: str, claim: Claim) -> bool:
-        """Return whether the part's time is spent, and note what is not reached then."""
+        """Return whether the part's time is spent, and if so record `name` as not reached."""
         if self.left > 0:
             return False
         self.add(name, claim, Seen.NOT_REACHED, f"the part's {self.seconds:g} s were spent before its turn")
         return True
 
     def note_error(self, name: str, claim: Claim, caught: Exception) -> None:
-        """Note an error by what it means. Raises `DeviceFailed` for one of the device."""
+        """Record an error as an observation of its kind. Raises `DeviceFailed` for an error of the device."""
         lines = [line.strip() for line in str(caught).splitlines() if line.strip()]
         text = f"{type(caught).__name__}: {(lines or ['no reason given'])[0]}"
         kind = "harness" if isinstance(caught, Inexact) else kind_of(caught).value
@@ -94,7 +94,7 @@ class Bench:
             raise DeviceFailed(text) from caught
 
     def same(self, result: Any, golden: Any) -> bool:
-        """Compare a result with its golden where both lie, and once more on the host; only both together are equal."""
+        """Return whether a result equals its golden both on the device and on the host."""
         if self.drill == BLIND:
             return True
         runtime = self.runtime
@@ -102,7 +102,7 @@ class Bench:
         return runtime.agree([result], golden)[0] and on_host
 
     def verify(self, name: str, build: Callable[[], Problem], compute: Compute, claim: Claim = Claim.STRICT) -> None:
-        """Compute one problem from two uploads and note whether the results have the golden's bits."""
+        """Compute one problem from two uploads, and record whether both results have the golden's bits."""
         if self.out_of_time(name, claim):
             return
         try:

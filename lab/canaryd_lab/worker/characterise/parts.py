@@ -18,12 +18,12 @@ from canaryd_lab.worker.characterise import behaviour, controls, exactness, spee
 from canaryd_lab.worker.characterise.bench import Bench, DeviceFailed, Progress
 
 SLOW = {"jax": 60}
-"""Runtime → seconds of its part of attention, where 12 are too few: XLA compiles every shape anew."""
+"""Runtime → seconds of its attention part if 12 are too few: XLA compiles every shape anew."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part: `rank` orders it among all, the most telling first; `seconds` is the most that it may take."""
+    """One part; `rank` is its place in the order, the most telling parts first; `seconds` is its longest time."""
 
     name: str
     title: str
@@ -31,11 +31,11 @@ class Part:
     seconds: float
     carry_out: Callable[[Bench], None]
     runtimes: tuple[str, ...] = RUNTIMES
-    """Those through which it can be carried out."""
+    """Runtimes through which the part can be carried out."""
 
 
 def environment(bench: Bench) -> None:
-    """Note the stack under test, torch's switches, the device and what the goldens assume of it."""
+    """Record the stack under test, torch's switches, the device, and what the goldens assume of the device."""
     device = bench.device
     with bench.runtime.strict(device) as switches:
         bench.facts["switches"] = as_text(switches)
@@ -72,7 +72,7 @@ PARTS = {
         Part("memory", "Memory that runs out", 85, 10, behaviour.memory, (TORCH,)),
     )
 }
-"""Every part of a plan that the worker carries out, by name."""
+"""Name → every part of a plan that the worker carries out."""
 HELPERS = {
     part.name: part
     for part in (
@@ -80,14 +80,14 @@ HELPERS = {
         Part("vendor tool", "The vendor's own tool", 0, 10, vendor_tool.vendor_tool),
     )
 }
-"""What other parts ask for."""
+"""Parts that only other parts request."""
 
 WITHOUT_TORCH = frozenset({"vendor tool"})
-"""Parts that run under canaryd's own interpreter."""
+"""Names of parts that run in canaryd's own interpreter."""
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return the list of "parts" where `part` is "", else that part's "observations" and "facts"."""
+    """Return the list of "parts" if `part` is "", otherwise that part's "observations" and "facts"."""
     device = from_json(Device, arguments["device"])
     if not arguments["part"]:
         mine = (p for p in PARTS.values() if device.runtime in p.runtimes)

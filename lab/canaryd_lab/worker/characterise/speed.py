@@ -1,4 +1,4 @@
-"""What verification costs: products per second, raw and verified."""
+"""The cost of verification: products per second, raw and verified."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from canaryd_lab.worker.characterise.exactness import product_of
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 GROWTH = 5.0
-"""How much longer a size takes than half of it: between 4, for making its golden, and 8, for its product (ours)."""
+"""Assumed ratio of a size's time to that of half the size: between 4, for its golden, and 8, for its product (ours)."""
 SAMPLE = 0.15
-"""Seconds of one measurement of speed, at least."""
+"""Shortest seconds of one measurement of speed."""
 
 
 def _offered(bench: Bench) -> list[tuple[str, str]]:
-    """Return the pairs of formats that the device multiplies; note the others."""
+    """Return the pairs of formats that the device multiplies; record the others as observations."""
     found = []
     for given, target in FORMAT_PAIRS:
         source = float8(bench.device, given)
@@ -53,7 +53,7 @@ def _offered(bench: Bench) -> list[tuple[str, str]]:
 
 
 def throughput(bench: Bench) -> None:
-    """Measure products per second, raw and verified, from 512 up, in every pair of formats; sizes in turn."""
+    """Measure products per second, raw and verified, for each size from 512 up in every pair of formats."""
     with strict_switches():
         offered = _offered(bench)
         took: dict[str, float] = {}
@@ -74,10 +74,10 @@ def throughput(bench: Bench) -> None:
 
 
 class Repetition:
-    """Products that a GPU repeats by itself: unverified, and as exact_matmul verifies them, on fresh operands."""
+    """Products that a GPU repeats without the host: unverified, or verified on fresh operands as in exact_matmul."""
 
     def __init__(self, session: Session, case: Case, pools: Problem, seed: int) -> None:
-        """Capture both; raise what the runtime raises, or `ValueError` for a comparison that sees nothing."""
+        """Capture both kinds; raise the runtime's exception, or `ValueError` if the comparison sees no fault."""
         assert case.product is not None
         runtime, device = session.runtime, session.ctx.device
         gatherer = Gatherer(runtime, device, case.product, pools, seed)
@@ -98,18 +98,18 @@ class Repetition:
         self._raw = Graph(target, unverified)
 
     def unverified(self, bursts: int) -> None:
-        """Multiply, and wait for the end."""
+        """Launch the multiplications `bursts` times, and wait for the end."""
         for _ in range(bursts):
             self._raw.launch()
         self._raw.answers()
 
     def verified(self, bursts: int) -> int:
-        """Gather, multiply and compare; return how many results were not equal to their golden."""
+        """Gather, multiply and compare; return the number of results that differ from their golden."""
         return sum(len(turn.answers) - turn.answers.count(EQUAL) for turn in self._turns.turns(math.inf, bursts))
 
 
 def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None:
-    """Measure one size."""
+    """Measure the speed of one size."""
     product = product_of(bench.device, source, target, "permute", "nt", (size, size, size, 0))
     (raw_seconds, busy), (verified_seconds, verified_busy), wrong = _measured(bench, source, target, product)
     work = 2.0 * size**3
@@ -124,7 +124,7 @@ def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None
 
 
 Speeds = tuple[tuple[float, float | None], tuple[float, float | None], int]
-"""Raw and verified: seconds of a product and the share of the time in which the device was busy; wrong products."""
+"""Raw and verified: (seconds per product, share of the time in which the device was busy); then wrong products."""
 
 
 def _measured(bench: Bench, source: str, target: str, product: Product) -> Speeds:
@@ -140,7 +140,7 @@ def _measured(bench: Bench, source: str, target: str, product: Product) -> Speed
 
 
 def _repeated(bench: Bench, source: str, target: str, product: Product) -> Speeds:
-    """By bursts that the device repeats: those of exact_matmul."""
+    """Return the speeds of bursts that the device repeats, as in exact_matmul."""
     session = Session(Context(device=bench.device, level="standard", seed=SEED, budget=bench.left))
     case = Case("throughput", partial(build, product), computing(bench.device, source, target), product=product)
     repetition = Repetition(session, case, make_pools(product.of_pools, SEED), SEED)
@@ -165,7 +165,7 @@ def _repeated(bench: Bench, source: str, target: str, product: Product) -> Speed
 
 
 def _one_by_one(bench: Bench, source: str, target: str, product: Product) -> Speeds:
-    """By products that the host hands to the device one after the other."""
+    """Return the speeds of products that the host starts one after the other."""
     problem = build(product, SEED)
     operands = upload(problem.operands, bench.device)
     (golden,) = upload((problem.golden,), bench.device)
@@ -183,7 +183,7 @@ def _one_by_one(bench: Bench, source: str, target: str, product: Product) -> Spe
 
 
 def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]:
-    """Return seconds of one call, and the share of the time in which a processor was busy."""
+    """Return the seconds of one call, and the share of the time in which a processor was busy."""
     work()
     synchronize(bench.device)
     calls, started, processor = 0, time.perf_counter(), time.process_time()

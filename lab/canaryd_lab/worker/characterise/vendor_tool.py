@@ -1,4 +1,4 @@
-"""What the vendor's own tool says of a device, under the names of canaryd's readings."""
+"""The readings of the vendor's own tool, under canaryd's names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from canaryd.worker.telemetry.sysfs import Unreadable
 from canaryd_lab.worker.characterise.bench import Bench
 
 PATIENCE = 8.0
-"""Seconds for the tool's answer."""
+"""Seconds to wait for the tool's answer."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of nvidia-smi, and how it becomes a reading."""
+    """One field of nvidia-smi, and its conversion to a reading."""
 
     query: str
     reading: str
     factor: float = 1.0
-    """From the tool's unit to the reading's."""
+    """Factor from the tool's unit to the reading's unit."""
     tolerance: float = 0.0
-    """Largest difference, in the reading's unit, between two looks a second apart (ours)."""
+    """Largest difference, in the reading's unit, between two reads a second apart (ours)."""
 
 
 FIELDS = (
@@ -49,7 +49,7 @@ FIELDS = (
     Field("ecc.errors.uncorrected.aggregate.dram", "ecc_aggregate_errors_total{kind=uncorrected,location=dram}"),
 )
 WITHOUT = ("[N/A]", "[Not Supported]", "N/A", "[Unknown Error]", "")
-"""What the tool writes where it has no value."""
+"""Texts that the tool prints if it has no value."""
 
 
 def parse(names: list[str], line: str) -> dict[str, dict[str, Any]]:
@@ -67,7 +67,7 @@ def parse(names: list[str], line: str) -> dict[str, dict[str, Any]]:
 
 
 def vendor_tool(bench: Bench) -> None:
-    """Ask nvidia-smi for every field, one by one where it does not know one; note what it says."""
+    """Ask nvidia-smi for all fields, or one by one if it does not know some; record the values."""
     device = bench.device
     base = ["nvidia-smi", f"--id={device.parent or device.uuid}", "--format=csv,noheader,nounits"]
     found: dict[str, dict[str, Any]] = {}

@@ -1,1 +1,1 @@
-"""Exact canaries: made, proved, exported, captured."""
+"""The lab's exact canaries: construction, proof, export, capture."""

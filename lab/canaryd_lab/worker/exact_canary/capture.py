@@ -30,9 +30,9 @@ SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"
 """Name of the one prompt in a capture."""
 MODEL = "exact canary"
-"""Value of `model` in a capture, with the way attention is computed."""
+"""Beginning of `model` in a capture; the kind of attention follows."""
 ROUTED = (".shares", ".chosen")
-"""What the router gives in no certain order: it is compared as the share of each expert."""
+"""Suffixes of the router's results, whose order is arbitrary: they are compared as the share of each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +41,27 @@ class Ran:
 
     dtype: str
     path: str
-    """"decode": prompt, then word by word; "forced": prompt and continuation in one pass."""
+    """"decode": the prompt, then word by word; "forced": prompt and continuation in one pass."""
     kernel: str
     values: int
     loose: int
     wrong: int
-    """Wrong values, those that follow from others too."""
+    """Number of wrong values, those caused by other wrong values included."""
     faults: int
-    """Places that are wrong although everything that they read is right."""
+    """Number of places that are wrong although everything that they read is right."""
     places: tuple[Place, ...] = ()
-    """The first 64 of them, in the order of work."""
+    """The first 64 of the places at fault, in the order of work."""
     fault: Fault | None = None
-    """The first one."""
+    """The first fault, or None if there is none."""
     again: str = ""
-    """What the same inference gave a second time: "same" fault, "other" fault, "right"; "" where there was none."""
+    """Result of a second run of the inference: "same" fault, "other" fault, "right"; "" if no value was wrong."""
     weights: tuple[tuple[str, Evidence], ...] = ()
-    """Weights that read back wrong from the device afterwards."""
+    """Weights that were wrong when they were read back from the device afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Inferences that the device does not take."""
+    """Inferences that the device refuses."""
 
     dtype: str
     kernel: str
@@ -74,21 +74,21 @@ class Session:
 
     device: Device
     strike: Watch | None = None
-    """Changes a result before it is recorded: an injected fault."""
+    """Function that changes a result before it is recorded: an injected fault."""
     drill: str = ""
-    """Place such as "2.down" where the first inference that has it is spoilt once."""
+    """Place such as "2.down", whose result is spoilt once, in the first inference that has it."""
     places: list[str] = field(default_factory=list)
-    """Places met."""
+    """Places seen so far."""
     struck: bool = False
     wrong: Recorder | None = None
-    """What was recorded in the first inference with a wrong value."""
+    """Recorder of the first inference with a wrong value."""
 
     def __post_init__(self) -> None:
-        """Raise `Skip` where the exact canary does not run through the device's runtime."""
+        """Raise `Skip` if the exact canary does not run through the device's runtime."""
         self.runtime, self.operators = interface.of(self.device), interface.operators_of(self.device)
 
     def run(self, inference: Inference, known: Truth, weights: Mapping[str, Any]) -> Ran:
-        """Run and compare one inference; where a value is wrong once more. `weights` lie on the device."""
+        """Run and compare one inference; repeat it if a value is wrong. `weights` are on the device."""
         recorder = Recorder(operators=True, drill="" if self.struck else self.drill)
         found = self.once(inference, known, weights, recorder)
         self.struck |= recorder.struck
@@ -118,7 +118,7 @@ class Session:
         )
 
     def once(self, inference: Inference, known: Truth, weights: Mapping[str, Any], recorder: Recorder) -> Examined:
-        """Run one inference past a recorder, which then holds a whole capture; return how it compares."""
+        """Run one inference with a recorder, which then holds a complete capture; return the comparison."""
         recorder.prompt, recorder.step = PROMPT, "forced" if inference.path == "forced" else "-1"
         words = known.values["word"].to(torch.int64)
 
@@ -151,7 +151,7 @@ class Session:
 
 
 def _complete(recorder: Recorder, given: Any) -> None:
-    """Turn what was recorded into a whole capture: with the tokens given, and those chosen."""
+    """Complete a recorder's tensors to a capture: add the given and the chosen tokens."""
     chosen = [recorder.kept.pop(name) for name in [*recorder.kept] if name.endswith("/word")]
     best = torch.cat(chosen, 1) if chosen else recorder.kept[f"{PROMPT}/forced/head/logits"].argmax(-1)
     recorder.keep(f"{PROMPT}/input", given)
@@ -159,7 +159,7 @@ def _complete(recorder: Recorder, given: Any) -> None:
 
 
 def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
-    """Return every inference of these formats on a device; without an anchor later, those of the experts last."""
+    """Return every inference of these formats; those without an anchor come later, those with experts last."""
     count = steps(TINY, "quick")
     found = [Inference(form, path, 1, kernel, count) for form, kernel, path in product(forms, kernels(device), PATHS)]
     found.sort(key=lambda inference: not inference.anchored)
@@ -168,7 +168,7 @@ def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
 
 
 def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progress) -> Iterator[Ran | Refused]:
-    """Run all inferences of these formats; yield what each gave."""
+    """Run all inferences of these formats; yield the result of each."""
     known: dict[tuple[Shape, bool], Truth] = {}
     refused: set[tuple[str, str]] = set()
     uploaded, weights = ("", (TINY, False)), {}
@@ -195,17 +195,17 @@ def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progres
 
 
 def _upload(known: Truth, form: str, device: Device) -> dict[str, Any]:
-    """Return the weights in a format, on the device."""
+    """Return a model's weights, converted to a format, on the device."""
     host = known.model.weights
     cast = tuple(w.to(getattr(torch, form)) for w in host.values())
     return dict(zip(host, interface.of(device).upload(cast, device), strict=True))
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return what was found as JSON data (docs/compare.md).
+    """Return the results as JSON data (docs/compare.md).
 
     Arguments: device (a `Device` as JSON), dtype ("" for all), seed (of model and prompt), out ("" or the path for the
-    first wrong inference), drill ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` where
+    first wrong inference), drill ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` if
     nothing runs here or the host contradicts itself.
     """
     need_torch()
@@ -242,7 +242,7 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def _write(out: Path, recorder: Recorder, device: Device, first: Ran, seed: int, switches: dict[str, str]) -> int:
-    """Write the capture of the first wrong inference; return its bytes."""
+    """Write the capture of the first wrong inference; return its size in bytes."""
     texts = {
         "device": json.dumps(to_json(device)),
         "environment": json.dumps(environment(device, switches)),

@@ -15,18 +15,18 @@ from canaryd_lab.worker.exact_canary.layout import Layout, lay_out, ports
 from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, full
 
 READ = 16
-"""Cancelling pairs per row of the head: with more of them float32 sums would hide the lowest bits of a fault."""
+"""Cancelling pairs per row of the head; with more, float32 sums would hide the lowest bits of a fault."""
 TOP = 20
-"""Logit of the right word; each wrong bit of place or value costs 8."""
+"""Logit of the right word; each wrong bit of place or value subtracts 8."""
 
 
 def construct(shape: Shape, seed: int, *, anchored: bool | None = None, bits: int = 0) -> Model:
-    """Return the model, whose weights `bits` can store (0: bfloat16); raise `Unfit` where sizes are too small."""
+    """Return the model; its weights fit into `bits` bits (0: bfloat16). Raises `Unfit` if the sizes are too small."""
     return Maker(shape, plan(shape, anchored=anchored), seed, Digits.quantised(bits)).model()
 
 
 class Maker:
-    """What the parts of one construction share."""
+    """State that the steps of one construction share."""
 
     def __init__(self, shape: Shape, program: Plan, seed: int, digits: Digits) -> None:
         self.shape, self.program, self.seed, self.digits = shape, program, seed, digits
@@ -38,7 +38,7 @@ class Maker:
         self.codes = self._codes()
 
     def model(self) -> Model:
-        """Build every weight."""
+        """Return the model with all its weights."""
         d = self.shape.hidden
         weights = _narrow({"model.embed_tokens.weight": self._embedding()})
         for i in range(self.shape.layers):
@@ -51,15 +51,15 @@ class Maker:
         return Model(self.shape, self.program, self.seed, weights)
 
     def _codes(self) -> Any:
-        """Return each place's code (places, place bits), signs."""
+        """Return each place's code as signs (places, place bits)."""
         order = permutation(self.seed, "places", self.program.places)
         return _signs(order, self.program.place_bits)
 
     def _statics(self) -> Any:
-        """Return signs (places + 1, statics).
+        """Return the static bits as signs (places + 1, statics).
 
-        A place's code, the codes its even and odd heads look for, its code again, +1, and its pair of experts; at last
-        the anchor's.
+        A row: the place's code, the codes that its even and odd heads look for, its code again, +1, and its pair of
+        experts. The last row is the anchor's.
         """
         place = torch.arange(self.program.places)
         own = place < self.program.prompt
@@ -72,7 +72,7 @@ class Maker:
         return torch.cat([words, anchor])
 
     def _embedding(self) -> Any:
-        """Return (vocabulary, hidden). Words that the program does not use repeat those that it does."""
+        """Return the embedding (vocabulary, hidden); words that the program does not use repeat those that it uses."""
         p = self.program
         word = torch.arange(self.shape.vocabulary) % p.words
         place, value = word // p.values, word % p.values
@@ -91,7 +91,7 @@ class Maker:
         return out
 
     def _head(self) -> Any:
-        """Return (vocabulary, hidden): 20 for the right word, 8 less per wrong bit; the others read what is there."""
+        """Return the head (vocabulary, hidden): 20 for the right word, 8 less per wrong bit; plus `_readers`."""
         p, head = self.program, Matrix(self.at_a, self.shape.vocabulary, self.digits)
         word = torch.arange(p.words)
         before = self.codes[(word // p.values - 1) % p.places].to(torch.float64)
@@ -119,7 +119,7 @@ class Maker:
         return head.finish(self.seed + 8, 16.0, READ)
 
     def _readers(self, head: Matrix) -> None:
-        """Let each word that the program does not use read one static bit, with a full significand of 2 to 4."""
+        """Add weights that let each word outside the program read one static bit, with a full significand of 2 to 4."""
         rest = range(self.program.words, self.shape.vocabulary)
         sizes = full(self.seed, "readers", len(rest), 2.0, self.digits.bits)
         names = [name for name in self.at_a.members if isinstance(name, tuple) and name[0] == "s"]
@@ -129,7 +129,7 @@ class Maker:
 
 
 def _narrow(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights in bfloat16; raises `Inexact` where one has more bits."""
+    """Return weights in bfloat16; raises `Inexact` if one has more bits."""
     narrow = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     for name, weight in weights.items():
         if not torch.equal(narrow[name].to(torch.float32), weight):

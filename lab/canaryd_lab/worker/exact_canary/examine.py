@@ -1,6 +1,6 @@
-"""Compare a capture of the exact canary with the truth, and tell an operator's own fault from an inherited one.
+"""Compare a capture of the exact canary with the truth, and separate an operator's own faults from inherited ones.
 
-An operator is at fault at a position where its result is wrong and everything that it read is right.
+An operator is at fault at a position if its result is wrong and everything that it read is right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd_lab.worker.exact_canary.truth import Truth, axis_of
 
 LISTED = 64
-"""Places that are listed at most."""
+"""Most places that are listed."""
 INPUTS = {
     **dict.fromkeys(("query", "key", "value"), ("attention_norm",)),
     "rotated_query": ("query",),
@@ -35,64 +35,64 @@ INPUTS = {
     "down": ("active",),
     "out": ("middle", "down"),
 }
-"""Operator of a layer → what it reads in its layer; see `_reads` for the others."""
+"""Operator of a layer → the operators of the same layer that it reads; `_reads` handles all others."""
 FUSED = ("rotated_query", "keys", "values")
-"""What the mixture reads where one kernel computes scores, softmax and mixture."""
+"""Operators that the mixture reads if one kernel computes scores, softmax and mixture."""
 OF_ALL_POSITIONS = ("keys", "values")
 AXES = {
     **dict.fromkeys(("rotated_query", "rotated_key", "keys", "values"), ("", "head", "position", "element")),
     "word": ("", "position"),
 }
-"""Operator → what the axes of its result count; of others position and element. The first axis is the one row."""
+"""Operator → meaning of its result's axes; position and element for others. The first axis is the single row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A position at which an operator's result is wrong, and everything that it read is right."""
+    """A position at which an operator's result is wrong although everything that it read is right."""
 
     layer: str
-    """"0" for the first, "0.expert2" for an expert in it; "input" and "head" before and behind the layers."""
+    """"0" for the first layer, "0.expert2" for an expert in it; "input" before the layers and "head" after them."""
     operator: str
     step: str
-    """"forced" for one pass, else the forward pass of decoding: 0 is the prompt."""
+    """"forced" for one pass, otherwise the number of the forward pass of decoding; 0 is the prompt."""
     position: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The first such place in the order of work."""
+    """The first wrong operator in the order of work, with its wrong elements."""
 
     place: Place
     where: Mapping[str, int]
-    """What an axis counts → the first wrong element's index; the position is that in the whole text."""
+    """Meaning of an axis → index of the first wrong element; positions are counted from the start of the text."""
     wanted: str
-    """Its right value in Python's notation."""
+    """The right value of that element in Python's notation."""
     got: str
     bits: tuple[int, ...]
-    """Bits in which they differ, 0 is the lowest."""
+    """Bits in which the wrong value differs from the right one; 0 is the lowest."""
     evidence: Evidence
-    """All wrong elements of this result that are not inherited; indices are those of the captured tensor."""
+    """All wrong elements of this result that are not inherited, with indices of the captured tensor."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What a comparison with the truth found."""
+    """The result of a comparison with the truth."""
 
     values: int
-    """Values compared."""
+    """Number of values compared."""
     loose: int
-    """Values among them that are not known exactly."""
+    """Number of these values whose truth is not known exactly."""
     wrong: int
-    """Wrong values, inherited ones too."""
+    """Number of wrong values, inherited ones included."""
     places: tuple[Place, ...]
-    """Own faults, in the order of work."""
+    """The first `LISTED` faults of operators themselves, in the order of work."""
     count: int
-    """How many there are; at most `LISTED` are listed."""
+    """Number of all such faults."""
     fault: Fault | None
 
 
 def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
-    """Compare one inference's tensors in the order of work; `form` is its format, or a narrower one of exponentials."""
+    """Compare one inference's tensors in the order of work; `form`: its format, or that of its exponentials."""
     bad: dict[str, Any] = {}
     places: list[Place] = []
     values = loose = wrong = count = 0
@@ -124,7 +124,7 @@ def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
 
 
 def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
-    """Return the places that a place reads."""
+    """Return the places whose results a place reads."""
     layer, _, operator = place.rpartition(".")
     if "." in layer:  # of an expert
         outer = layer.partition(".")[0]
@@ -139,7 +139,7 @@ def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
 
 
 def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
-    """Return at which positions a place has read something wrong, or was wrong before: the cache is read again."""
+    """Return the positions (truth values) at which a place read a wrong value or was itself wrong earlier (cache)."""
     found = torch.zeros_like(next(iter(bad.values())))
     for read in (*reads, place):
         if read in bad:
@@ -149,7 +149,7 @@ def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
 
 
 def _fault(place: Place, start: int, got: Any, value: Any, off: Any) -> Fault:
-    """Describe the wrong elements `off` of a result whose first position is `start`."""
+    """Return the fault with the wrong elements `off` of a result whose first position is `start`."""
     # A right 0 may have either sign: it gets that of the wrong value, so that the bits are those that were flipped.
     value = torch.where(value == 0, torch.copysign(value, got.to(torch.float64)), value)
     want = torch.where(off, value, got.to(torch.float64)).to(got.dtype)

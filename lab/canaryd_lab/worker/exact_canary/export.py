@@ -1,4 +1,4 @@
-"""Write an exact canary as a checkpoint that serving engines load, with the answers that they must give."""
+"""Write an exact canary as a checkpoint for serving engines, with the answers that they must give."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
 from canaryd_lab.worker.safetensors import parts_of_safetensors
 
 PROMPTS = 8
-"""Prompts whose answers are written beside the checkpoint: as many as are asked at once (ours)."""
+"""Number of prompts whose answers are written beside the checkpoint, all of which are asked at once (ours)."""
 STEPS = 64
-"""Most words of an answer, as many as an endpoint canary asks for: proving takes time for each (ours)."""
+"""Most words of an answer, the number that an endpoint canary requests: proving each word takes time (ours)."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Write the checkpoint; return its sizes, or {"mistake": reason} where there is none of these sizes.
+    """Write the checkpoint; return its sizes, or {"mistake": reason} if no exact canary has these sizes.
 
-    Raises `Skip` without torch, `ValueError` where the directory cannot be written.
+    Raises `Skip` without torch, `ValueError` if the directory cannot be written.
     """
     need_torch()
     directory = Path(arguments["directory"])
@@ -67,12 +67,12 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
 
 
 def steps(model: Model) -> int:
-    """Return how many words an answer has."""
+    """Return the number of words in an answer."""
     return min(STEPS, model.program.steps)
 
 
 def config(model: Model) -> dict[str, Any]:
-    """Return `config.json`. Written for transformers 4 and 5, which name the rotary base differently."""
+    """Return `config.json` for transformers 4 and 5, which use different names for the rotary base."""
     s, qwen = model.shape, model.shape.biased
     kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", MIXTURE: "MixtralForCausalLM"}
     mixture = {"num_local_experts": s.experts, "num_experts_per_tok": CHOSEN, "sliding_window": None}
@@ -105,7 +105,7 @@ def config(model: Model) -> dict[str, Any]:
 
 
 def tokenizer(model: Model) -> dict[str, Any]:
-    """Return `tokenizer.json`: one word, one token; words are separated by white space."""
+    """Return `tokenizer.json`: each word is one token, and white space separates words."""
     words = {word(model.program, token): token for token in range(model.shape.vocabulary)}
     return {
         "version": "1.0",
@@ -121,7 +121,7 @@ def tokenizer(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """Return prompts with their proved continuations; `few` are the matrices that are stored in few bits."""
+    """Return prompts with their proved continuations; `few`: name → matrix that is stored in few bits."""
     walk, found = Walk(model.shape, model.weights, stored=few), []
     for number in range(PROMPTS):
         progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
@@ -149,10 +149,10 @@ def export(
     *,
     form: str = "",
 ) -> None:
-    """Prove the model's answers, and write the checkpoint as a whole or not at all.
+    """Prove the model's answers, and write the checkpoint completely or not at all.
 
     `form`: float32, float16 or bfloat16 for a GGUF file, one of `FORMS` for quantised matrices. The directory is new or
-    empty. Raises `Inexact` or `Unfit` before anything is written, `OSError` where it cannot be written.
+    empty. Raises `Inexact` or `Unfit` before anything is written, `OSError` if the directory cannot be written.
     """
     few = quantised.stored(model.weights, form) if form in FORMS else {}
     proved = answers(model, few, progress)
@@ -178,12 +178,12 @@ def export(
 
 
 def _write_gguf(model: Model, directory: Path, form: str) -> str:
-    """Write the file; return its SHA-256."""
+    """Write the GGUF file; return its SHA-256."""
     return _write_parts(directory / GGUF, gguf(model, config(model), TEMPLATE, form))
 
 
 def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored], form: str) -> str:
-    """Write the files; return the SHA-256 of the weights."""
+    """Write the Hugging Face files; return the SHA-256 of the weights."""
     tensors = quantised.tensors(model.weights, few, form) if few else model.weights
     digest = _write_parts(directory / WEIGHTS, parts_of_safetensors(tensors, {"format": "pt"}))
     documents = {
@@ -218,7 +218,7 @@ def _write(path: Path, document: Any) -> None:
 
 
 def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
-    """Return the sizes of a served model from its `config.json`, with at most `layers` layers."""
+    """Return the sizes in a served model's `config.json`, with at most `layers` layers."""
     kind = str(config.get("model_type", ""))
     family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", MIXTURE: MIXTURE}.get(kind)
     if family is None:
@@ -242,17 +242,17 @@ def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
 
 @dataclass(frozen=True)
 class RightAnswer:
-    """What every healthy engine gives to a prompt."""
+    """The answer of every healthy engine to a prompt."""
 
     tokens: list[int]
     leads: list[float]
-    """Lead of the right word's logit over the second best, per token."""
+    """Right word's logit minus the second best, per token."""
     log_probabilities: list[float]
-    """Natural logarithm of the right word's chance, per token; correct to about 1e-12."""
+    """Natural logarithm of the right word's probability, per token; correct to about 1e-12."""
 
 
 def right_answer(program: Plan, shape: Shape, words: list[int], count: int, logits: list[list[float]]) -> RightAnswer:
-    """Return tokens and log probabilities of a prompt; `logits` are those that `prove` derived, one list per token."""
+    """Return tokens and log probabilities for a prompt; `logits` come from `prove`, one list per token."""
     tokens = continuation(program, shape.layers, words, count)
     leads, chances = [], []
     for token, row in zip(tokens, logits, strict=True):

@@ -1,10 +1,10 @@
-"""An exact canary as a GGUF file for llama.cpp: one word, one token, and the same numbers.
+"""An exact canary as a GGUF file for llama.cpp: one word is one token, and all numbers stay the same.
 
-Rotary pairs: llama.cpp turns neighbours (2i, 2i + 1) in the llama architecture, where Hugging Face turns (i, i +
+Rotary pairs: llama.cpp rotates neighbours (2i, 2i + 1) in the llama architecture, where Hugging Face rotates (i, i +
 half), so rows of q and k change places.
 
-Words: no pre-tokenizer of llama.cpp splits at white space alone in all its versions. Tokens that the user defined are
-looked for first, the longest before all others, and byte-level BPE drops what it has no token for: the white space.
+Words: no pre-tokenizer of llama.cpp splits at white space alone in all its versions. Tokens defined by the user are
+matched before all others, the longest first, and byte-level BPE drops text without a token: the white space.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd_lab.worker.canary.gguf import parts_of_gguf, sizes
 
 USER_DEFINED = 4
-"""`llama_token_type` of a token that is looked for in the text as it is."""
+"""`llama_token_type` of a token that is matched literally in the text."""
 
 
 def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> Iterator[bytes]:
-    """Yield a file with matrices in `form` part by part; `config` is the model's `config.json`."""
+    """Yield the parts of a file with matrices in `form`; `config` is the model's `config.json`."""
     shape, family = model.shape, "llama" if model.shape.family == MIXTURE else model.shape.family
     last = shape.vocabulary - 1  # a word that no right answer has, for what llama.cpp must have; token 11 otherwise
     facts = {
@@ -48,7 +48,7 @@ def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> Iter
 
 
 def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights in which the experts of a layer are one tensor, in the order of their numbers."""
+    """Return weights in which one tensor holds all experts of a layer, in the order of their numbers."""
     found: dict[str, Any] = {}
     experts: dict[str, dict[int, Any]] = {}
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""What each dimension of the residual stream carries, before attention ("A") and before the MLP ("B").
+"""The role of each dimension of the residual stream, before attention ("A") and before the MLP ("B").
 
 Every block writes every dimension, and none is 0. Mean squares are 4 at A and 16 at B, so a norm divides by 2 or 4.
 """
@@ -14,22 +14,22 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit
 from canaryd.worker.numeric.integers import below, permutation
 
 LARGEST = 40
-"""Whole numbers up to here can be written by a pair of twins (`matrix.Twins`)."""
+"""Largest whole number that a pair of twins (`matrix.Twins`) can write."""
 
 UNITS = 8
-"""Dimensions that are 2 at A and 4 at B, so that a norm gives exactly 1; the first is kept for biases."""
+"""Number of dimensions that are 2 at A and 4 at B, so that a norm gives exactly 1; the first is reserved for biases."""
 ONE = "one"
-"""The class of constants."""
+"""Name of the class of constants."""
 
 
 GAP = 110.0
-"""By how much, in scores after scaling, every other key must lose: e^-104 is 0 in float32 and below, and vanishes
-beside 1 in float64."""
+"""Least distance of every other key's score, after scaling, below the winner's: e^-104 is 0 in float32 and narrower
+formats, and adding it to 1 changes nothing in float64."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A pair of dimensions: sign * s + turn * 2 t and sign * s - turn * 2 t; s is static, t retrieved (0 at A)."""
+    """A pair of dimensions: sign * s + turn * 2 t and sign * s - turn * 2 t; s is static, t is retrieved (0 at A)."""
 
     first: int
     second: int
@@ -41,7 +41,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Written:
-    """A pair of dimensions: sign * (c + turn * u) and sign * (c - turn * u); u is of a value, c 2 at A, -2 at B."""
+    """A pair of dimensions: sign * (c + turn * u) and sign * (c - turn * u); u: a value's bit; c: 2 at A, -2 at B."""
 
     first: int
     second: int
@@ -52,20 +52,20 @@ class Written:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimension has which role."""
+    """The role of each dimension."""
 
     copied: tuple[Copied, ...]
     written: tuple[Written, ...]
     units: tuple[int, ...]
     ballast: tuple[tuple[int, int, int], ...]
-    """Dimension, its value at A and at B: constants that complete the mean squares."""
+    """(dimension, its value at A, its value at B): constants that complete the mean squares."""
 
 
 @dataclass
 class Port:
-    """The inputs of one linear operator: which are equal, up to a known factor.
+    """The inputs of one linear operator, grouped into classes of equal inputs up to a known factor.
 
-    Input i is gain[i] times the value of its class. Two of one class can cancel with any weights: a pair.
+    Input i is gain[i] times the value of its class. Two inputs of one class, a pair, can cancel with any weights.
     """
 
     classes: list[Hashable]
@@ -74,7 +74,7 @@ class Port:
     pairs: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Collect the members of each class; pair them in order unless pairs are given."""
+        """Collect the members of each class; if no pairs are given, pair the members in their order."""
         for i, name in enumerate(self.classes):
             self.members.setdefault(name, []).append(i)
         if not self.pairs:
@@ -83,7 +83,7 @@ class Port:
 
 
 def lay_out(shape: Shape, program: Plan, seed: int) -> Layout:
-    """Deal out the dimensions; raise `Unfit` where they are too few."""
+    """Assign a role to each dimension; raise `Unfit` if there are too few dimensions."""
     d, order = shape.hidden, permutation(seed, "dimensions", shape.hidden).tolist()
     repeats = 2 * max(1, d // (32 * program.value_bits))
     count_ballast, count_written = max(8, d // 16), 2 * repeats * program.value_bits
@@ -117,8 +117,8 @@ def lay_out(shape: Shape, program: Plan, seed: int) -> Layout:
 def squares(total: int, count: int) -> list[int]:
     """Return `count` positive integers, nearly equal, whose squares add up to `total`.
 
-    J.-L. Lagrange: four squares give any number; the last four are searched, the others are the mean's root. Where that
-    leaves too much for four, as many of the others as needed are larger by 1.
+    J.-L. Lagrange: four squares give any number. The last four integers are searched; the others are the root of the
+    mean. If that leaves too much for four, as many of the others as needed are larger by 1.
     """
     base = max(1, math.isqrt(total // count))
     for low in (base, base - 1, base + 1, base - 2):
@@ -134,7 +134,7 @@ def squares(total: int, count: int) -> list[int]:
 
 
 def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
-    """Return what the linear operators read behind the norms at A and at B; `reserve` keeps the first unit out."""
+    """Return the ports of the linear operators after the norms at A and at B; `reserve` excludes the first unit."""
     classes: tuple[list[Hashable], ...] = tuple([None] * shape.hidden for _ in range(2))
     gains = tuple([1.0] * shape.hidden for _ in range(2))
 
@@ -161,9 +161,9 @@ def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
 
 
 def query_scale(shape: Shape, program: Plan) -> float:
-    """Return the smallest size of a code's weight: a key wrong in one bit must lose by far, and float16 hold it all.
+    """Return the smallest size of a code's weight with which a key that is wrong in one bit loses by `GAP`.
 
-    Raises `Unfit` where both cannot be.
+    Raises `Unfit` if float16 cannot hold the scores.
     """
     repeats = shape.still // program.place_bits
     low = math.sqrt(GAP * math.sqrt(shape.head) / (2 * repeats))

@@ -1,7 +1,7 @@
 """Build one linear operator: its signal, and weights of full significand that cancel exactly on every input.
 
-All weights have at most 8 significant bits, so bfloat16 holds them. For weights that are to be quantised, those of a
-row are whole numbers of few bits times one power of two.
+All weights have at most 8 significant bits, so bfloat16 holds them. For quantised weights, those of a row are whole
+numbers of few bits times one power of two.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd_lab.worker.exact_canary.layout import LARGEST, Port
 
 PERIOD = 251
-"""Rows after which the cancelling weights repeat: a prime, so that no tile meets the same rows again."""
+"""Number of rows after which the cancelling weights repeat: a prime, so that no tile has the same rows twice."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """What weights are made of."""
+    """The precision of a construction's weights."""
 
     bits: int = 8
     """Significant bits of a weight."""
     levels: int = 0
-    """Largest whole number of a weight, in units of its row; 0 where every weight has an exponent of its own."""
+    """Largest whole number of a weight, in units of its row; 0 if every weight has its own exponent."""
 
     @staticmethod
     def quantised(bits: int) -> Digits:
-        """Return those of weights that are to be stored in so many bits; 0 for weights that are not."""
+        """Return the precision of weights that will be stored in `bits` bits; 0 for weights that are not quantised."""
         return Digits(bits - 1, (1 << bits - 1) - 1) if bits else Digits()
 
     @property
@@ -41,23 +41,23 @@ class Digits:
 
     @property
     def open(self) -> float:
-        """Unit of the gates: odd numbers times this are 1,056 to 2,016, where SiLU is the identity, or exactly 0."""
+        """Unit of the gates, which are 1,056 to 2,016 in size: SiLU keeps positive ones, and makes others 0."""
         return 2.0 ** (11 - self.gate)
 
     @property
     def offered(self) -> float:
-        """Unit of the gains of what a place offers to retrieve: they are 1 to 2."""
+        """Unit of the gains of the value projection, which are 1 to 2."""
         return 2.0 ** (1 - self.bits)
 
     @property
     def half(self) -> int:
-        """Significant bits of a weight whose half may stand in the same row."""
+        """Significant bits of a weight of which the same row may also contain the half."""
         return self.bits - 1 if self.levels else self.bits
 
 
 @dataclass
 class Matrix:
-    """A linear operator in the making: `rows` outputs over the inputs of a port."""
+    """A linear operator under construction: `rows` outputs over the inputs of a port."""
 
     port: Port
     rows: int
@@ -70,11 +70,11 @@ class Matrix:
         self._single += [(row, column, value) for column, value in weights]
 
     def add_all(self, rows: Any, columns: Any, values: Any) -> None:
-        """Add one weight to the signal of each of many rows: three tensors of equal length."""
+        """Add one weight to the signal of each of many rows; the three tensors have equal length."""
         self._many.append((rows, columns, values))
 
     def finish(self, seed: int, size: float, most: int, live: Any = None) -> Any:
-        """Return the weight (rows, inputs), float32: the signal, and beside it up to `most` cancelling pairs a row.
+        """Return the weight (rows, inputs), float32: the signal, and up to `most` cancelling pairs per row.
 
         `size` is a power of two: the terms of a cancelling pair are half of it to four times it. With `digits.levels`,
         their weights are as large as the row's unit allows. Only `live` rows get pairs.
@@ -124,7 +124,7 @@ class Matrix:
         return weight[torch.arange(self.rows) % here]
 
     def _units(self) -> Any:
-        """Return the power of two (rows, 1) of which a row's weights are multiples: the smallest that holds them."""
+        """Return the unit (rows, 1) of each row's weights: the smallest power of two with which all fit."""
         size = torch.zeros(self.rows, dtype=torch.float64)
         for row, _, value in self._single:
             size[row] = max(float(size[row]), abs(value))
@@ -134,14 +134,14 @@ class Matrix:
 
 
 def units(size: Any, levels: int) -> Any:
-    """Return the smallest powers of two of which `levels` reach these sizes; 0 where a size is 0."""
+    """Return the smallest powers of two that, times `levels`, reach these sizes; 0 for a size of 0."""
     return torch.exp2(torch.ceil(torch.log2(size / levels)))
 
 
 def _whole_pairs(g: Any, h: Any, drawn: Any, levels: int) -> tuple[Any, Any]:
-    """Return whole weights up to `levels` of cancelling pairs with gains g and h; 0 where there are none.
+    """Return whole weights, at most `levels`, of cancelling pairs with gains g and h; 0 if none exist.
 
-    The smallest are h and g without common factors; they are made as large as an odd factor allows.
+    The smallest pair is h and g without common factors; an odd factor makes it as large as possible.
     """
     whole_g, whole_h = (part.mul(2.0**20).to(torch.int64) for part in (g, h))
     common = torch.gcd(whole_g, whole_h)
@@ -158,14 +158,14 @@ def _is_power(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Twins:
-    """Two equal inputs with odd gains `a` and `c`, and for each n in 1 … LARGEST (b, d, k) with a b - c d = n 2^k."""
+    """Two equal inputs with odd gains `a` and `c`; for each n in 1 … LARGEST, (b, d, k) satisfies a b - c d = n 2^k."""
 
     a: int
     c: int
     solutions: tuple[tuple[int, int, int], ...]
 
     def weights(self, n: int, unit: float) -> tuple[float, float]:
-        """Return the two weights that make n out of inputs a * unit and c * unit."""
+        """Return the two weights that produce n from inputs a * unit and c * unit."""
         b, d, k = self.solutions[abs(n) - 1]
         scale = (1 if n > 0 else -1) / (2.0**k * unit)
         return b * scale, -d * scale
@@ -173,7 +173,7 @@ class Twins:
 
 @functools.lru_cache(maxsize=8)
 def twins(bits: int, levels: int) -> tuple[Twins, ...]:
-    """Return 16 twins with gains of `bits` bits. With `levels`, b and d reach it at most, and every k is the same."""
+    """Return 16 twins whose gains have `bits` bits. With `levels`, b and d are at most that, and all k are equal."""
     found: list[Twins] = []
     low, high = 1 << (bits - 1), (1 << bits) - 1
     for attempt in range(4096):
@@ -211,7 +211,7 @@ def _whole_solutions(a: int, c: int, bits: int, levels: int) -> tuple[tuple[int,
 
 
 def full(seed: int, name: str, count: int, low: float, bits: int) -> list[float]:
-    """Return `count` numbers of so many significant bits, most with the lowest 1, from `low` to about twice that."""
+    """Return `count` numbers of `bits` significant bits, most with lowest bit 1, from `low` to about twice `low`."""
     scale = 2.0 ** (bits - 1 - math.floor(math.log2(low)))
     first = -int(-low * scale // 1) | 1
     found = []

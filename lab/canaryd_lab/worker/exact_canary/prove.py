@@ -1,7 +1,7 @@
-"""Walk a model and a text in integers; return the one right answer, or refuse what is not exact in every format.
+"""Compute a model's answer to a text in integers; refuse a model or a text that is not exact in every format.
 
-Values are int64 with a common power of two, and every bound that keeps them from wrapping is checked. Float64, which
-holds the same sums, computes linear operators a second time; of large ones integers compute a sample of the outputs.
+Values are int64 with a common power of two, and every bound that prevents overflow is checked. Float64, which holds the
+same sums, computes linear operators a second time; for large operators integers compute a sample of the outputs.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd_lab.worker.exact_canary.layout import GAP
 
 BITS = 8
-"""Significant bits of bfloat16, the narrowest of the formats."""
+"""Significant bits of bfloat16, the narrowest format."""
 LEAST, MOST = 2.0**-14, 65_504.0
-"""Smallest normal and largest number of float16, the format with the narrowest range."""
+"""Smallest normal and largest number of float16, the format with the smallest range."""
 ACCUMULATOR = 24
-"""Significant bits of float32, the narrowest container of partial sums in serving engines."""
+"""Significant bits of float32, the narrowest accumulator of partial sums in serving engines."""
 SMALL = 1 << 20
-"""Weights up to which every output of a linear operator is an integer product."""
+"""Most weights of a linear operator whose outputs are all computed in integers."""
 EVERY = 64
-"""Of larger operators, one output in so many is an integer product."""
+"""In larger operators, one output in this number is computed in integers."""
 BLOCK = 1 << 21
-"""Weights of a matrix that are looked at at once: as int64 and float64 they need some 50 MB, a whole head 20 GB. Each
+"""Weights of a matrix that are processed at once: as int64 and float64 they need some 50 MB, a whole head 20 GB. Each
 such tensor is below what workers let glibc keep for the next one (`canaryd.supervisor.environment`)."""
 OPEN, CLOSED = 64.0, -760.0
-"""Gates from which SiLU is the identity (e^-64 < 2^-54), and to which it is 0 (e^-760 is 0 in float64)."""
+"""SiLU is the identity from OPEN on (e^-64 < 2^-54), and 0 up to CLOSED (e^-760 is 0 in float64)."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Values whole * 2^-shift."""
+    """Exact values: whole * 2^-shift."""
 
     whole: Any
     shift: int
 
     @staticmethod
     def of(tensor: Any) -> Exact:
-        """Return the exact values of a floating-point tensor; raises `Inexact` where int64 cannot hold them."""
+        """Return the exact values of a floating-point tensor; raises `Inexact` if int64 cannot hold them."""
         wide = tensor.to(torch.float64)
         mantissa, exponent = torch.frexp(wide[wide != 0])
         lowest = exponent - 53 + _trailing((mantissa * 2.0**53).to(torch.int64))
@@ -59,14 +59,14 @@ class Exact:
         return Exact(self.whole >> twos, self.shift - twos)
 
     def bits(self) -> int:
-        """Return the most significant bits that a value has."""
+        """Return the largest number of significant bits of any value."""
         live = self.whole[self.whole != 0]
         if not live.numel():
             return 0
         return int((torch.frexp(live.to(torch.float64)).exponent - _trailing(live)).max())
 
     def at(self, shift: int) -> Any:
-        """Return the whole numbers at a finer unit."""
+        """Return the whole numbers in the finer unit 2^-shift."""
         return self.whole << (shift - self.shift)
 
     def float64(self) -> Any:
@@ -82,18 +82,18 @@ class Exact:
 
 
 def _trailing(whole: Any) -> Any:
-    """Return how often 2 divides whole numbers other than 0, of less than 54 bits."""
+    """Return the number of factors 2 in each whole number; the numbers are not 0 and have less than 54 bits."""
     return torch.frexp((whole & -whole).to(torch.float64)).exponent - 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a matrix, in the narrowest integers that hold them."""
+    """Some rows of a matrix, in the narrowest integer type that holds them."""
 
     whole: Any
     shift: int
     unit: Any
-    """The lowest set bit of each row's weights, float64 (rows)."""
+    """Value of the lowest set bit among each row's weights, float64 (rows)."""
 
     @staticmethod
     def of(x: Exact) -> Block:
@@ -106,53 +106,52 @@ class Block:
 
 @dataclass
 class Operator:
-    """What was found at one place of the model, over all layers and positions."""
+    """Statistics of one place in the model, over all layers and positions."""
 
     bits: int = 0
-    """Most significant bits of a result."""
+    """Largest number of significant bits in a result."""
     sums: int = 0
-    """Bits that a container of partial sums needs."""
+    """Bits that an accumulator of partial sums needs."""
     largest: float = 0.0
     smallest: float = math.inf
     zeros: int = 0
-    """Results that are 0: their low bits are seen by nobody."""
+    """Number of results that are 0, whose low bits no one sees."""
     values: int = 0
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What every engine must give for a text."""
+    """The results that every engine must give for a text."""
 
     logits: Any
-    """Float64 (positions, vocabulary): exact."""
+    """Exact logits, float64 (positions, vocabulary)."""
     operators: dict[str, Operator]
     witnessed: bool
-    """False when float64 products disagreed with the integers: this host is in doubt."""
+    """False if float64 products disagreed with the integers, so that this host is in doubt."""
     values: dict[str, Any]
-    """Where `keep`: what every operator gives, by the names of `run` ("2.down"). Float64 (positions, …); scores after
-    scaling, and softmax as the winners' share, are (heads, positions, keys). Scores of keys in the future count too.
-    """
+    """With `keep`: the results of all operators by the names of `run` ("2.down"), float64 (positions, …). Scores after
+    scaling, and softmax (the winners' share), are (heads, positions, keys). Scores of future keys are included."""
 
 
 @dataclass
 class Walk:
-    """One walk of the checker."""
+    """One computation of the checker."""
 
     shape: Shape
     weights: Mapping[str, Any]
     operators: dict[str, Operator] = field(default_factory=dict)
     witnessed: bool = True
     keep: bool = False
-    """Whether a proof holds the values of every operator too."""
+    """Whether a proof also holds the values of every operator."""
     stored: Mapping[str, Any] = field(default_factory=dict)
-    """The matrices among the weights that are stored in few bits."""
+    """Name → matrix that is stored in few bits."""
     _compared: int = 0
     _vectors: dict[str, Exact] = field(default_factory=dict)
     _matrices: dict[str, list[Block]] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int], compared: int = 0) -> Proof:
-        """Walk one text, whose last `compared` positions count (0: all); raise `Inexact` where a format would round."""
+        """Prove one text, whose last `compared` positions count (0: all); raise `Inexact` if a format would round."""
         self._values, self._compared = {}, compared
         self._check_norm_divisor()
         name = "model.embed_tokens.weight"
@@ -242,7 +241,7 @@ class Walk:
     def _product(self, name: str, x: Any, real: Any, block: Block, finer: int, every: int) -> tuple[Any, Any, Any]:
         """Return x times a block, the sums of magnitudes, and the unit of each row's terms; `real` is x in float64.
 
-        All three in units finer than the block's by 2^`finer`. One output in `every` is an integer product too.
+        All three are in units finer than the block's by 2^`finer`. One output in `every` is also an integer product.
         """
         weight = block.whole.to(torch.int64)
         other = weight.to(torch.float64)
@@ -255,7 +254,7 @@ class Walk:
         return whole << finer, magnitude, block.unit * 2.0**finer
 
     def _check_norm_divisor(self) -> None:
-        """Raise unless a mean of 4 and of 16 is exact also where a kernel multiplies by float32's 1 / hidden."""
+        """Raise `Inexact` unless means of 4 and 16 stay exact when a kernel multiplies by float32's 1 / hidden."""
         d = self.shape.hidden
         inverse = Fraction(float(torch.tensor(1.0 / d, dtype=torch.float32)))
         product = float(torch.tensor(float(inverse * 4 * d), dtype=torch.float32))
@@ -312,7 +311,7 @@ class Walk:
         return self._keep(f"{i}.output", self._linear("output", f"{module}.o_proj", mixed, live=True))
 
     def _check_turns(self, x: Exact, heads: int, count: int) -> None:
-        """Raise unless rotary positions leave every value as it is, in float64 too."""
+        """Raise `Inexact` unless rotary positions leave every value unchanged, in float64 too."""
         half = self.shape.head // 2
         a, b = x.whole.view(count, heads, 2, half).unbind(2)
         a, b = a.abs().to(torch.float64), b.abs().to(torch.float64)
@@ -323,7 +322,7 @@ class Walk:
                 raise Inexact(f"rotation: pair {i} turns by up to {angle:g}")
 
     def _winners(self, scores: Any, unit: float) -> Any:
-        """Return which keys win, one or two for each query of one head; raise unless softmax is exact."""
+        """Return the winning keys (truth values), one or two per query of one head; raise unless softmax is exact."""
         count = len(scores)
         future = torch.ones((count, count), dtype=torch.bool).triu(1)
         losing = math.ceil(-GAP * math.sqrt(self.shape.head) / unit)
@@ -375,11 +374,11 @@ class Walk:
 
 
 def routes(logits: Exact, compared: int = 0) -> Any:
-    """Return which experts each word takes (words, experts), from exact logits; raise unless every share is ½.
+    """Return the experts of each word as truth values (words, experts); raise unless every share is exactly ½.
 
-    The two chosen have 0, and all others lose by `GAP` at least: e^-110 is 0 in float32 and vanishes beside 1 in
-    float64. So softmax gives exactly ½ to both, in every format, over all experts or over the chosen ones. Every expert
-    must be used in the last `compared` words (0: all).
+    The two chosen experts have logit 0, and all others are lower by `GAP` at least: e^-110 is 0 in float32 and too
+    small to change a sum with 1 in float64. So softmax gives exactly ½ to both, in every format, over all experts or
+    over the chosen ones. Every expert must be used in the last `compared` words (0: all).
     """
     takes = logits.whole == 0
     least = math.ceil(-GAP * 2.0**logits.shift)

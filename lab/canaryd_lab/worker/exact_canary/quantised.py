@@ -1,7 +1,7 @@
-"""Store the matrices of an exact canary in few bits, without rounding a weight: AWQ, MLX's formats, W8A8, FP8.
+"""Store the matrices of an exact canary in few bits without rounding a weight: AWQ, MLX's formats, W8A8, FP8.
 
-A weight is its row's scale, a power of two, times what its code stands for: code - zero, where the zero is the middle
-of the codes, or a number of FP8 (E4M3).
+A weight is its row's scale, a power of two, times its code's number: code - zero, where the zero is the middle of the
+codes, or a number of FP8 (E4M3).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from canaryd_lab.worker.exact_canary.matrix import Digits, units
 
 @dataclass(frozen=True)
 class Form:
-    """How a directory stores matrices."""
+    """The form in which a directory stores matrices."""
 
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     group: int = 0
-    """Inputs that share a scale; 0 for all of a row."""
+    """Number of inputs that share a scale; 0 if a whole row shares one."""
     head: bool = False
-    """Whether the head is stored so, too."""
+    """Whether the head is also stored in this form."""
     experts: bool = False
-    """Whether it was tried with a mixture of experts; no engine that was tried reads the others."""
+    """Whether a mixture of experts was tried in this form; no tried engine reads experts in the other forms."""
     inputs: bool = False
-    """Whether inputs are rounded to int8, with a scale that is known beforehand."""
+    """Whether inputs are rounded to int8, with a scale that is known in advance."""
     floats: bool = False
-    """Whether codes are numbers of FP8 (E4M3)."""
+    """Whether codes are FP8 numbers (E4M3) instead of whole numbers."""
 
     @property
     def whole(self) -> int:
-        """Bits of the whole numbers that weights are constructed of, with the sign."""
+        """Bits of the whole numbers from which weights are constructed, sign included."""
         return 1 + SIGNIFICANT if self.floats else self.bits
 
 
 SIGNIFICANT = 4
 """Significant bits of E4M3."""
 RAISED = 8
-"""Codes of E4M3 are whole numbers times this, up to 120: every bit of the exponent is 1 in some."""
+"""Factor of all codes in E4M3, which reach 120: every bit of the exponent is 1 in some code."""
 AWQ, MXFP8, W8A8, FP8 = "awq", "mlx-mxfp8", "w8a8", "fp8"
 FORMS = {
     AWQ: Form(4, 128),
@@ -53,43 +53,43 @@ FORMS = {
     W8A8: Form(8, inputs=True),
     FP8: Form(8, experts=True, floats=True),
 }
-"""Groups as AutoAWQ and `mlx_lm.convert` make them by default; W8A8 and FP8 in the layout of compressed-tensors."""
+"""Name → form, with the default groups of AutoAWQ and `mlx_lm.convert`; W8A8 and FP8 as in compressed-tensors."""
 READS: dict[str, Callable[[Digits], float]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: 1 / 2),
     "o_proj": lambda digits: digits.offered,
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), lambda _: 1 / 4),
     **dict.fromkeys(("down_proj", "w2"), lambda digits: digits.open),
 }
-"""Operators whose weights are stored in few bits, and the unit of their inputs (docs/exact-canary.md)."""
+"""Operator whose weights are stored in few bits → function that returns its inputs' unit (docs/exact-canary.md)."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring outputs stands in each place of AWQ's words, from the lowest on."""
+"""Numbers of the neighbouring outputs in each place of AWQ's words of eight, from the lowest place on."""
 LARGEST_INPUT = 127
 """Largest whole number of an input in int8."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One matrix (rows, inputs) in few bits."""
+    """One matrix (rows, inputs) stored in few bits."""
 
     codes: Any
-    """Int64 (rows, inputs), from 0 on."""
+    """Codes as int64 (rows, inputs), from 0 on."""
     scales: Any
-    """Float64 (rows, groups)."""
+    """Scales as float64 (rows, groups)."""
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     unit: float = 0.0
-    """Scale of the inputs; 0 where they are not rounded."""
+    """Scale of the inputs; 0 if inputs are not rounded."""
     floats: bool = False
-    """Whether codes are numbers of FP8 (E4M3)."""
+    """Whether codes are FP8 numbers (E4M3) instead of whole numbers."""
 
     @property
     def zero(self) -> int:
-        """The code of 0."""
+        """The code that stands for 0."""
         return 0 if self.floats else 1 << self.bits - 1
 
     @property
     def fp8(self) -> Any:
-        """The codes as numbers of FP8 (E4M3)."""
+        """The codes as a tensor of FP8 numbers (E4M3)."""
         return self.codes.to(torch.uint8).view(torch.float8_e4m3fn)
 
     @property
@@ -99,18 +99,18 @@ class Stored:
 
     @property
     def values(self) -> Any:
-        """What is stored, float64."""
+        """The stored weights, float64."""
         return (self.fp8.to(torch.float64) if self.floats else self.codes - self.zero) * self.wide
 
     @property
     def largest(self) -> Any:
-        """Scale times the largest code, of every group: as large as anything that a kernel makes of a code."""
+        """Scale times the largest code of every group, the largest number that a kernel can make of a code."""
         return self.scales * (torch.finfo(torch.float8_e4m3fn).max if self.floats else (1 << self.bits) - 1)
 
     def apart(self, x: Any) -> Any:
-        """Return how large partial sums become in the group (…, rows) where a kernel sums codes and zeros apart.
+        """Return the largest partial sum (…, rows) of any group in a kernel that sums codes and zeros separately.
 
-        `x` are magnitudes of inputs (…, inputs). Integer products and FP8 have no zero to take out.
+        `x` are magnitudes of inputs (…, inputs). Integer products and FP8 have no zero to subtract.
         """
         if self.unit or self.floats:
             return torch.zeros(len(x), len(self.codes))
@@ -120,13 +120,13 @@ class Stored:
         return torch.stack([parts[:, i] @ sizes[:, i].T for i in range(groups)]).amax(0)
 
     def takes(self, x: Any) -> bool:
-        """Whether inputs, float64, are not changed by rounding."""
+        """Return whether rounding leaves inputs (float64) unchanged."""
         whole = x / self.unit if self.unit else torch.zeros(1)
         return bool((whole == whole.round()).all()) and float(whole.abs().max()) <= LARGEST_INPUT
 
 
 def store(name: str, weight: Any, form: Form) -> Stored:
-    """Return a matrix in few bits; raise `Inexact` unless every weight lies on the grid of its row's largest one."""
+    """Return a matrix in few bits; raise `Inexact` unless every weight is a multiple of its row's unit."""
     inputs = weight.shape[1]
     if inputs % (form.group or inputs):
         raise Inexact(f"{name}: {inputs} inputs are no whole number of groups of {form.group}")
@@ -149,7 +149,7 @@ def store(name: str, weight: Any, form: Form) -> Stored:
 
 
 def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
-    """Return the matrices that a form stores in few bits, by name; raise `Unfit` for experts that it cannot store."""
+    """Return name → matrix that a form stores in few bits; raise `Unfit` for experts that it cannot store."""
     if not FORMS[form].experts and any(".experts." in name for name in weights):
         others = [name for name, each in FORMS.items() if each.experts]
         raise Unfit(f"{form}: not for a mixture of experts; take {', '.join(others[:-1])} or {others[-1]}")
@@ -159,7 +159,7 @@ def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
 
 
 def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) -> dict[str, Any]:
-    """Return the tensors of a checkpoint in a form; what is not in few bits is float32, which engines convert."""
+    """Return the tensors of a checkpoint in a form; other tensors are float32, which engines convert."""
     found = {name: weight.to(torch.float32) for name, weight in weights.items() if name not in few}
     layout = {AWQ: _awq, MXFP8: _mxfp8, W8A8: _w8a8, FP8: _fp8}.get(form, _mlx)
     for name, each in few.items():
@@ -198,7 +198,7 @@ def _fp8(each: Stored) -> Iterator[tuple[str, Any]]:
 
 
 def settings(form: str) -> dict[str, Any]:
-    """Return what `config.json` says of a form."""
+    """Return the entries of `config.json` for a form."""
     how = FORMS[form]
     if form == AWQ:
         awq = {"quant_method": "awq", "version": "gemm", "zero_point": True}

@@ -23,9 +23,9 @@ from canaryd_lab.worker.exact_canary.prove import Walk
 from canaryd_lab.worker.safetensors import write_safetensors
 
 KINDS = ((TINY, True, 5), (TINY, False, 2), (EXPERTS, True, 3))
-"""Sizes, whether there is an anchor, and how many models of them are shipped."""
+"""(sizes, whether there is an anchor, number of shipped models)."""
 PROMPTS = 32
-"""Prompts proved for each."""
+"""Number of proved prompts per model."""
 
 
 def ship(directory: Path) -> None:
@@ -43,7 +43,7 @@ def ship(directory: Path) -> None:
 
 
 def made(shape: Shape, seed: int, *, anchored: bool, prompts: int = PROMPTS) -> bytes:
-    """Return the file of a model with its proved prompts; raise `Inexact` where anything would be rounded."""
+    """Return the file of a model with its proved prompts; raise `Inexact` if a format would round anything."""
     model = construct(shape, seed, anchored=anchored)
     program, walk = model.program, Walk(shape, model.weights)
     unused = torch.zeros(program.places + 1, shape.vocabulary - program.words, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""What every operator of an inference must give, as the proof has it, and how far a right device may be from it.
+"""The right results of every operator of an inference, from the proof, and the largest deviation of a right device.
 
-Nearly everything is exact. Three things are known less closely: 16-bit formats round the scores of losing keys, float64
-holds e^-110 of them where other formats hold 0, and mixes that much of their values in (docs/exact-canary.md).
+Nearly everything is exact. Three things are less certain: 16-bit formats round the scores of losing keys, float64 has
+e^-110 for these keys where other formats have 0, and adds this share of their values (docs/exact-canary.md).
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.prove import Walk
 
 POSITION = {"rotated_query": 2, "rotated_key": 2, "keys": 2, "values": 2, "scores": 3, "softmax": 3}
-"""Axis of an operator's result that counts positions, where it is not the second."""
+"""Operator → axis of its result that counts positions, if it is not the second axis."""
 KEY = 4
 """Axis of scores and softmax that counts keys."""
 EXPONENTIAL = 2.0**-44
-"""Relative error that float64's softmax may have: a hundred times that of any library."""
+"""Allowed relative error of float64's softmax: a hundred times that of any library."""
 TINIEST = 2.0**-1022
-"""Smallest normal number of float64: a device may flush what is smaller to 0."""
+"""Smallest normal number of float64; a device may flush smaller numbers to 0."""
 NOTHING = -760.0
-"""Scores from which the exponential is 0 in float64 too, flushed or not."""
+"""Largest score whose exponential is 0 in float64 too, flushed or not."""
 LARGEST_VALUE = 4.0
-"""Twice the largest size of a value that attention mixes."""
+"""Twice the largest magnitude of a value that attention mixes."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What one inference must compute, over all positions of prompt and continuation. Made on the host alone."""
+    """The right results of one inference, over all positions of prompt and continuation, computed on the host alone."""
 
     model: Model
     tokens: tuple[int, ...]
-    """The prompt and what follows it, without the last word."""
+    """The prompt and its continuation, without the last word."""
     steps: int
-    """Words that are generated."""
+    """Number of generated words."""
     values: Mapping[str, Any]
-    """Place, by the names of `run` → float64, one row, laid out as `Runner.watch` sees it. "word": the words chosen."""
+    """Place, by the names of `run` → float64, one row, in the layout of `Runner.watch`. "word": the chosen words."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The words given."""
+        """The words of the prompt."""
         return self.tokens[: len(self.tokens) - self.steps + 1]
 
     def expected(self, place: str, form: str, end: int, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return the float64 values that end before position `end`, and how far off a format may be (0: exact)."""
+        """Return the right values (float64) that end before position `end`, and the allowed deviation (0: exact)."""
         operator, count = place.rpartition(".")[2], sizes[axis_of(place)]
         start = end - count
         value = self.values[place].narrow(axis_of(place), start, count)
@@ -73,7 +73,7 @@ class Truth:
         return value, slack
 
     def _losers(self, place: str, start: int, end: int) -> tuple[Any, Any]:
-        """Return softmax of losing keys in float64, 0 for others; and what may be lost where it is hardly above 0."""
+        """Return float64's softmax of losing keys (0 for other keys), and the part that a device may flush to 0."""
         layer = place.rpartition(".")[0]
         scores, share = (self.values[f"{layer}.{name}"][..., start:end, :end] for name in ("scores", "softmax"))
         hidden = torch.arange(end) > torch.arange(start, end)[:, None]
@@ -84,17 +84,17 @@ class Truth:
 
 @functools.lru_cache(maxsize=4)
 def model(shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Model:  # noqa: ARG001
-    """Return a model; made once by each set of `cores` that asks."""
+    """Return a model, made once for each set of `cores`."""
     return construct(shape, seed, anchored=anchored)
 
 
 def axis_of(place: str) -> int:
-    """Return the axis of a place's result that counts positions."""
+    """Return the axis that counts positions in a place's result."""
     return POSITION.get(place.rpartition(".")[2], 1)
 
 
 def truth(seed: int, steps: int, *, anchored: bool, shape: Shape = TINY) -> Truth:
-    """Return the truth of a model; made on two cores, which must agree, else raises `Skip`."""
+    """Return the truth of a model, made on two cores; raise `Skip` if the two disagree."""
     cores = visible_cores()
     first, second = (_made(core, shape, seed, steps, anchored) for core in (cores[0], cores[-1]))
     if not same(first, second):
@@ -103,7 +103,7 @@ def truth(seed: int, steps: int, *, anchored: bool, shape: Shape = TINY) -> Trut
 
 
 def same(a: Truth, b: Truth) -> bool:
-    """Whether two truths are equal, bit for bit."""
+    """Return whether two truths are equal, bit for bit."""
     return a.tokens == b.tokens and all(
         host_same_bits(x, y)
         for x, y in (
@@ -126,7 +126,7 @@ def _made(core: int, shape: Shape, seed: int, steps: int, anchored: bool) -> Tru
 
 
 def _laid_out(values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return proved values as inference has them; rotation moves nothing, so that it and the cache repeat them."""
+    """Return proved values in the layout of an inference; rotated values and the cache repeat them unchanged."""
     found = {}
     for place, value in values.items():
         layer, _, operator = place.rpartition(".")

@@ -39,25 +39,25 @@ FORMATS = {
     "bfloat16": ("fixed8", CONTENTS),
     "int8>int32": ("fixed", ("narrow", "wide")),
 }
-"""Format → kind and contents. Partial sums fit the format itself, so no runtime may round one, however narrow it adds.
-Of float64 three contents: the pack stays below 5 MiB (ours)."""
+"""Format → kind and contents. The format itself holds all partial sums, so no runtime can round one in a narrower sum.
+float64 has three contents, so that the pack stays below 5 MiB (ours)."""
 NEEDS = {
     **{f: [f"products and sums that {f} holds are not rounded"] for f in ("float32", "float64", "float16", "bfloat16")},
     "int8": ["products of int8 are added in 32 bits or more, without saturation of pairs where the content is wide"],
 }
-"""Format of the operands → what a runtime must guarantee, beside: no Strassen-like algorithm, no change of format."""
+"""Format of the operands → a runtime's duties, besides using no Strassen-like algorithm and changing no format."""
 
 
 def names() -> Iterator[str]:
-    """Yield the names of the cases of a pack: fixed cases of `exact_matmul`."""
+    """Yield the names of a pack's cases, which are fixed cases of `exact_matmul`."""
     for form, (kind, contents) in FORMATS.items():
         yield from (f"{form}/{content}/{kind}/nt@96x80x256" for content in contents)
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Write a pack into a new directory, as a whole or not at all; return its "id", "cases" and "bytes".
+    """Write a pack into a new directory, completely or not at all; return its "id", "cases" and "bytes".
 
-    Raises `Skip` where a golden made here has not the digest in `goldens`, `ValueError` where nothing can be written.
+    Raises `Skip` if a golden made here does not have its digest in `goldens`, `ValueError` if writing fails.
     """
     need_torch()
     if sys.byteorder != "little":
@@ -103,7 +103,7 @@ def _write(out: Path, arguments: Mapping[str, Any], progress: Callable[[float, s
 
 
 def _page(out: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the page with everything inside: manifest, operands, expected results and the WebAssembly module."""
+    """Return one HTML page that contains everything: manifest, operands, expected results, the WebAssembly module."""
     files = [part["file"] for case in manifest["cases"] for part in (*case["operands"], case["expected"])]
     data = {name: base64.b64encode((out / name).read_bytes()).decode() for name in files}
     inside = {"manifest": manifest, "wasm": base64.b64encode(wasm.module()).decode(), "data": data}

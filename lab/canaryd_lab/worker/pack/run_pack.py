@@ -1,8 +1,8 @@
-"""Run a golden pack and write what came back. Needs Python 3.8 or newer and numpy, or onnxruntime; no canaryd.
+"""Run a golden pack and write its results. Needs Python 3.8 or newer and numpy, or onnxruntime; no canaryd.
 
     python run_pack.py -o results.json [--runs 20] [--onnxruntime [PROVIDER]]
 
-Exit status: 0 every result was right, 2 at least one was wrong, 3 nothing was run, 64 it could not be started.
+Exit status: 0 all results right, 2 at least one wrong, 3 nothing was run, 64 it could not be started.
 `canaryd pack verify results.json --pack DIR` judges the file.
 """
 
@@ -28,22 +28,22 @@ except ImportError:
 
 HERE = Path(__file__).resolve().parent
 KEPT = 64
-"""Wrong elements that are listed for each case; all are counted."""
+"""Most wrong elements listed for each case; all are counted."""
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int8": "|i1", "int32": "<i4"}
 BITS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 class Damaged(Exception):
-    """A file of the pack is not the one that its manifest names."""
+    """A file of the pack differs from the file in its manifest."""
 
 
 def canonical(document):
-    """Return a document as the bytes that digests are taken over: sorted names, no spaces, UTF-8."""
+    """Return a document as the bytes under a digest: sorted names, no spaces, UTF-8."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
 
 
 def load(part):
-    """Return one array of the pack; raises Damaged where its file is not the one of the manifest."""
+    """Return one array of the pack; raises Damaged if its file differs from the manifest."""
     data = (HERE / part["file"]).read_bytes()
     if hashlib.sha256(data).hexdigest() != part["sha256"]:
         raise Damaged(part["file"] + " is damaged: copy the pack again")
@@ -51,7 +51,7 @@ def load(part):
 
 
 def numpy_product(case):
-    """Return a function that computes a case with numpy, and says how."""
+    """Return a function that computes a case with numpy."""
     a, b = (load(part) for part in case["operands"])
     if case["source"] == "bfloat16":  # numpy has none: the upper half of a float32
         a, b = ((x.astype("<u4") << 16).view("<f4") for x in (a, b))
@@ -75,7 +75,7 @@ class OnnxRuntime:
     """Runs the graphs of the pack through one execution provider."""
 
     def __init__(self, provider):
-        """Load onnxruntime; exits where it is missing or lacks the provider."""
+        """Load onnxruntime; exit if it is missing or lacks the provider."""
         try:
             import onnxruntime  # noqa: PLC0415  only where it is asked for
         except ImportError:
@@ -86,7 +86,7 @@ class OnnxRuntime:
             stop("run_pack: no provider " + provider + " here; name one of " + offered)
 
     def product(self, case):
-        """Return a function that computes a case; raises ValueError with the reason where nothing runs it."""
+        """Return a function that computes a case; raises ValueError with the reason if no provider runs it."""
         if case["graph"] is None:
             raise ValueError("the pack has no ONNX graph for this format")
         part = case["graph"]
@@ -110,7 +110,7 @@ class OnnxRuntime:
         return lambda: session.run(["c"], given)[0]
 
     def _place(self, session):
-        """Raise ValueError where a node ran elsewhere; note where nothing proves the place."""
+        """Raise ValueError if a node ran elsewhere; note if nothing proves where it ran."""
         if not hasattr(session, "get_provider_graph_assignment_info"):
             self.proven = False
             return
@@ -148,7 +148,7 @@ def run(case, compute, runs):
 
 
 def processor():
-    """Return what the system calls its processor."""
+    """Return the system's name for its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

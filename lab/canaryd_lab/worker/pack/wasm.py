@@ -1,4 +1,4 @@
-"""A WebAssembly module with one matrix product per format, without SIMD: plain multipliers and adders compute.
+"""A WebAssembly module with one matrix product per format, without SIMD: it uses plain multiplications and additions.
 
 Binary format and opcodes: WebAssembly Core Specification 1.0, chapter 5.
 """
@@ -18,7 +18,7 @@ FORMATS = {
     "i32": (0x7F, 4, 0x28, 0x36, bytes([0x41, 0]), 0x6C, 0x6A),
 }
 A, B, C, M, N, K, ROW, COLUMN, TERM, P, Q, S = range(12)
-"""Parameters (addresses of a, b and the result; sizes) and locals (counters, addresses, sum)."""
+"""Numbers of parameters (addresses of a, b and the result; sizes) and locals (counters, addresses, sum)."""
 
 
 def _vector(items: list[bytes]) -> bytes:
@@ -53,7 +53,7 @@ def _function(form: str) -> bytes:
 
 
 def module() -> bytes:
-    """Return the module: it exports `memory` (2 MiB) and `f32`, `f64`, `i32`, each (a, b, c, M, N, K)."""
+    """Return the module, which exports `memory` (2 MiB) and `f32`, `f64`, `i32`, each (a, b, c, M, N, K)."""
     exports = [bytes([6, *b"memory", 2, 0])]
     exports += [bytes([3, *name.encode(), 0, number]) for number, name in enumerate(FORMATS)]
     return b"".join(
