@@ -1,1 +1,1 @@
-"""The daemon: jobs, rounds, snapshots, the watchdog."""
+"""The daemon: its jobs, rounds, snapshots and watchdog."""

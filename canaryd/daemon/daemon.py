@@ -1,7 +1,7 @@
-"""`canaryd run`: how the parts of the daemon are put together, its signals, and its look at the store.
+"""`canaryd run`: the daemon's parts, its signals, and its regular reading of the store.
 
-The main thread only waits, follows signals and watches the clock. Devices are tested by `rounds`, devices and probes
-are found by `inventory`, and every change of the evidence goes to `publisher`, which prepares all pages.
+The main thread only waits, handles signals and watches the clock. `rounds` tests devices, `inventory` finds devices and
+probes, and every change of the evidence goes to `publisher`, which prepares all pages.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from canaryd.web.tls import Tls
 log = logging.getLogger("canaryd")
 
 REFRESH = 15.0
-"""Seconds between two looks at what other processes stored, and at evidence that has aged."""
+"""Seconds between two readings of other processes' records; after each reading the evidence is judged again."""
 SUM_UP = 60.0
-"""Seconds between two looks for a day that is over and has no summary yet."""
+"""Seconds between two searches for a past day that has no summary yet."""
 PRUNE = 3600.0
 STOP = 4.0
-"""Seconds that a stop may take before the process leaves without its threads."""
+"""Seconds that a stop may take; after that the process exits even if threads still run."""
 SAVE = 0.5
-"""Seconds of these that are left for a last write when a worker does not end (ours)."""
+"""Seconds at the end of `STOP` that are reserved for a last write if a worker does not end (ours)."""
 SWITCH = 0.001
-"""Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
+"""Seconds for which a thread keeps the interpreter while another waits, so that no scrape waits for a whole page."""
 
 
 @dataclass
 class Daemon:
-    """One running daemon."""
+    """One daemon while it runs."""
 
     config: Config
     config_path: Path | None
     store: Store
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that the command line gave: they win over every reloaded file too."""
+    """Settings from the command line; they take precedence over the file, also after a reload."""
     manager: systemd.Manager = field(default_factory=systemd.Manager)
     """The service manager that started this process."""
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        """Prepare everything that cannot fail on hardware."""
+        """Create all parts that cannot fail because of hardware."""
         self.engine = engine = Engine(self.config, self.store, listener=self._progress, beside=True)
         self._quit = threading.Event()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event's, its `put` takes no lock
@@ -101,7 +101,7 @@ class Daemon:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status.
 
-        Raises `OSError` when the address cannot be bound, `ConfigError` when the files of TLS cannot be used.
+        Raises `OSError` if the address cannot be bound, `ConfigError` if the files of TLS cannot be used.
         """
         host, port = self.config.listen
         sys.setswitchinterval(SWITCH)
@@ -152,12 +152,12 @@ class Daemon:
         return {path: self._watchdog.guard(route) for path, route in self._publisher.routes().items()}
 
     def _progress(self, progress: Progress) -> None:
-        """Log a finished run and publish it at once: a suspect is not kept back until it is confirmed."""
+        """Log a finished run and publish it at once, so that a suspect is reported before it is confirmed."""
         if log_run(progress):
             self._publisher.changed()
 
     def _exposed(self) -> Iterator[str]:
-        """Yield what strangers may read: the address, the keys of endpoints, the evidence."""
+        """Yield a line for each thing that strangers may read: the address, the keys of endpoints, the evidence."""
         host, port = self.config.listen
         if not self._server.local and not self._publisher.tls:
             where = f"listening on {host or 'every interface'}, port {self._server.port or port}"
@@ -173,7 +173,7 @@ class Daemon:
     # The main thread
 
     def _watch(self) -> None:
-        """Follow signals and the clock, and report to the manager. Only a reload touches the store here."""
+        """Handle signals, watch the clock and report to the manager until a stop. Only a reload uses the store here."""
         fed, reported = 0.0, self._publisher.summary
         while True:
             with contextlib.suppress(queue.Empty):
@@ -217,9 +217,9 @@ class Daemon:
         publisher.changed()
 
     def _stop(self, releases: threading.Thread) -> None:
-        """End all threads and write what is known; leave without what has not ended when the time is over.
+        """End all threads and store what is known; after `STOP` seconds, exit without the threads that still run.
 
-        Nothing here is waited for without a limit: a worker may be unkillable, another process may hold the database.
+        Every wait has a limit: a worker may be unkillable, or another process may hold the database.
         """
         over, ended, saved = time.monotonic() + STOP, threading.Event(), threading.Event()
 
@@ -249,7 +249,7 @@ class Daemon:
     # The store
 
     def _refresh(self) -> None:
-        """Read what other processes stored; judge again (evidence ages) and publish, unless a sweep just did."""
+        """Read what other processes stored. Then judge again and publish, unless a sweep has just done so."""
         if self._inventories.pending and not self.engine.halted:  # the inventory that was asked for failed
             self._inventories.look_around()
         self._look()
@@ -275,7 +275,7 @@ class Daemon:
             self._publisher.changed()
 
     def _follow_database(self) -> None:
-        """Take the locks of another database: the old one was removed or set aside, or this one was mounted late."""
+        """Take the locks of another database, which replaced the old one or was mounted after the start."""
         log.warning("%s is another database: taking its locks and looking for devices again", self.store.path)
         self._daemon_lock.close()
         self._take_lock()
@@ -283,7 +283,7 @@ class Daemon:
         self._inventories.look_around()
 
     def _take_lock(self) -> None:
-        """Take the lock that shows `canaryd release` a running daemon; warn about a second daemon."""
+        """Take the lock by which `canaryd release` finds a running daemon; warn if another daemon holds it."""
         self._generation = self.store.generation
         try:
             self._daemon_lock.enter_context(self.store.lock(DAEMON_LOCK))
@@ -292,7 +292,7 @@ class Daemon:
 
 
 def _place_workers() -> None:
-    """Put workers into a control group of their own, where the daemon's group was delegated to it."""
+    """Put workers into their own control group, if the daemon's group was delegated to it."""
     try:
         group = cgroup.divide()
     except cgroup.Undivided as reason:

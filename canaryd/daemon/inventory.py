@@ -1,4 +1,4 @@
-"""When the daemon looks for devices and probes, and what it starts for those it finds."""
+"""The daemon's regular search for devices and probes, and the start of jobs for what it finds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ log = logging.getLogger("canaryd")
 REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
-"""Seconds until the next inventory when one found nothing to test, or a device is missing or cannot be computed on yet.
-While a device stays away, the next inventory comes after as long again as it was away, an hour at most."""
+"""Seconds to the next inventory if one found nothing to test, or a device is missing or cannot compute yet. While a
+device stays away, the next wait is as long as the device was away so far, an hour at most."""
 SWEEP = 5.0
-"""Shortest time, in seconds, between two sweeps of telemetry."""
+"""Minimum time in seconds between two sweeps of telemetry."""
 LOG_RETRY = 60.0
-"""Seconds until the kernel log is tried again when it cannot be read."""
+"""Seconds to the next attempt to read the kernel log after a failure."""
 
 
 class Inventories:
-    """Takes inventories, and starts the jobs of devices, of telemetry and of the kernel log."""
+    """Takes inventories, and starts the jobs for devices, for telemetry and for the kernel log."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Inventories:
         refresh: Callable[[], None],
         stop: threading.Event,
     ) -> None:
-        """`changed` publishes a change, `refresh` judges and publishes; `stop` ends the reader of the kernel log."""
+        """Start no job yet. `changed` publishes, `refresh` judges and publishes, `stop` ends the kernel log reader."""
         self._engine = engine
         self._jobs = jobs
         self._rounds = rounds
@@ -62,19 +62,19 @@ class Inventories:
         """When one was added to them last, by the monotonic clock."""
 
     def look_around(self) -> None:
-        """Ask for an inventory now; one that is being taken may be too old, and is followed by another."""
+        """Request an inventory now. If one is in progress it may be too old, so another one follows it."""
         self.pending = True
         self._jobs.every(REDISCOVER, self.discover, "discover", now=True)
 
     def discover(self) -> None:
-        """Take inventories until no further one is asked for."""
+        """Take inventories until no further one is requested."""
         self.pending = True
         while self.pending and not self._engine.halted:  # the scheduler drops what falls due while this runs
             self.pending = False
             self.take()
 
     def take(self) -> None:
-        """Take one inventory, start the jobs of what is new, and set the time of the next one."""
+        """Take one inventory, start the jobs for new devices, and set the time of the next inventory."""
         engine = self._engine
         engine.discover(log.info)
         self._warnings.log(engine.problems)
@@ -95,7 +95,7 @@ class Inventories:
         self._refresh()
 
     def _wait(self) -> float:
-        """Return the seconds to the next inventory."""
+        """Return the seconds to wait for the next inventory."""
         engine, now = self._engine, time.monotonic()
         missing = frozenset(
             engine.devices.keys() - engine.present | engine.failing.keys() & {"torch"} | engine.unreached()
@@ -108,7 +108,7 @@ class Inventories:
         return min(max(RETRY, now - self._missing_since), REDISCOVER) if missing else REDISCOVER
 
     def sweep(self) -> None:
-        """Poll the telemetry of every device, and publish it at once."""
+        """Poll the telemetry of every device, and publish the result at once."""
         if self._engine.halted:
             return
         self._engine.sweep(due=True)
@@ -120,7 +120,7 @@ class Inventories:
         self._lost = lost
 
     def _read_kernel_log(self) -> None:
-        """Read the kernel log for as long as the daemon runs; replace a reader that dies."""
+        """Read the kernel log as long as the daemon runs; replace a reader that dies."""
         while not self._engine.stopping:
             kernel_log = self._engine.watch.kernel_log
             try:

@@ -1,4 +1,4 @@
-"""The daemon's periodic jobs, and what a jump of the clock does to them."""
+"""The daemon's periodic jobs, and their reaction to a jump of the clock."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from canaryd.daemon.logs import log_failure
 log = logging.getLogger("canaryd")
 
 CLOCK_JUMP = 5.0
-"""Seconds by which wall and monotonic clock may part before the jobs are rescheduled."""
+"""Seconds by which wall clock and monotonic clock may drift apart before all jobs are rescheduled."""
 GENERAL, DEVICES = "default", "devices"
-"""The two thread pools: jobs that never wait for a device, and jobs that do."""
+"""Names of the two thread pools: one for jobs that never wait for a device, one for jobs that do."""
 
 
 class _Period(IntervalTrigger):  # type: ignore[misc]  # APScheduler has no types
-    """Fires every so many seconds, without a list of all that was missed.
+    """A trigger that fires at regular intervals and skips the times that were missed.
 
-    APScheduler's own trigger makes one entry for each, in memory: after a clock that was set a year ahead, tens of
-    millions.
+    APScheduler's own trigger lists every missed time in memory: tens of millions if the clock was set a year ahead.
     """
 
     def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
@@ -34,7 +33,7 @@ class _Period(IntervalTrigger):  # type: ignore[misc]  # APScheduler has no type
 
 
 class Jobs:
-    """Functions that run periodically, each in a thread of its pool and never twice at once."""
+    """Functions that run periodically, each in a thread of its pool and never twice at the same time."""
 
     def __init__(self) -> None:
         self.scheduler = BackgroundScheduler(
@@ -50,7 +49,7 @@ class Jobs:
     def every(
         self, seconds: float, what: Callable[[], object], name: str, *, now: bool = False, pool: str = GENERAL
     ) -> None:
-        """Run `what` periodically, the first time after one period, or `now`; replaces the job of that name."""
+        """Run `what` every `seconds`, first after one period or `now`; this replaces a job of the same name."""
 
         def run() -> None:
             with log_failure(name):
@@ -61,13 +60,13 @@ class Jobs:
         self.scheduler.add_job(run, trigger, id=name, replace_existing=True, executor=pool, **first)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a job of that name."""
+        """Return whether a job of that name exists."""
         return self.scheduler.get_job(name) is not None
 
     def follow_clock(self) -> None:
         """Run every job now if the clock has jumped since the last call.
 
-        The scheduler counts in wall time: after a jump back it would sleep until the old hour returns.
+        The scheduler uses wall time: after a jump back it would sleep until the old time is reached again.
         """
         jump = _clock_offset() - self._clock_offset
         if abs(jump) > CLOCK_JUMP:

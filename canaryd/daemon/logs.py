@@ -1,4 +1,4 @@
-"""The daemon's log: each problem once, and no failure that ends a thread."""
+"""The daemon's log: it names each problem once, and no logged failure ends a thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Warnings:
 
 @contextlib.contextmanager
 def log_failure(what: str) -> Iterator[None]:
-    """Log an exception with its traceback, and go on."""
+    """Log an exception of the context's body with its traceback, and suppress it."""
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""What the daemon publishes: pages are prepared when evidence changes, and a request only copies bytes."""
+"""The pages and log lines of the daemon. Pages are prepared when evidence changes; a request only copies bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Publisher:
         """Number of the last change that is published."""
 
     def changed(self) -> None:
-        """Publish the evidence as it is now; changes that several threads report at once share one page."""
+        """Publish the present evidence; several threads that report changes at once share one page."""
         with self._counting:
             self._changes += 1
             change = self._changes
@@ -125,7 +125,7 @@ class Publisher:
                 log.log(_level(finding.state), "%s %s: %s", name, finding.rule, printable(finding.message))
 
     def routes(self) -> dict[str, Route]:
-        """Return the HTTP routes by their paths."""
+        """Return path → HTTP route."""
 
         def health(_: object) -> Answer:
             found = self._health

@@ -1,4 +1,4 @@
-"""`canaryd release`: the daemon lets go of every device for a while."""
+"""`canaryd release`: the daemon stops using every device for a while."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from canaryd.store.store import Store
 log = logging.getLogger("canaryd")
 
 PERIOD = 1.0
-"""Seconds between two looks at what `canaryd release` asks for."""
+"""Seconds between two checks for a request of `canaryd release`."""
 
 
 class Releases:
-    """Follows the requests of `canaryd release`."""
+    """Obeys the requests of `canaryd release`."""
 
     def __init__(
         self, engine: Engine, store: Store, *, changed: Callable[[], None], look_around: Callable[[], None]
     ) -> None:
-        """`changed` publishes a change; `look_around` asks for an inventory."""
+        """Check nothing yet. `changed` publishes a change; `look_around` requests an inventory."""
         self._engine = engine
         self._store = store
         self._changed = changed
@@ -34,13 +34,13 @@ class Releases:
         """Until when a release was asked for, as it was read last, in seconds since the epoch."""
 
     def follow(self, stop: threading.Event) -> None:
-        """Check each second until `stop`: as jobs of the scheduler the checks would cost more than they do."""
+        """Check for requests each second until `stop`. A job of the scheduler would cost more than the check itself."""
         while not stop.wait(PERIOD):
             with log_failure("release"):
                 self.check()
 
     def check(self) -> None:
-        """Let go of every device or take them back, as `canaryd release` asks; answer when it is done."""
+        """Release every device or use them again, as `canaryd release` requests; store an answer when this is done."""
         engine, until = self._engine, self._store.note_time(RELEASE_NOTE)
         self._until = until = self._until if self._store.unreadable else until  # what was asked for last still holds
         if until > time.time():

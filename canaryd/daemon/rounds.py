@@ -1,7 +1,7 @@
-"""The queue of each device: what is due, what the budget allows, and the rounds that are run.
+"""The rounds of each device: which probes are due, which of them the budget allows, and their runs.
 
-A tick asks what is due on one device and runs it as one series per instruction set, so that a device never meets two
-probes at once and nothing piles up.
+A tick finds what is due on one device and runs it as one series per instruction set, so that no device ever runs two
+probes at once and no runs pile up.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from canaryd.store.store import Store
 log = logging.getLogger("canaryd")
 
 TICK = 5.0
-"""Seconds between two ticks of a device."""
+"""Seconds between two ticks of a device; a tick runs what is due."""
 TRIGGER_PAUSE, LONGEST_PAUSE = 600.0, 21_600.0
-"""Seconds after an extra test during which an event starts no other one: a crashing application must not keep a device
-busy. The pause doubles while events keep coming, up to the second value."""
+"""Seconds after an extra test during which an event starts no other one, so that a crashing application cannot keep a
+device busy. The pause doubles while events continue, up to the second value."""
 ASIDE = {budget.DOUBT: "first retest", budget.RETEST: "retest"}
-"""Purposes of runs that are no rounds, in words."""
+"""Purpose → name, for runs that belong to no round."""
 
 
 class _Round(NamedTuple):
@@ -40,18 +40,18 @@ class _Round(NamedTuple):
 
     names: list[str]
     complete: bool
-    """Whether these are all that is due."""
+    """Whether these probes are all that is due."""
     purpose: str
-    """What their time is booked on."""
+    """Purpose to which the budget counts the device time of the round."""
     trigger: str = ""
-    """The event that calls for an extra test; "" for what is due by the clock."""
+    """The event that requires an extra test, or "" if the probes are due by the clock."""
 
 
 class Rounds:
-    """Runs what is due on each device, within the budget."""
+    """Runs the probes that are due on each device, within the budget."""
 
     def __init__(self, engine: Engine, store: Store, changed: Callable[[], None]) -> None:
-        """`changed` publishes a change."""
+        """Run nothing yet. `changed` publishes a change."""
         self._engine = engine
         self._store = store
         self._changed = changed
@@ -67,7 +67,7 @@ class Rounds:
         """Device → its last extra test, by the monotonic clock, and the seconds without another one."""
 
     def tick(self, uuid: str) -> None:
-        """Run what is due on one device."""
+        """Run the probes that are due on one device."""
         engine = self._engine
         device = engine.devices.get(uuid)
         if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
@@ -95,11 +95,11 @@ class Rounds:
             self._run(device, chosen)
 
     def _loading(self, names: Mapping[str, float]) -> list[str]:
-        """Return the probes that load the device."""
+        """Return the names of the probes that load the device."""
         return [name for name in names if self._engine.entries[name].spec.numeric]
 
     def _choose(self, device: Device, periods: Mapping[str, float]) -> _Round:
-        """Return what runs now: an extra test that an event calls for, or what is due and within the budget."""
+        """Return the round to run now: an extra test after an event, or the due probes that the budget allows."""
         uuid, luck = device.uuid, self._luck.setdefault(device.uuid, random.random())
         last = {name: self._last[uuid, name] for name in periods if (uuid, name) in self._last}
         due = schedule.due(last, periods, now=time.time(), luck=luck)
@@ -152,7 +152,7 @@ class Rounds:
         self._last.update(turned)
 
     def _take_trigger(self, uuid: str) -> str:
-        """Return once why a device needs an extra test, and not again too soon; "" where nothing calls for one."""
+        """Return the reason for an extra test of a device, or "" if there is none or the last one was too recent."""
         now, triggers = time.monotonic(), self._engine.watch.history.triggers
         last, pause = self._triggered.get(uuid, (now - LONGEST_PAUSE, 0.0))
         if uuid not in triggers or now - last < pause:
@@ -162,14 +162,14 @@ class Rounds:
         return triggers.pop(uuid)
 
     def _put_back(self, uuid: str, trigger: str) -> None:
-        """Let an event call for its test again that could not be run to its end."""
+        """Restore the event whose extra test could not finish, so that it requires the test again."""
         if trigger:
             self._engine.watch.history.triggers.setdefault(uuid, trigger)
             half = self._triggered[uuid][1] / 2  # as if the test before had been as long ago as its pause
             self._triggered[uuid] = time.monotonic() - half, half
 
     def run_aside(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
-        """Run the retests that a device needs, unless it has to wait."""
+        """Run the retests in `plans`, unless the device has to wait."""
         if plans and not self._waits(device, purpose):
             for plan in plans:
                 if plan.device.uuid == device.uuid or self.may(plan.device, purpose):
@@ -179,10 +179,10 @@ class Rounds:
     # The budget
 
     def within_budget(self, device: Device, names: list[str], periods: Mapping[str, float]) -> tuple[list[str], str]:
-        """Return which of the probes that are due may run now, and what their time is booked on.
+        """Return the due probes that may run now, and the purpose that their time counts for.
 
-        All that load the device wait together. One whose evidence would grow too old runs all the same, and alone: a
-        run without a result counts as well, so that a probe that never completes is no way around the budget. The
+        All probes that load the device wait together. A probe whose evidence would grow too old runs anyway, and alone.
+        A run without a result counts as evidence here, so a probe that never completes cannot escape the budget. The
         first quick round of this process is forced too, because a verdict is needed soon after a start.
         """
         engine, policy = self._engine, self._engine.config.budget
@@ -204,13 +204,13 @@ class Rounds:
         return [n for n in names if n not in young], purpose
 
     def may(self, device: Device, purpose: str) -> bool:
-        """Return whether a device may be loaded because of a run just now, or of another device."""
+        """Return whether the budget allows a confirmation or retest to load a device now; log the reason if not."""
         if found := budget.wait(self._engine.config.budget, self._facts(device), purpose):
             log.info("%s: no %s here: %s", device.name, ASIDE[purpose], found.text)
         return found is None
 
     def recall_spent(self, uuid: str) -> None:
-        """Book the last hour's runs of earlier processes: a restart is no way around the budget."""
+        """Count the last hour's runs of earlier processes, so that a restart cannot escape the budget."""
         engine, now = self._engine, time.time()
         for run in engine.evidence(uuid):
             age, entry = max(0.0, clock.age(run, now)), engine.entries.get(run.probe)
@@ -219,17 +219,17 @@ class Rounds:
                 engine.account.recall(uuid, budget.worked(run.seconds), age)
 
     def _is_first(self, uuid: str, probe: str) -> bool:
-        """Return whether this process has not run a quick probe on a device yet."""
+        """Return whether a probe has level quick and has not run on a device in this process yet."""
         return (uuid, probe) not in self._last and self._engine.levels()[probe] == "quick"
 
     def _since(self, uuid: str, probe: str) -> float:
-        """Return the seconds since a probe last ran, whatever its outcome; infinite for never."""
+        """Return the seconds since a probe last ran with any outcome, or infinity if it never ran."""
         runs = (r for r in self._engine.evidence(uuid) if r.probe == probe and r.whole and not r.drill)
         now = time.time()
         return min((clock.age(r, now) for r in runs), default=math.inf)
 
     def _expected(self, uuid: str, names: tuple[str, ...]) -> float:
-        """Return the seconds that a round of these probes may take: as the last round, or else as their last runs."""
+        """Return the device seconds that a round of these probes should take, by their last round or last runs."""
         engine = self._engine
         if cost := engine.account.cost(uuid, names):
             return cost
@@ -248,7 +248,7 @@ class Rounds:
         )
 
     def _waits(self, device: Device, purpose: str, facts: budget.Conditions | None = None) -> bool:
-        """Return whether something that is due has to wait; log, count and publish why."""
+        """Return whether something that is due has to wait; if so, log, count and publish the reason."""
         found = budget.wait(self._engine.config.budget, facts or self._facts(device), purpose)
         if found and self._engine.account.withhold(device.uuid, found, time.time()):
             log.info("%s: put off: %s", device.name, found.text)
@@ -257,7 +257,7 @@ class Rounds:
         return found is not None
 
     def _stop_waiting(self, uuid: str) -> None:
-        """Note that nothing waits on a device: it has run, or nothing is left that could."""
+        """Record that nothing waits on a device any more: it has run, or nothing is left to run."""
         account = self._engine.account
         if account.withheld(uuid) and not self._engine.stopping:
             account.release(uuid)
@@ -265,7 +265,7 @@ class Rounds:
             self._changed()
 
     def _note_waiting(self) -> None:
-        """Write what waits into the store, for `canaryd status`, where that has changed."""
+        """Store the postponed rounds of all devices for `canaryd status`, if they have changed."""
         engine = self._engine
         held = {u: engine.account.withheld(u) for u in engine.devices}
         waiting = {u: {"since": h.since, "text": h.wait.text} for u, h in held.items() if h is not None}
@@ -275,7 +275,7 @@ class Rounds:
 
 
 def log_run(progress: Progress) -> bool:
-    """Log a run that has ended; return whether one has."""
+    """Log the run if one has just ended; return whether one has."""
     run = progress.done
     if run is None:
         return False

@@ -1,4 +1,4 @@
-"""The evidence at one moment, as the metrics page, /healthz and the status page show it."""
+"""The evidence at one moment, in the form for the metrics page, /healthz and the status page."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from canaryd.model import Ack, Cause, Device, Outcome, Run, State, Verdict
 from canaryd.store.store import Store
 
 STEADY = 5
-"""Newest runs whose recorded fingerprints must agree to be shown: as many as are kept with their recordings."""
+"""Number of newest runs whose recorded fingerprints must agree to be shown; as many are kept with recordings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """The answers of /healthz and /readyz."""
+    """The data for the answers of /healthz and /readyz."""
 
     healthy: bool = False
     waits: str = "waiting for a first run on every device"
-    """Why it is not ready; "" when it is."""
+    """The reason why the daemon is not ready, or "" if it is ready."""
     reasons: tuple[str, ...] = ("no evidence yet",)
-    """Why it is not healthy, one sentence each."""
+    """The reasons why the daemon is not healthy, one sentence each."""
 
 
 def device_view(
     engine: Engine, device: Device, verdict: Verdict | None, statements: Sequence[Ack], now: float
 ) -> families.DeviceView:
-    """Return what the metrics page shows of a device; `statements` are those of operators about any device."""
+    """Return the metrics page's data about a device; `statements` are all statements of operators."""
     uuid = device.uuid
     runs = list(engine.evidence(uuid))
     plain = [r for r in runs if not r.drill]
@@ -66,19 +66,19 @@ def device_view(
 
 
 def last_success(runs: Iterable[Run]) -> dict[str, float]:
-    """Return probe → start of its newest run (oldest first) that looked at something and found nothing wrong.
+    """Return probe → start (epoch s) of its newest run that examined something and found nothing wrong.
 
-    A probe may yield readings alone.
+    `runs` are sorted, oldest first. The run may have given readings only.
     """
     clean = (r for r in runs if r.outcome is Outcome.COMPLETED and not (r.wrong or r.unknown))
     return {r.probe: r.started for r in clean if has_looked(r)}
 
 
 def health(engine: Engine, now: float) -> Health:
-    """Return whether every device in place has fresh evidence, and whether this process has tested every one.
+    """Return whether every device in place has fresh evidence, and whether this process has tested each device.
 
-    A device that has to wait for a server counts as tested. One that was tested before does not where torch no longer
-    shows it, or where its runs skip everything: a release that cannot test is not ready to follow the one that could.
+    A device that waits for a server counts as tested. A device that was tested in earlier processes does not count if
+    torch no longer shows it or its runs skip everything: a release that cannot test must not replace one that could.
     """
     reasons = [
         reason
@@ -101,7 +101,7 @@ def health(engine: Engine, now: float) -> Health:
 
 
 def stale(engine: Engine, device: Device, runs: Iterable[Run], now: float) -> list[str]:
-    """Return one sentence for each probe of a device without fresh evidence; the limits are the judge's."""
+    """Return one sentence for each probe without fresh evidence on a device; the judge's age limits apply."""
     runs = [r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and has_looked(r)]
     periods = engine.periods(device)
     if not periods and not engine.is_divided(device):
@@ -120,14 +120,14 @@ def stale(engine: Engine, device: Device, runs: Iterable[Run], now: float) -> li
 
 
 def summary(engine: Engine, verdicts: Mapping[str, Verdict]) -> str:
-    """Return the states of all devices in place as one line, e.g. "8 devices: 7 healthy, 1 suspect"."""
+    """Return the number of devices in each state as one line, e.g. "8 devices: 7 healthy, 1 suspect"."""
     found = [verdicts[u].state if u in verdicts else State.UNKNOWN for u in sorted(engine.in_place)]
     counts = ", ".join(f"{found.count(state)} {state.value}" for state in State if state in found)
     return f"{count(len(found), 'device')}: {counts}" if found else "no device was found yet"
 
 
 def newest_evidence(engine: Engine, uuid: str) -> dict[str, float | None]:
-    """Return when each probe of a device last gave evidence, as `status.gather` takes it."""
+    """Return probe → time (epoch s) of its last evidence on a device, or None if it gave none, for `status.gather`."""
     found: dict[str, float | None] = dict.fromkeys(engine.periods(engine.devices[uuid]))
     for run in engine.evidence(uuid):
         if run.outcome is Outcome.COMPLETED and run.whole and not run.drill:
@@ -137,14 +137,14 @@ def newest_evidence(engine: Engine, uuid: str) -> dict[str, float | None]:
 
 
 def budget_view(account: budget.Account, uuid: str) -> families.BudgetView:
-    """Return what the metrics page shows of a device's budget."""
+    """Return the metrics page's data about a device's budget."""
     spent, skipped = account.totals(uuid)
     held = account.withheld(uuid)
     return families.BudgetView(spent=spent, skipped=skipped, withheld=held.wait.reason if held else "")
 
 
 def poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[str, families.PollView]:
-    """Return what the metrics page shows of each telemetry probe."""
+    """Return telemetry probe → the metrics page's data about its polls."""
     return {
         name: families.PollView(
             seconds=poll.newest.seconds if poll.newest else None,
@@ -157,7 +157,7 @@ def poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[
 
 
 def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return the sums of counters, label set by label set."""
+    """Return the sums of counters that have equal names and labels."""
     total: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
     for each in counts:
         total.update(each)
@@ -165,9 +165,9 @@ def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[st
 
 
 def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
-    """Yield the readings of each probe's newest whole run; on a CPU only of its own instruction set.
+    """Yield the readings of each probe's newest whole run; on a CPU only of the CPU's own instruction set.
 
-    Readings of another instruction set, such as a slower kernel's time, would need a label that tells them apart.
+    Readings of another instruction set, such as a slower kernel's time, would need their own label.
     """
     own = ("", *device.instruction_sets[:1])
     newest = {r.probe: r for r in runs if r.whole and r.outcome is Outcome.COMPLETED and r.instruction_set in own}
@@ -176,9 +176,9 @@ def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
 
 
 def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> bool:
-    """Return whether an acknowledgement covers the device's present state; it does not cover a later fault.
+    """Return whether an acknowledgement covers the device's present state. It does not cover a later fault.
 
-    A fault whose cause becomes known later is the same fault.
+    A fault whose cause becomes known later is still the same fault.
     """
     if ack is None:
         return False
@@ -193,10 +193,10 @@ def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> b
 def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
     """Return (probe, label) → the newest fingerprint of each instruction set, on the stack of its newest run.
 
-    Equal labels promise equal values on healthy devices of one model. The label is the stack's id and the probe's
-    version, since another version may have other cases. Where recordings made the fingerprint, the label also stands
-    for the chain of each of them, since another kernel may round differently. Recorded bits may vary on a healthy
-    device: there is no fingerprint where the newest `STEADY` runs with a label disagree, or one gave two results for
+    Equal labels promise equal values on healthy devices of one model. The label is the stack's id with the probe's
+    version, since another version may have other cases. If recordings made the fingerprint, the label also stands for
+    the chain of each recording, since another kernel may round differently. Recorded bits may vary on a healthy device.
+    So there is no fingerprint if the newest `STEADY` runs with a label disagree, or if one of them gave two results for
     a case.
     """
     stacks: dict[tuple[str, str], str] = {}
@@ -224,6 +224,6 @@ def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
 
 
 def _fingerprint(run: Run) -> int | None:
-    """Return a run's fingerprint; None where a probe yields anything under that name that a float cannot hold."""
+    """Return a run's fingerprint, or None if the value under that name is not an integer that a float can hold."""
     value = next((r.value for r in run.readings if r.name == FINGERPRINT), None)
     return value if type(value) is int and 0 <= value < 2**53 else None

@@ -15,21 +15,21 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds that a message may wait for a manager that does not read, so that the daemon does not hang with it (ours)."""
+"""Seconds that a message waits for a manager that does not read, so that the daemon does not hang with it (ours)."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manager:
-    """The service manager that started the daemon; by default there is none."""
+    """The service manager that started the daemon; by default there is no manager."""
 
     address: str = ""
-    """Its socket: a path, or an abstract name that begins with "@"; "" for no manager."""
+    """Address of the manager's socket: a path, an abstract name that begins with "@", or "" for no manager."""
     watchdog: float = 0.0
-    """Seconds within which it expects a WATCHDOG=1; 0.0 for no watchdog."""
+    """Seconds within which the manager expects a WATCHDOG=1, or 0.0 if it has no watchdog."""
 
     def tell(self, *assignments: str) -> bool:
-        """Send assignments such as "READY=1"; return whether that worked. Never raises, never waits long."""
+        """Send assignments such as "READY=1" to the manager; return False on failure. Never raises or waits long."""
         if not self.address:
             return False
         where = "\0" + self.address[1:] if self.address.startswith("@") else self.address
@@ -45,7 +45,7 @@ class Manager:
 
 
 def take(environment: MutableMapping[str, str]) -> Manager:
-    """Remove the manager's variables from `environment` and return the manager.
+    """Remove the manager's variables from `environment`, and return the manager that they describe.
 
     Ignores a watchdog for another process (WATCHDOG_PID), and an address that is not a UNIX socket.
     """
@@ -58,5 +58,5 @@ def take(environment: MutableMapping[str, str]) -> Manager:
 
 
 def reloading() -> tuple[str, str]:
-    """Return the assignments that announce a reload; READY=1 ends it. systemd reads the monotonic clock."""
+    """Return the assignments that announce a reload; READY=1 ends the reload. systemd compares monotonic times."""
     return "RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"

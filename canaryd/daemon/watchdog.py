@@ -1,4 +1,4 @@
-"""When the daemon counts as alive, for systemd's watchdog and for HTTP clients."""
+"""Rules that decide whether the daemon counts as alive, for systemd's watchdog and for HTTP clients."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from canaryd.web.server import PLAIN_TEXT, Answer, Route
 log = logging.getLogger("canaryd")
 
 STARVED = 600.0
-"""Seconds without a successful look at the store (`REFRESH`) after which the daemon counts as hung (ours). Legitimate
-waits are shorter: a statement waits 5 s for a lock, and every thread that is in line before it as long."""
+"""Seconds without a successful reading of the store (`REFRESH`) after which the daemon counts as hung (ours). Normal
+waits are shorter: a statement waits 5 s for a lock, and so does every thread before it in the queue."""
 SILENT = 120.0
-"""Seconds without a successful look at the store after which no prepared page is served any more (ours): a page that
-does not age must not be believed."""
+"""Seconds without a successful reading of the store after which prepared pages are no longer served (ours): a page that
+never changes must not be believed."""
 ANSWER = 10.0
-"""Seconds that the HTTP server may take to hang up on a client that hung up (ours)."""
+"""Seconds that the HTTP server may take to close the connection of a client that hung up (ours)."""
 
 
 class Watchdog:
-    """Knows when the daemon last worked. Times are of the monotonic clock."""
+    """A record of when the daemon last worked. All times are of the monotonic clock."""
 
     def __init__(self) -> None:
         self.looked = time.monotonic()
@@ -32,9 +32,9 @@ class Watchdog:
         """When scheduler, store and HTTP server were last seen to work."""
 
     def pulse(self, address: tuple[str, int] | None) -> None:
-        """Check that the daemon works: the scheduler runs this, the store is read, and HTTP clients are served.
+        """Check that the daemon works: the scheduler calls this, the store is read, and HTTP clients get answers.
 
-        docs/systemd.md lists what may hang without an end of the pulse, and why.
+        docs/systemd.md lists the parts that may hang without effect on this check, and why.
         """
         since = time.monotonic() - self.looked
         if since > STARVED:
@@ -45,7 +45,7 @@ class Watchdog:
             self.pulsed = time.monotonic()
 
     def guard(self, route: Route) -> Route:
-        """Return a route that answers 503 while the daemon hangs: a page prepared before says nothing of now."""
+        """Return a route that answers 503 while the daemon hangs, because its prepared page is then out of date."""
 
         def guarded(headers: Mapping[str, str]) -> Answer:
             since = time.monotonic() - self.looked
@@ -58,9 +58,9 @@ class Watchdog:
 
 
 def within_reach(host: str, port: int) -> tuple[str, int] | None:
-    """Return where this process can reach its own server; None where a firewall may stand between.
+    """Return an address at which this process reaches its own server, or None if a firewall may be in between.
 
-    IPAddressAllow= may close an address of the network to ourselves, and that is no reason to restart.
+    IPAddressAllow= may close a network address to this process too, and that is no reason for a restart.
     """
     if host in ("", "0.0.0.0", "localhost") or host.startswith("127."):  # noqa: S104  compared, not bound
         return host if host.startswith("127.") else "127.0.0.1", port
@@ -68,7 +68,7 @@ def within_reach(host: str, port: int) -> tuple[str, int] | None:
 
 
 def served(address: tuple[str, int]) -> bool:
-    """Return whether the server takes a silent client and lets it go; this works with TLS and passwords too."""
+    """Return whether the server accepts a silent client and lets it go; this works with TLS and passwords too."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=ANSWER) as client:
         client.settimeout(ANSWER)
         client.shutdown(socket.SHUT_WR)

@@ -1,1 +1,1 @@
-"""From a plan to a verdict: discover, schedule, run, confirm, judge."""
+"""The engine: it finds devices, schedules, runs and confirms tests, and judges the devices."""

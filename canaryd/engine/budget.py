@@ -1,8 +1,8 @@
-"""What canaryd may take from a device that serves, and why a test is postponed: pure functions, and an account.
+"""Rules for when canaryd may load a device that serves requests, and an account of the device time that it used.
 
-A round waits for its share, for load, heat and the operator's quiet hours, until the evidence would become too
-old. Then it runs anyway, as small as always. Nothing runs where memory is short or the compute mode forbids it.
-docs/budget.md has the reasons.
+A round waits while its share of time is used up, the device is busy or hot, or quiet hours last. When its evidence
+would become too old, the round runs anyway, no larger than usual. Nothing runs if memory is short or the compute mode
+forbids it. docs/budget.md has the reasons.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from canaryd.facts import DEVICE_SECONDS, HOST_SECONDS, Reading
 from canaryd.model import EXCLUSIVE, PROHIBITED, Device, Outcome, Run
 
 ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
-"""Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a
-suspect; and a confirmation of a mismatch or a test after an event."""
+"""Purposes of a series of runs: a round of probes that are due; a round that is forced because the evidence would
+become too old; a retest of a suspect; and a confirmation of a mismatch or a test after an event."""
 PURPOSES = (ROUND, FORCED, RETEST, DOUBT)
 REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "load", "share")
 """Reasons to postpone a test, the most binding first."""
@@ -31,74 +31,74 @@ _REASONS_FOR: Mapping[str, tuple[str, ...]] = {
     RETEST: ("compute_mode", "memory", "quiet_hours", "heat"),
     DOUBT: ("compute_mode", "memory"),
 }
-"""Purpose → the reasons that postpone it. Retests have a share of their own (`schedule.RETEST_SHARE`), and should run
-under load."""
+"""Purpose → the reasons that can postpone a series of that purpose. Retests have their own share
+(`schedule.RETEST_SHARE`), and they should run under load."""
 
 HOUR = 3600.0
-"""Seconds for which a share is calculated."""
+"""Length in seconds of the period over which the share of device time is measured."""
 COVERAGE = 0.75
-"""Fraction of the age at which evidence becomes stale after which a round is forced. The rest is time to wait for the
-device (ours)."""
+"""A round is forced when its evidence has reached this fraction of the age at which evidence is stale. The rest of that
+age is time to wait for the device (ours)."""
 NICE = 10
 """Nice level of workers. A core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
 kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, and starting torch would take minutes
 (ours)."""
 BURST = 0.05
-"""A run pauses each time it has worked for this many seconds: a request beside it waits no longer than that."""
+"""Seconds of work after which a run pauses, so that a server's request waits no longer than this."""
 FREE = 512 << 20
-"""Bytes of memory that always stay free for the server."""
+"""Bytes of memory that a test always leaves free for the server."""
 HEADROOM = 5.0
-"""Rounds wait while the device is less than this many degrees Celsius below its throttle point."""
+"""Distance in degrees Celsius: rounds wait while the device is closer than this to its throttle point."""
 REST = 3.0
-"""A pause is this many times as long as the burst before it, so that a round works a quarter of its time (ours)."""
+"""Ratio of each pause to the burst before it, so that a round works for a quarter of its time (ours)."""
 UNHELD = 300 << 20
-"""Bytes of memory in use up to which nobody else uses an accelerator (ours): drivers need some beside what they call
-reserved; an idle MI300X shows 284 MiB. A container cannot see the processes outside it, but their memory."""
+"""Bytes of memory in use that still count as no other user of an accelerator (ours). An idle MI300X shows 284 MiB
+beyond what its driver calls reserved. A container sees the memory of outside processes, but not the processes."""
 TELL_USE = ("cuda", "rocm")
-"""Units whose used memory shows other processes: an idle Ascend has 3 GiB in use, and an Apple GPU draws the screen."""
+"""Units on which used memory reveals other processes; an idle Ascend uses 3 GiB, and an Apple GPU draws the screen."""
 CONTEXT = 512 << 20
-"""Bytes of a CUDA or HIP context with its kernels, in addition to what torch allocates (ours, ample)."""
+"""Bytes that a CUDA or HIP context with its kernels takes beside the memory that torch allocates (ours, generous)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What is known of a device at one moment. None means unknown, which postpones nothing."""
+    """Measurements of a device at one moment. None means unknown; an unknown value postpones nothing."""
 
     now: float
-    """Seconds since the epoch."""
+    """Time of the measurements (epoch s)."""
     accelerator: bool = True
     spent: float = 0.0
     """Seconds of device time that rounds used in the last hour."""
     expected: float = 0.0
-    """Seconds that this round is expected to take; 0 where no similar one has run yet."""
+    """Device seconds that this round is expected to take; 0 if no similar round has run yet."""
     busy: float | None = None
-    """Fraction of the time for which it is in use; above 1 where tasks wait for a CPU."""
+    """Fraction of the time for which the device is in use; above 1 if tasks wait for a CPU."""
     free: int | None = None
-    """Free bytes of memory."""
+    """Bytes of memory that are free on the device."""
     margin: float | None = None
-    """Degrees Celsius below the throttle point."""
+    """Degrees Celsius from the device's temperature up to its throttle point; negative if the device is hotter."""
     mode: str = ""
-    """Compute mode, as NVML names it; "" where there is none."""
+    """Compute mode as NVML names it, or "" if the device has none."""
     processes: int | None = None
-    """Number of processes that compute on it."""
+    """Number of processes that compute on the device."""
     held: int | None = None
-    """Bytes of its memory in use beyond what its driver keeps; None also where that says nothing of other processes."""
+    """Bytes of device memory in use beyond the driver's part; None also if they reveal no other process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Why a test does not run now."""
+    """The reason why a test does not run now."""
 
     reason: str
     """One of `REASONS`."""
     text: str
-    """The reason in words: what was measured, and the limit."""
+    """The measured value and the limit, in words."""
 
 
 def others(facts: Conditions) -> str:
-    """Return what shows that another process uses an accelerator on which canaryd runs nothing; "" for nothing.
+    """Return the sign, in words, that another process uses an accelerator, or "" if there is no sign.
 
-    Processors are not meant: there something always computes.
+    A processor always gives "", because other processes always compute on it.
     """
     if not facts.accelerator:
         return ""
@@ -110,7 +110,7 @@ def others(facts: Conditions) -> str:
 
 
 def wait(policy: BudgetConfig, facts: Conditions, purpose: str) -> Wait | None:
-    """Return the most binding reason to postpone a series; None if it may run."""
+    """Return the most binding reason to postpone a series, or None if the series may run."""
     for reason in _REASONS_FOR[purpose]:
         if text := _CHECKS[reason](policy, facts):
             return Wait(reason=reason, text=text)
@@ -176,9 +176,9 @@ _CHECKS: Mapping[str, Callable[[BudgetConfig, Conditions], str]] = {
 def facts(
     device: Device, own: Iterable[Reading], whole: Iterable[Reading] = (), *, now: float, spent: float, expected: float
 ) -> Conditions:
-    """Return the facts in the fresh readings of a device; `whole` are those of the device that it is an instance of.
+    """Return the conditions that the fresh readings `own` of a device, and `whole` of its parent device, show.
 
-    An instance of a divided device has its own memory, and shares heat and the compute mode.
+    An instance of a divided device has its own memory. It shares heat and the compute mode with the whole device.
     """
     mine, shared = _by_name(own), _by_name(whole)
     heat = mine if "temperature_celsius" in mine or not device.parent else shared
@@ -220,7 +220,7 @@ def _one(readings: Mapping[str, list[Reading]], name: str, **labels: str) -> flo
 
 
 def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
-    """Return the smallest distance of a sensor from its throttle or critical point, in degrees; None where unknown."""
+    """Return the smallest distance (°C) of a sensor from its throttle or critical point, or None if it is unknown."""
     thresholds = {
         r.labels.get("threshold", ""): float(r.value) for r in readings.get("temperature_threshold_celsius", ())
     }
@@ -234,16 +234,16 @@ def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
 
 
 def allowance(policy: BudgetConfig) -> dict[str, float]:
-    """Return the limits of a run beside a server: seconds of a burst, pause over burst, bytes to use and to leave."""
+    """Return a run's limits beside a server: seconds per burst, ratio of pause to burst, bytes to use and to leave."""
     return {"burst": BURST, "rest": REST, "memory": policy.memory, "free": FREE}
 
 
 def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:
-    """Return how many seconds of a device's time a worker used.
+    """Return the seconds of a device's time that a worker used.
 
-    For a CPU, its processor time divided by all cores. For an accelerator, what its `runs` report, which is measured by
-    the device's own events where it has them. Where a run that was not skipped reports nothing, because it crashed or
-    hangs, the worker's life without its pauses, less what the others report as the host's part.
+    For a CPU this is the worker's processor time divided by the number of cores. For an accelerator it is the time that
+    `runs` report, measured by the device's own events if it has them. If a run that was not skipped reports no time (it
+    crashed or hangs), it is the worker's life without its pauses, minus the host's part that the runs report.
     """
     if device.unit == "cpu" and processor is not None:
         return processor / (os.cpu_count() or 1)
@@ -259,27 +259,27 @@ def device_seconds(device: Device, wall: float, processor: float | None, runs: I
 
 
 def worked(seconds: float) -> float:
-    """Return an estimate of how much of a past run's wall time was work; the rest was pauses."""
+    """Return an estimate of the seconds of work within a past run's wall time `seconds`; the rest was pauses."""
     return seconds / (1.0 + REST)
 
 
 @dataclass
 class Withheld:
-    """A postponed round."""
+    """A postponed round of one device."""
 
     since: float
-    """When it was first postponed, in seconds since the epoch."""
+    """Time (epoch s) at which the round was first postponed."""
     wait: Wait
-    """The newest reason."""
+    """The newest reason to postpone the round."""
     counted: set[str] = field(default_factory=set)
-    """Reasons that were counted for this round."""
+    """Reasons that the totals already count for this round."""
 
 
 class Account:
-    """Device time used and rounds postponed by this process. Safe to use from several threads."""
+    """An account of this process: device time used, and rounds postponed. Safe to use from several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is monotonic, so that setting the system clock does not change a share."""
+        """Begin an empty account. `clock` is monotonic, so that setting the system clock does not change a share."""
         self._clock = clock
         self._mutex = threading.Lock()
         self._recent: dict[str, deque[tuple[float, float]]] = {}
@@ -289,7 +289,7 @@ class Account:
         self._cost: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def spend(self, device: str, seconds: float, purpose: str) -> None:
-        """Add device time; time of rounds counts towards the hourly share."""
+        """Add `seconds` of device time to the total of `purpose`; rounds also count towards the hourly share."""
         with self._mutex:
             self._seconds[device, purpose] += seconds
             if purpose in (ROUND, FORCED):
@@ -301,7 +301,7 @@ class Account:
             self._recent.setdefault(device, deque()).append((self._clock() - age, seconds))
 
     def spent(self, device: str) -> float:
-        """Return the seconds that rounds used of a device in the last hour."""
+        """Return the seconds of a device's time that rounds used in the last hour."""
         with self._mutex:
             recent, since = self._recent.get(device, deque()), self._clock() - HOUR
             kept = deque(each for each in recent if each[0] > since)
@@ -309,22 +309,22 @@ class Account:
             return sum(seconds for _, seconds in kept)
 
     def cost(self, device: str, probes: tuple[str, ...]) -> float:
-        """Return the device seconds of the newest round of these probes; 0 where none has run."""
+        """Return the device seconds that the newest round of these probes took, or 0 if no such round has run."""
         return self._cost.get((device, probes), 0.0)
 
     def took(self, device: str, probes: tuple[str, ...], seconds: float) -> None:
-        """Note the device seconds of a round of these probes, and that it no longer waits."""
+        """Record the device seconds that a round of these probes took. The round is no longer postponed."""
         with self._mutex:
             self._cost[device, probes] = seconds
             self._withheld.pop(device, None)
 
     def release(self, device: str) -> None:
-        """Note that the postponed round has run."""
+        """Forget the postponed round of a device, because nothing waits on it any more."""
         with self._mutex:
             self._withheld.pop(device, None)
 
     def withhold(self, device: str, wait: Wait, now: float) -> bool:
-        """Note that a round is postponed; return whether that or its reason is new. Counts each reason once."""
+        """Record that a round is postponed; return whether this or its reason is news. A reason counts once a round."""
         with self._mutex:
             held = self._withheld.setdefault(device, Withheld(since=now, wait=wait))
             news = wait.reason not in held.counted or held.wait.reason != wait.reason
@@ -336,11 +336,11 @@ class Account:
             return news
 
     def withheld(self, device: str) -> Withheld | None:
-        """Return the postponed round of a device; None where there is none."""
+        """Return the postponed round of a device, or None if no round is postponed."""
         return self._withheld.get(device)
 
     def totals(self, device: str) -> tuple[dict[str, float], dict[str, int]]:
-        """Return the seconds used by purpose and the rounds postponed by reason; 0 where there were none."""
+        """Return purpose → seconds used, and reason → number of postponed rounds, of one device (with zeros)."""
         with self._mutex:
             return (
                 {purpose: self._seconds[device, purpose] for purpose in PURPOSES},

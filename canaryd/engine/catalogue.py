@@ -25,15 +25,15 @@ class ProbeFile:
     """A probe file."""
 
     name: str
-    """File stem, or the entry point's name; must equal its `SPEC.name`."""
+    """Stem of the file name, or name of the entry point. It must equal the file's `SPEC.name`."""
     path: Path
     source: str
-    """"builtin", "directory" or "entry point"."""
+    """Kind of place where the file was found: "builtin", "directory" or "entry point"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A probe that can run."""
+    """A probe that can run: its file and its spec."""
 
     spec: ProbeSpec
     file: ProbeFile
@@ -41,10 +41,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Why a probe is not in the catalogue; the other probes are not affected."""
+    """The reason why a probe is missing from the catalogue; other probes are not affected."""
 
     where: str
-    """A path, or the name of an entry point."""
+    """Path of the file or directory, or name of the entry point."""
     message: str
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Problem:
 
 
 def builtin_directory() -> Path:
-    """Return the directory of canaryd's own probes: that of the checkout if there is one, else of the wheel."""
+    """Return the directory of canaryd's own probes: in the checkout if there is one, else in the installed wheel."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent
     if (checkout / "pyproject.toml").is_file() and (checkout / "probes").is_dir():
@@ -63,7 +63,7 @@ def builtin_directory() -> Path:
 def find(
     directories: Iterable[Path], enabled: Collection[str] = (), *, builtin: Path | None = None
 ) -> tuple[list[ProbeFile], list[Problem]]:
-    """List probes: the built-in ones, those in an operator's `directories`, and `enabled` entry points.
+    """Return probe files and problems: built-in probes, those in `directories`, and `enabled` entry points.
 
     An installed entry point is listed only if its name is in `enabled`. Nothing is imported. Of two probes with one
     name the first is kept. `builtin` replaces canaryd's own directory.
@@ -90,7 +90,7 @@ def find(
 def load(
     files: Iterable[ProbeFile], described: Mapping[Path, ProbeSpec | str]
 ) -> tuple[dict[str, Entry], list[Problem]]:
-    """Join probe files with `described`: path → the spec that a worker read, or what is wrong with the file."""
+    """Return usable probes and problems; `described`: path → the spec that a worker read, or the error in the file."""
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for file in files:
@@ -106,7 +106,7 @@ def load(
 
 
 def unknown(named: Iterable[str], files: Iterable[ProbeFile]) -> list[str]:
-    """Return a line for each probe that the configuration names and that no file holds."""
+    """Return a line for each probe name in the configuration that no file provides."""
     known = {file.name for file in files}
     return [
         f"probes.{name}: no probe of that name was found{did_you_mean(name, known)}"
@@ -142,7 +142,7 @@ def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]
 
 
 def _unsafe_neighbours(directory: Path, probes: Collection[Path]) -> list[Problem]:
-    """Return problems of files beside probes that another user could have written, because the probes may read them."""
+    """Return a problem for each file beside the probes that another user could have written: a probe may read it."""
     message = "the probes beside it may read it, so no probe in {} is used: {}"
     others = [Path(folder, name) for folder, below, names in os.walk(directory) for name in (*below, *names)]
     return [
@@ -153,7 +153,7 @@ def _unsafe_neighbours(directory: Path, probes: Collection[Path]) -> list[Proble
 
 
 def _untrusted(path: Path) -> Problem | None:
-    """Return a problem if users other than root and the daemon's user could have written the file at `path`."""
+    """Return a problem if users other than root and the daemon's user could have written the file, else None."""
     try:
         doubt = permissions.doubt(path)
     except OSError as error:
@@ -162,7 +162,7 @@ def _untrusted(path: Path) -> Problem | None:
 
 
 def _at(point: EntryPoint) -> ProbeFile | Problem:
-    """Return the file of an entry point's module, found part by part; importing it would run foreign code here."""
+    """Return the file of an entry point's module, or a problem. The module is not imported: it is foreign code."""
     search: list[str] | None = None
     origin = None
     parts = point.module.split(".")

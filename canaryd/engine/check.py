@@ -1,4 +1,4 @@
-"""`canaryd check` and `canaryd drill`: the daemon's path, walked once, and what it found."""
+"""`canaryd check` and `canaryd drill`: test devices once, as the daemon does, and collect the results."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from canaryd.store.locks import Busy
 
 
 class Gap(NamedTuple):
-    """Something that a check did not test."""
+    """A part of a device that a check did not test."""
 
     what: str
-    """A few words."""
+    """The untested part, in a few words."""
     detail: str
-    """More of it: why, or how to test it."""
+    """The reason why the part was not tested, or the way to test it."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.detail}"
 
 
 NOT_EXAMINED = "not-examined"
-"""Rule of the finding about a device on which a check could not do all that was asked for; it is made here."""
+"""Rule name of the finding, made here, that a check could not do everything that was asked for on a device."""
 MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
@@ -67,15 +67,18 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
 NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
 NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of this check"),)
 EXACT = ("exact_attention", "exact_integer", "exact_matmul", "exact_units")
-"""The probes that run again where a check has too few results: they give nearly all of them."""
+"""Probes that run again if a check has too few results; they give nearly all results."""
 LONGEST = 3
-"""Times its first round that a check may take to reach enough results."""
+"""A check may take at most this many times the duration of its first round to reach enough results."""
 ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives": "links"}
-"""Probe → what no other probe tests."""
+"""Probe → the part of a device that only this probe tests."""
 
 
 def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
-    """Return what was not tested on some devices, of `ONLY` or for lack of time; `runs`: device's name → its runs."""
+    """Return a gap for each part in `ONLY`, and for each probe that ran out of time, that some devices miss.
+
+    `runs` maps a device's name to its runs.
+    """
     late: dict[str, list[str]] = {}
     for name, done in runs.items():
         looked = {r.probe for r in done if has_looked(r)} | ONLY.keys()
@@ -86,7 +89,7 @@ def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
 
 
 def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
-    """Return what of `ONLY` was not tested on some devices; `done`: name of a device → probes that gave a result."""
+    """Return a gap for each part in `ONLY` that some devices miss; `done`: device name → probes that gave results."""
     gaps = []
     for probe, what in ONLY.items():
         without = [name for name, probes in done.items() if probe not in probes]
@@ -95,9 +98,9 @@ def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
 
 
 def all_gaps(level: str, found: Sequence[Gap], tested: Iterable[Device]) -> tuple[Gap, ...]:
-    """Return the gaps that were found, and what tests of a level never look at; nothing is named twice.
+    """Return the gaps `found` and those that every check of this level leaves. No gap is listed twice.
 
-    `tested`: the devices that gave a result.
+    `tested` are the devices that gave a result.
     """
     left_out = {MOST_MEMORY} if any(g.what == ONLY["memory_sweep"] for g in found) else set()
     if not any(len(device.instruction_sets) > 1 for device in tested):
@@ -107,27 +110,27 @@ def all_gaps(level: str, found: Sequence[Gap], tested: Iterable[Device]) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for."""
+    """The options of a check or a drill."""
 
     level: str = "standard"
     probes: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     intensity: str = ""
-    """How hard to ask, as a retest does: one of `INTENSITIES`; "" for as usual."""
+    """Intensity of the tests, as for a retest: one of `INTENSITIES`, or "" for normal runs."""
     seed: int | None = None
     instruction_set: str = ""
     seconds: float = 0.0
-    """Repeat rounds until so much time has passed; 0 for one round."""
+    """Seconds for which rounds are repeated; 0 means one round."""
     drill: str = ""
     drained: bool = False
-    """No server uses the devices, whatever it looks like."""
+    """Whether the operator says that no server uses the devices, even if processes are seen on them."""
     wait: float = 600.0
-    """How long to wait for a device that another canaryd process is testing."""
+    """Seconds to wait for a device that another canaryd process is testing."""
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What a check did and found."""
+    """The work and the results of one check."""
 
     level: str
     started: float
@@ -137,39 +140,39 @@ class Result:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     runs: dict[str, list[Run]] = field(default_factory=dict)
     skipped: dict[str, list[tuple[str, Skipped]]] = field(default_factory=dict)
-    """Device → (probe, what was left out of it and why)."""
+    """Device → list of (probe, the skipped part and the reason)."""
     planned: Counter[str] = field(default_factory=Counter)
-    """Device → how many tests were to run on it, without retests."""
+    """Device → number of tests that were planned on it, without retests."""
     missed: dict[str, str] = field(default_factory=dict)
-    """Device → why something that was asked for could not be run on it."""
+    """Device → the reason why something that was asked for could not run on it."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Device → why its tests kept to the budget, in a sentence without its name."""
+    """Device → the reason why its tests kept to the budget, as a sentence without the device's name."""
     rules_out: dict[str, dict[str, float]] = field(default_factory=dict)
     polls: dict[str, dict[str, Poll]] = field(default_factory=dict)
-    """Device → telemetry probe → what it said."""
+    """Device → telemetry probe → the state of its polls."""
     events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
-    """Device → what happened to it in the last month."""
+    """Device → its events of the last month."""
     not_checked: tuple[Gap, ...] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> State:
-        """The worst device's state; unknown when no device was examined."""
+        """The state of the worst device, or unknown if no device was examined."""
         return worst(list(self.verdicts.values()))
 
     @property
     def having_case(self) -> frozenset[str]:
-        """The probes that have, or may have, a case that was asked for."""
+        """The names of the probes that have, or may have, one of the cases that were asked for."""
         return frozenset(r.probe for runs in self.runs.values() for r in runs if r.reason is not Reason.NO_CASE)
 
     @property
     def without_case(self) -> list[Run]:
-        """Every run, where no probe has any of the cases that were asked for; else []."""
+        """All runs, if no probe has any of the cases that were asked for; else []."""
         return [] if self.having_case or self.missed else [r for runs in self.runs.values() for r in runs]
 
 
 def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Callable[[str], None]) -> Result:
-    """Carry one check out on `devices` and return its result; a device that cannot be had is unknown, never healthy."""
+    """Carry out one check on `devices` and return its result. A device that cannot be used is unknown, not healthy."""
     begun = time.monotonic()
     result = Result(level=options.level, started=engine.clock(), drill=options.drill, devices=list(devices))
     entries = [e for name, e in engine.entries.items() if _is_asked(options, e)]
@@ -224,9 +227,9 @@ def _complete(
     took: float,
     test: Callable[[Sequence[Entry], Sequence[Device], float], None],
 ) -> None:
-    """Let `test` run the exact probes again where devices gave too few results; `took`: seconds of the first round.
+    """Repeat the exact probes through `test` on devices with too few results; `took`: seconds of the first round.
 
-    What a device gave then, and the least that it has to, is left in `engine.compared` for the judge.
+    The judge then finds in `engine.compared` each device's number of results and the least number that it must reach.
     """
     exact = {name: entry for name, entry in engine.entries.items() if name in EXACT}
     counted = [d for d in _here(engine, devices) if _is_counted(engine, options, d)]
@@ -251,7 +254,7 @@ def _complete(
 
 
 def _is_counted(engine: Engine, options: Options, device: Device) -> bool:
-    """Return whether a check has to give a number of results: it has not, where a person chose what runs."""
+    """Return whether a check must reach a least number of results; it need not if a person chose what runs."""
     chosen = options.probes or options.cases or options.intensity or options.instruction_set
     if chosen or options.seconds or options.drill or any(engine.settings(n).enabled is False for n in EXACT):
         return False
@@ -259,32 +262,32 @@ def _is_counted(engine: Engine, options: Options, device: Device) -> bool:
 
 
 def _is_asked(options: Options, entry: Entry) -> bool:
-    """Return whether a probe is part of a check; one that tests groups takes too long for a quick one."""
+    """Return whether a probe is part of a check. Probes that test groups take too long for a quick check."""
     if options.probes:
         return entry.spec.name in options.probes
     return not entry.spec.group or options.level != "quick"
 
 
 def alarmed(result: Result) -> bool:
-    """Whether a drill's fault was seen by any run."""
+    """Return whether any run saw the fault of a drill."""
     return any(run.wrong or run.unknown for runs in result.runs.values() for run in runs)
 
 
 def ended(result: Result) -> bool:
-    """Whether any run came to its end, so that a fault could show."""
+    """Return whether any run completed, so that a fault could show."""
     return any(run.outcome is Outcome.COMPLETED for runs in result.runs.values() for run in runs)
 
 
 def _here(engine: Engine, devices: Iterable[Device]) -> list[Device]:
-    """Return the devices that a probe can reach. In the place of one that is gone another may be."""
+    """Return the devices in place that a probe can reach. Another device may be where a missing one was."""
     return [d for d in devices if d.uuid in engine.in_place and engine.reached(d)]
 
 
 def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return the groups of devices that are tested at once.
+    """Return groups of devices; the devices of one group are tested at the same time.
 
-    Accelerators are, as far as memory allows (`canaryd.engine.room`). A processor needs its cores for itself and comes
-    first, since what it shows bears on the others; endpoints may share a server.
+    All accelerators form one group; memory limits it (`canaryd.engine.room`). A processor is tested alone and first: it
+    needs its cores, and its result matters for the others. Endpoints are alone, because two may share a server.
     """
     processors = [[d] for d in devices if d.unit == "cpu"]
     endpoints = [[d] for d in devices if d.is_endpoint]
@@ -310,14 +313,14 @@ def _plans(
 
 
 def _in_groups(engine: Engine, options: Options, entries: Sequence[Entry], devices: Sequence[Device]) -> frozenset[str]:
-    """Return the devices of which a check expects a result of a probe that tests groups."""
+    """Return the uuids of the devices that must get results from the probes in `entries`, which test groups."""
     plans = [plan for entry in entries for plan in _plans_of_groups(engine, options, entry, devices)]
     cores = {d.uuid for d in devices for entry in entries if d.unit == "cpu" and schedule.applies(entry, d)}
     return frozenset(cores | {d.uuid for plan in plans for d in (plan.device, *plan.peers)})
 
 
 def _skipped_together(engine: Engine, result: Result) -> frozenset[str]:
-    """Return the devices whose group could not be tested for lack of a library: links then are what was not checked."""
+    """Return the devices whose group was not tested for lack of a library. Their links count as not checked."""
     backends = {
         engine.devices[uuid].backend
         for uuid, runs in result.runs.items()
@@ -362,7 +365,7 @@ def _carry_out(
 
 
 def _add(result: Result, device: Device, runs: Sequence[Run]) -> None:
-    """Add the runs of a plan for `device`, some of which may be its siblings'."""
+    """Add the runs of a plan for `device` to the result; some of the runs may be on its siblings."""
     result.skipped.setdefault(device.uuid, [])
     for done in runs:
         result.runs.setdefault(done.device, []).append(done)
@@ -410,7 +413,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
 
 
 def _kept(who: str, options: Options, memory: int) -> str:
-    """Return that the tests of a device kept to the budget and why, and how to lift it."""
+    """Return a sentence: why the tests of a device kept to the budget, and which command avoids that."""
     command = "drill" if options.drill else "check"
     return (
         f"{who}, so the tests kept to the budget: at most {memory >> 20:,} MiB of its memory, pauses, low priority; "
@@ -419,14 +422,14 @@ def _kept(who: str, options: Options, memory: int) -> str:
 
 
 def _why(run: Run) -> tuple[str, str]:
-    """Return what became of a poll, unless it says so itself, and why."""
+    """Return (outcome, reason) of a poll that gave nothing; the outcome is "" if the reason already says it."""
     if run.outcome is Outcome.COMPLETED:
         return "it gave no reading", next(iter(run.absent.values()), "")
     return "" if run.outcome is Outcome.SKIPPED else run.outcome.value, run.detail.partition("\n")[0]
 
 
 def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
-    """Return the telemetry that could not be read, and why."""
+    """Return the name of each telemetry probe that could not be read, with the reason."""
     return [
         (probe, Skipped(case="*", reason=": ".join(filter(None, _why(poll.newest)))))
         for probe, poll in polls.items()
@@ -435,7 +438,7 @@ def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
 
 
 def _incomplete(result: Result, uuid: str) -> str:
-    """Return why a device was not tested as was asked for, and how far its tests came; "" where it was."""
+    """Return the reason why a device's check is incomplete, and how far it came, or "" if the check is complete."""
     if not (why := result.missed.get(uuid, "")):
         return ""
     runs, planned = result.runs.get(uuid, []), result.planned[uuid]
@@ -444,7 +447,7 @@ def _incomplete(result: Result, uuid: str) -> str:
 
 
 def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Verdict:
-    """Return the verdict of a check that missed something: earlier evidence is no substitute."""
+    """Return the verdict, plus a finding if the check missed something (`why`): older evidence is no substitute."""
     if not why:
         return verdict
     finding = Finding(
@@ -464,7 +467,7 @@ def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Ve
 
 
 def _command(options: Options, device: Device) -> str:
-    """Return the command that tests a device as was asked for."""
+    """Return the command line that repeats this check on one device."""
     words = ["canaryd", *(["drill", "--fault", options.drill] if options.drill else ["check"])]
     words += [] if options.drill or options.level == Options.level else ["--level", options.level]
     words += ["--device", device.name]
@@ -479,7 +482,7 @@ def _command(options: Options, device: Device) -> str:
 
 
 def found(runs: Sequence[Run]) -> dict[str, int]:
-    """Return how much runs compared, and how much of it was not as it should be."""
+    """Return the numbers of results, wrong results, recordings and differing recordings of all runs, by name."""
     return {
         "results": sum(r.trials for r in runs),
         "wrong": sum(c.wrong_trials for r in runs for c in r.comparisons),
@@ -489,13 +492,13 @@ def found(runs: Sequence[Run]) -> dict[str, int]:
 
 
 def gave(run: Run) -> str:
-    """Return how many results and recordings a run gave."""
+    """Return the numbers of results and recordings of a run, as text."""
     counts = [count(run.trials, "result")] if run.trials or not run.recordings else []
     return ", ".join(counts + ([count(len(run.recordings), "recording")] if run.recordings else []))
 
 
 def compared(runs: Sequence[Run]) -> str:
-    """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
+    """Return the number of exact results of all runs as text, or of recordings if there are none, as for endpoints."""
     of = found(runs)
     if of["results"] or not of["recordings"]:
         return f"{count(of['results'], 'result')}, {of['wrong']:,} wrong"

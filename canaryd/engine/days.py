@@ -1,4 +1,4 @@
-"""Summaries of days, and what they show of a device over weeks."""
+"""Summaries of each device's days, and the findings from several weeks of summaries."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from canaryd.judge.brief import sign
 from canaryd.model import Device, Finding
 
 BACK = 14
-"""Days for which runs and polls are kept, and so can be summed up."""
+"""Days for which runs and polls are kept, so that each of these days can still be summed up."""
 SEEN = 90 * DAY
-"""Seconds for which summaries are read: more than the rule of docs/judgement.md needs."""
+"""Age in seconds up to which summaries are read; the rule in docs/judgement.md needs less."""
 
 
 class Days:
-    """The days of each device in memory, and the findings of today."""
+    """The daily summaries of each device in memory, and the findings of today."""
 
     def __init__(self, host: Host, acknowledgements: Acknowledgements) -> None:
-        """Read nothing yet."""
+        """Start empty; no summary is read yet."""
         self._host = host
         self._acks = acknowledgements
         self._acks_version = acknowledgements.version
@@ -36,10 +36,10 @@ class Days:
         """Device → the day on which its days were judged, and what was found."""
 
     def sum_up(self) -> bool:
-        """Sum up one past day of one device that has no summary yet; return whether there was one.
+        """Store the summary of one past day of one device; return False if no past day lacks a summary.
 
-        Only one, because reading a day's runs and polls takes a second. A day without any gets none: to a clock that
-        runs ahead it may be a day to come.
+        One call handles only one day, because reading its runs and polls takes a second. A day without runs and polls
+        gets no summary: if the clock runs ahead, that day may still be in the future.
         """
         host = self._host
         today = int(host.clock() // DAY)
@@ -52,7 +52,7 @@ class Days:
         return False
 
     def _sum_up(self, uuid: str, day: int) -> bool:
-        """Sum up one day, unless the record cannot be read: the summary of a part would replace the whole one."""
+        """Store the summary of one day. Return False if the record is unreadable: a part must not replace the whole."""
         store, begin, end = self._host.store, day * DAY, (day + 1) * DAY
         runs = [  # hour by hour: a whole day with comparisons and recordings takes tens of MiB
             replace(run, comparisons=(), recordings=(), readings=(*run.readings, *sign(run)))
@@ -73,7 +73,7 @@ class Days:
         return True
 
     def tested(self, uuid: str) -> dict[str, frozenset[int]]:
-        """Return, by probe, the past days (UTC, since the epoch) on which a device was tested since its last repair."""
+        """Return probe → past days (since the epoch, UTC) on which it tested a device after its last repair."""
         self._refresh()
         if uuid not in self._tested:
             days_of: dict[str, set[int]] = defaultdict(set)
@@ -87,7 +87,7 @@ class Days:
         return self._tested[uuid]
 
     def _refresh(self) -> None:
-        """Forget what was read before an acknowledgement: the days before a repair do not count."""
+        """Forget all cached summaries after a new acknowledgement: the days before a repair do not count."""
         if self._acks_version != self._acks.version:
             self._acks_version = self._acks.version
             self._found.clear()
@@ -98,9 +98,9 @@ class Days:
         return max(self._host.clock() - SEEN, self._acks.evidence_since(uuid))
 
     def findings(self, device: Device) -> tuple[Finding, ...]:
-        """Return the findings of a device's days beside its own earlier days and its siblings' (docs/judgement.md).
+        """Return the findings from comparing a device's days with its earlier days and its siblings' days.
 
-        Judged once a day, and again after an acknowledgement: the days before a repair do not count.
+        The rule (docs/judgement.md) runs once a day and after an acknowledgement. Days before a repair are left out.
         """
         host, now = self._host, self._host.clock()
         self._refresh()

@@ -1,4 +1,4 @@
-"""Verdicts: collect the evidence on a device, ask the judge, and store what is news."""
+"""Verdicts: collect the evidence on a device, ask the judge, and store verdicts that are new."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from canaryd.judge.watch import days_of_tests, has_looked
 from canaryd.model import ENDPOINT, TORCH, UNDRIVEN, Device, Event, EventKind, Finding, Run, Verdict
 
 REWRITE = 600.0
-"""Seconds after which an unchanged verdict is written again, so that readers see that it is kept up to date."""
+"""Seconds after which an unchanged verdict is stored again, to show readers that it is up to date."""
 REJUDGED = 600.0
-"""Seconds after which recordings are judged again without a new one, because the rules look back for days."""
+"""Seconds after which recordings are judged again even if none is new, because the rules look at several days."""
 REWORD = 60.0
-"""Seconds after which a verdict is written again where only its wording differs, such as "3 minutes ago"."""
+"""Seconds after which a verdict is stored again if only its wording changed, such as "3 minutes ago"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """What the recordings of a device show."""
+    """The findings and drifts from the recordings of a device."""
 
     at: float
     version: int
-    """`Learning.version` at that time."""
+    """Value of `Learning.version` when the recordings were judged."""
     findings: tuple[Finding, ...]
     drifts: tuple[Drift, ...]
 
@@ -56,7 +56,7 @@ class Decisions:
         days: Days,
         discovery: Discovery,
     ) -> None:
-        """Judge nothing yet."""
+        """Keep the parts; no device is judged yet."""
         self._host = host
         self._watch = watch
         self._evidence = evidence
@@ -76,7 +76,7 @@ class Decisions:
         """Device → what its recordings show; removed when a recording is added."""
 
     def decide_all(self) -> dict[str, Verdict]:
-        """Judge every known device, store what changed, and return the verdicts."""
+        """Judge every known device, store the verdicts that are new, and return all verdicts by uuid."""
         previous = self._look()
         with self._host.mutex:
             nodes = {served: self._node(served=served) for served in (False, True)}
@@ -86,31 +86,31 @@ class Decisions:
             }
 
     def decide(self, uuid: str) -> Verdict:
-        """Judge one device now."""
+        """Judge one device now and return the verdict."""
         previous = self._look().get(uuid)
         return self._decide(uuid, self._node(served=self._host.devices[uuid].is_endpoint), previous)
 
     def decide_drill(self, uuid: str, since: float) -> Verdict:
-        """Judge a device's drills since `since` by the same rules. The verdict is never stored."""
+        """Judge a device's drills since `since` (epoch s) by the same rules. The verdict is never stored."""
         self._look()
         served = self._host.devices[uuid].is_endpoint
         return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
 
     def keep(self, verdict: Verdict) -> None:
-        """Store a verdict, unless it only shows that canaryd has just started, is about to stop, or could not read."""
+        """Store a verdict, unless its only reason is that canaryd has just started, is stopping, or could not read."""
         passing = self._host.stopping or self._host.store.unreadable
         if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
             self._kept_under[verdict.device] = self._host.config
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
-        """Return how far a device's newest recordings are from their baselines."""
+        """Return the distances of a device's newest recordings from their baselines."""
         with self._host.mutex:
             self._look()
             return self._judge_recordings(self._host.devices[uuid]).drifts
 
     def take(self, run: Run) -> None:
-        """Add a run to the evidence in memory. Recordings of all devices of its backend are judged again."""
+        """Add a run to the evidence in memory. The recordings of all devices of its backend will be judged again."""
         with self._host.mutex:
             of = self._host.devices.get(run.device)
             for other in list(self._recordings):
@@ -120,7 +120,7 @@ class Decisions:
             self._evidence.add(run)
 
     def _look(self) -> dict[str, Verdict]:
-        """Read again what other processes may have written, and return the stored verdicts."""
+        """Read what other processes may have stored since the last call; return the stored verdicts by uuid."""
         self._learning.refresh()
         with self._host.mutex:
             for run in self._host.store.news():
@@ -139,7 +139,7 @@ class Decisions:
     # -- the case for the judge ---------------------------------------------------------------------------------------
 
     def _decide(self, uuid: str, among: Node, previous: Verdict | None, *, drill: bool = False) -> Verdict:
-        """Ask the judge about one device, and store the verdict where it is news."""
+        """Ask the judge about one device, store the verdict if it is new, and return it."""
         host = self._host
         with host.mutex:
             device = host.devices[uuid]
@@ -174,7 +174,7 @@ class Decisions:
             return verdict
 
     def _node(self, *, served: bool, drill: bool = False, since: float = 0.0) -> Node:
-        """Return the devices of this node, or its endpoints if `served`, with the evidence on them."""
+        """Return the devices of this host, or its endpoints if `served`, with the evidence on each."""
         host = self._host
         with host.mutex:
             devices = {u: d for u, d in host.devices.items() if d.is_endpoint == served}
@@ -191,7 +191,7 @@ class Decisions:
         return node(devices, runs, host.clock(), drill=drill, summed=summed, claims=self._learning.met.claims)
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
-        """Return what a device, its driver and the kernel log reported."""
+        """Return the signs of trouble that a device, its driver and the kernel log have reported."""
         host = self._host
         instances = [u for u, d in host.devices.items() if d.parent == device.uuid and u in host.present]
         # A divided device has passed when all of its instances have.
@@ -216,12 +216,12 @@ class Decisions:
         return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
-        """Return what the inventory noticed of the other devices of this host."""
+        """Return device uuid → the changes that the inventory noticed, for each other device of the same backend."""
         others = (d for u, d in self._host.devices.items() if u != device.uuid and d.backend == device.backend)
         return {d.uuid: [e for e in self._watch.history.of(d) if e.kind == EventKind.CHANGE] for d in others}
 
     def _count(self, device: Device) -> tuple[int, int] | None:
-        """Return how many accelerators were found and are expected, for the host's CPU where the number is set."""
+        """Return the numbers of accelerators found and expected, or None if no number is set or this is not the CPU."""
         expected = self._host.config.devices.expected
         if expected is None or device.backend != "cpu":
             return None
@@ -238,7 +238,7 @@ class Decisions:
         )
 
     def _served_endpoints(self, device: Device, *, drill: bool) -> dict[str, tuple[int, Sequence[Finding]]]:
-        """Return each endpoint that a device serves → how many devices serve it, and its findings."""
+        """Return the uuid of each endpoint that a device serves → (number of devices that serve it, its findings)."""
         host = self._host
         found: dict[str, tuple[int, Sequence[Finding]]] = {}
         for name, endpoint in endpoints.named(host.config).items():
@@ -254,7 +254,7 @@ class Decisions:
         return self._judge_recordings(device).findings
 
     def _judge_recordings(self, device: Device) -> _Judged:
-        """Return what a device's recordings show; kept for a while, because judging all of them takes time."""
+        """Return the findings from a device's recordings; they are cached, because judging all of them takes time."""
         now, version = self._host.clock(), self._learning.version
         known = self._recordings.get(device.uuid)
         if known is None or known.version != version or not 0 <= now - known.at < REJUDGED:
@@ -266,7 +266,7 @@ class Decisions:
         return known
 
     def _record(self, device: Device, *, drill: bool) -> Record:
-        """Return the recordings of a device, its baselines, and the same of every device to compare it with."""
+        """Return a device's recordings and baselines, with those of every device that it can be compared with."""
         host = self._host
         of = {u: tuple(r for r in self._evidence.of(u) if has_looked(r)) for u in host.devices}
         return Record(
@@ -292,7 +292,7 @@ class Decisions:
 
 
 def is_news(verdict: Verdict, previous: Verdict | None) -> bool:
-    """Return whether to store a verdict: it says something new, or the stored one is old."""
+    """Return whether to store a verdict: it differs from the stored verdict, or the stored verdict is old."""
     if previous is None or (verdict.state, verdict.cause) != (previous.state, previous.cause):
         return True
     if [(f.rule, f.state, f.wrong) for f in verdict.findings] != [
@@ -304,5 +304,5 @@ def is_news(verdict: Verdict, previous: Verdict | None) -> bool:
 
 
 def _texts(finding: Finding) -> tuple[str, ...]:
-    """Return what a finding tells its reader."""
+    """Return the texts of a finding that a reader sees."""
     return finding.message, finding.action, *finding.evidence

@@ -1,4 +1,4 @@
-"""Find the devices and probes of this host, and notice what changed since the last time."""
+"""Find the devices and probes of this host, and record what changed since the last search."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description
 
 VENDORS = ("host", *inventory.BACKEND_OF_MODULE)
-"""Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
+"""Modules of the worker that list devices, in the order of the search; each module has a probe NAME_telemetry."""
 
 
 class Discovery:
     """Keeps the devices and probes of `host` up to date."""
 
     def __init__(self, host: Host, workers: Workers, watch: Watch, evidence: Evidence, learning: Learning) -> None:
-        """Look for nothing yet."""
+        """Keep the parts; nothing is searched yet."""
         self._host = host
         self._workers = workers
         self._watch = watch
@@ -37,12 +37,12 @@ class Discovery:
         """Every device ever seen here, as it was read last."""
 
     def discover(self, on_wait: Callable[[str], None], *, keep: bool) -> None:
-        """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
+        """Find probes and devices through workers, and record what changed; `on_wait` is called if a wait is long.
 
-        `keep`: tests follow at once, and may have the worker that found only a processor.
+        `keep`: tests follow at once, and may use the same worker if it found only a processor.
 
-        What cannot be read stays as it was. A missing device stays known, and not present, for as long as the judge
-        watches a suspect.
+        Unreadable data stays unchanged. A missing device stays known, as not present, while the judge watches a
+        suspect.
         """
         host = self._host
         files, problems = catalogue.find(host.config.probes.directories, host.config.probes.enabled)
@@ -86,9 +86,9 @@ class Discovery:
             )
 
     def ignored(self, on_wait: Callable[[str], None]) -> list[str]:
-        """Return what is wrong with the probes that the configuration names: those files that are not canaryd's own.
+        """Return a line for each problem of the probes that the configuration names; canaryd's own files are not read.
 
-        `on_wait` is told of a long wait.
+        `on_wait` is called if a wait is long.
         """
         probes = self._host.config.probes
         files, problems = catalogue.find(probes.directories, probes.enabled)
@@ -101,12 +101,12 @@ class Discovery:
         return [*lost, *map(str, problems), *catalogue.unknown(probes.each, files)]
 
     def _vendor_settings(self) -> dict[str, Mapping[str, object]]:
-        """Return vendor → the settings of its probe, for each vendor whose probe is not disabled."""
+        """Return vendor → the settings of its telemetry probe, for each vendor whose probe is not disabled."""
         named = {name: self._host.settings(f"{name}_telemetry") for name in VENDORS}
         return {name: settings.settings for name, settings in named.items() if settings.enabled is not False}
 
     def _take_inventory(self, found: inventory.Found, here: Collection[str]) -> None:
-        """Store the devices that were found; those `here` were present before."""
+        """Store the devices that an inventory found; the uuids in `here` were present before it."""
         host, store = self._host, self._host.store
         now, known = host.clock(), self._known()
         devices = [d for d in found.devices if inventory.is_included(d, host.config)]
@@ -130,16 +130,16 @@ class Discovery:
         return {uuid: r.device for uuid, r in self._read().items()}
 
     def _read(self) -> Mapping[str, DeviceRecord]:
-        """Return every device ever seen here; where the store cannot be read, with those that it had before."""
+        """Return every device ever seen here, by uuid. If the store is unreadable, those of earlier reads remain."""
         store = self._host.store
         found = {r.device.uuid: r for r in store.devices()}
         self._records = self._records | found if store.unreadable else found
         return self._records
 
     def _remembered(self, now: float) -> list[DeviceRecord]:
-        """Return the devices that are still known; where the store cannot be read, those that were, and what is found.
+        """Return the devices that are still known. If the store is unreadable: those known before, and those present.
 
-        Only then are those that were replaced, or outlived, told from those that are missing.
+        Only a readable store shows which devices are missing, and which were replaced or forgotten.
         """
         host, store = self._host, self._host.store
         known = self._read().values()
@@ -156,9 +156,9 @@ class Discovery:
         return [r for r in known if r.device.uuid in before and inventory.is_included(r.device, host.config)]
 
     def recall(self, *, runs: bool = True) -> None:
-        """Load from the store what is known of devices and runs, so that a faulty device stays faulty after a start.
+        """Load the known devices and runs from the store, so that a faulty device stays faulty after a restart.
 
-        Without `runs` no device can be judged yet.
+        If `runs` is False, no device can be judged yet.
         """
         host = self._host
         with host.mutex:
@@ -183,7 +183,7 @@ class Discovery:
 def _loaded(
     files: Sequence[catalogue.ProbeFile], described: Description
 ) -> tuple[dict[str, catalogue.Entry], list[catalogue.Problem]]:
-    """Return the probes and what is wrong with files, without those that only a lost torch keeps from being read."""
+    """Return usable probes by name, and problems, without files that are unread only because torch failed."""
     reached = [f for f in files if not described.lost or f.path in described.probes]
     return catalogue.load(reached, described.probes)
 

@@ -13,7 +13,7 @@ from canaryd.model import ENDPOINT, TORCH, Device
 
 
 def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
-    """Return the endpoints of a configuration as devices; each names those of `devices` that serve it."""
+    """Return the endpoints of a configuration as devices; each endpoint names the `devices` that serve it."""
     known = list(devices)
     return [
         Device(
@@ -33,14 +33,14 @@ def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
 
 
 def named(config: Config) -> Mapping[str, EndpointConfig]:
-    """Return the endpoints by name, without headings that set nothing."""
+    """Return the configured endpoints by name; a section without a URL is left out."""
     return {name: endpoint for name, endpoint in config.endpoints.each.items() if endpoint.url}
 
 
 def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
     """Return the devices that serve an endpoint: those named in its settings, else all accelerators, else the CPU.
 
-    A server on another host uses none of this one's, unless they are named.
+    A server on another host uses no device of this host, unless its settings name one.
     """
     every = [d for d in devices if not d.is_endpoint]
     parts = [d for d in every if d.runtime == TORCH]  # one part of this host is one device here
@@ -52,14 +52,14 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
 
 
 def models(config: Config, device: Device, devices: Iterable[Device]) -> list[str]:
-    """Return the directories of the models that a device serves, as far as the configuration names them."""
+    """Return the directories of the models that a device serves; models without a configured directory are left out."""
     every = list(devices)
     served = (e for e in named(config).values() if e.directory and e.directory.suffix != ".gguf")
     return sorted({str(e.directory) for e in served if device in behind(e, every)})
 
 
 def _here(url: str) -> bool:
-    """Return whether an address is this host's: a loopback address, or the host's name."""
+    """Return whether an address belongs to this host: a loopback address, or the host's name."""
     host = (urlsplit(url).hostname or "").lower()
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -69,7 +69,7 @@ def _here(url: str) -> bool:
 
 
 def settings(endpoint: EndpointConfig) -> dict[str, Any]:
-    """Return the settings of an endpoint for its probe: paths as text, "" for what is not set."""
+    """Return the settings of an endpoint for its probe: paths as text, and "" for a text that is not set."""
     return {
         "url": endpoint.url,
         "model": endpoint.model or "",

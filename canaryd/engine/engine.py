@@ -1,7 +1,7 @@
-"""Carry out plans: the one path from a plan to a verdict, shared by `canaryd check`, `canaryd drill` and `canaryd run`.
+"""Carry out plans: `canaryd check`, `canaryd drill` and `canaryd run` all use this code to turn a plan into a verdict.
 
-A series runs under the lock of its device; each run is stored, and its device judged; what was wrong is confirmed.
-Everything that waits on hardware happens in a worker, so nothing here can hang on a driver.
+A series runs under the lock of its device. Each run is stored, its device is judged, and wrong results are confirmed.
+Every wait for hardware happens in a worker, so this process cannot hang in a driver.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest, new_run_id
 
 LEARNING = 2
-"""Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
+"""Number of extra runs that may follow an endpoint's run at once: one to learn a chain, one to compare with it."""
 SHAPED = ("exact_matmul", "exact_attention")
-"""Probes that also test the sizes of served models."""
+"""Probes that also test with the sizes of the served models."""
 IDLE = (Outcome.COMPLETED, Outcome.SKIPPED, Outcome.ERRORED, Outcome.GARBLED)
-"""Outcomes of a run that may never have reached its device; the others may be the work of a device or its driver."""
+"""Outcomes of a run that may never have reached its device; other outcomes may come from the device or its driver."""
 CONFIRM_WAIT = 60.0
-"""Shortest time in seconds that a confirmation waits for a device that another process holds."""
+"""Minimum time in seconds that a confirmation waits for a device that another process holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a series is."""
+    """The progress of a series."""
 
     device: Device
     instruction_set: str
@@ -52,7 +52,7 @@ class Progress:
     fraction: float
     text: str
     done: Run | None = None
-    """The run, when it has just finished."""
+    """The run that has just finished, or None while a run is going on."""
 
 
 Listener = Callable[[Progress], None]
@@ -60,31 +60,31 @@ Listener = Callable[[Progress], None]
 
 @dataclass
 class Engine(Host):
-    """The host, what is known of it, and how to learn more.
+    """The host, the evidence on it, and the means to test it.
 
-    Its parts share this `Host` and its mutex, and each owns what it keeps in memory.
+    The parts of the engine share this `Host` and its mutex, and each part owns what it keeps in memory.
     """
 
     listener: Listener = lambda _: None
     on_change: Callable[[], None] = lambda: None
-    """Called when something other than a run has changed what is known."""
+    """Function that is called when the evidence changed for a reason other than a run."""
     may: Callable[[Device, str], bool] = lambda _, __: True
-    """Called before each confirmation: whether the device may be loaded for that purpose now."""
+    """Function (device, purpose) → whether the device may be loaded now; called before each confirmation."""
     beside: bool = False
-    """Whether servers use the devices at the same time, so that runs keep to the budget: a daemon's always do, those of
-    a check on accelerators that other processes use."""
+    """Whether servers may use the devices at the same time, so that runs keep to the budget. Runs of a daemon always
+    do, and runs of a check do on accelerators that other processes use."""
     drained: bool = False
-    """Whether somebody has said that no server uses the devices, whatever it looks like."""
+    """Whether the operator says that no server uses the devices, even if processes are seen on them."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Accelerators on which a check kept to the budget → what showed that another process uses them."""
+    """Accelerator on which a check kept to the budget → the sign that another process uses the accelerator."""
     account: budget.Account = field(default_factory=budget.Account)
     room: Room = field(default_factory=lambda: Room(available))
-    """Keeps series that run side by side within this host's memory."""
+    """Limits the series that run at the same time to those that fit into this host's memory."""
     workers: Workers = field(init=False)
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
-        """Put the parts together; no device is touched yet."""
+        """Create the parts of the engine; no device is touched yet."""
         self.workers = Workers(self)
         self.watch = Watch(
             *(self.store, lambda: self.config, lambda: self.workers.start(numeric=False), self.workers.end),
@@ -110,12 +110,12 @@ class Engine(Host):
 
     @property
     def released(self) -> str:
-        """Why no device may be used at present; "" when devices may be used."""
+        """The reason why no device may be used at present, or "" if devices may be used."""
         return self.workers.released
 
     @property
     def halted(self) -> str:
-        """Why nothing may be started at present; "" when it may."""
+        """The reason why no worker may be started at present, or "" if workers may be started."""
         return self.workers.halted
 
     @property
@@ -124,22 +124,22 @@ class Engine(Host):
         return self.workers.hold_devices
 
     def stop(self, reason: str = "canaryd is shutting down") -> None:
-        """Kill every worker now and start no more; callable from any thread."""
+        """Kill every worker now and never start another; any thread may call this."""
         self.workers.stop(reason)
 
     def release(self, reason: str) -> None:
-        """Let go of every device and use none until `take_back`; `holds` becomes false when this is done."""
+        """Stop using every device until `take_back` is called; `holds` becomes false when no device is held."""
         self.workers.release(reason)
         self.watch.let_go()
         self._note_release("canaryd let go of every device")
 
     def take_back(self) -> None:
-        """Use devices again."""
+        """Allow the use of devices again."""
         self.workers.take_back()
         self._note_release("canaryd took the devices back")
 
     def _note_release(self, detail: str) -> None:
-        """Record that every device was released: what vanishes meanwhile was taken away on purpose."""
+        """Record that every device was released: a device that vanishes now was taken away on purpose."""
         now = self.clock()
         event = Event(device="", kind=EventKind.RELEASE, name="canaryd", first=now, last=now, detail=detail)
         self.watch.history.record([replace(event, device=uuid) for uuid in list(self.devices)])
@@ -147,32 +147,32 @@ class Engine(Host):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def discover(self, on_wait: Callable[[str], None] = lambda _: None, *, keep: bool = False) -> None:
-        """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
+        """Find probes and devices through workers, and record what changed; `on_wait` is called if a wait is long.
 
-        `keep`: a check follows, which ends what is kept for it.
+        `keep`: the worker may be kept for a check that follows; the check then ends the worker.
         """
         self._discovery.discover(on_wait, keep=keep)
 
     def ignored_probes(self, on_wait: Callable[[str], None]) -> list[str]:
-        """Return a line for each probe that the configuration names and that cannot be used; touches no device.
+        """Return a line for each configured probe that cannot be used. No device is touched.
 
-        `on_wait` is told of a long wait.
+        `on_wait` is called if a wait is long.
         """
         return self._discovery.ignored(on_wait)
 
     def recall(self, *, runs: bool = True) -> None:
-        """Load from the store what is known of devices and runs; without `runs` no device can be judged yet."""
+        """Load the known devices and runs from the store. If `runs` is False, no device can be judged yet."""
         self._discovery.recall(runs=runs)
 
     @property
     def unread(self) -> bool:
-        """Whether something that may be on record has not been read yet."""
+        """Whether stored evidence may exist that this process has not read yet."""
         return bool(self.store.unreadable) or self._evidence.outdated
 
     def sweep(self, *, hold: bool = False, due: bool = False, record: bool = False) -> None:
-        """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
+        """Poll the telemetry of all devices once, and judge them; with `due`, only the polls whose period has passed.
 
-        `hold` keeps the drivers' handles for the next sweep. `record`: store what they say, though nothing is new.
+        `hold` keeps the drivers open for the next sweep. `record` stores every poll, even if it shows nothing new.
         """
         if self.halted:
             return
@@ -180,11 +180,11 @@ class Engine(Host):
         self.decide()
 
     def recall_telemetry(self, uuid: str) -> None:
-        """Judge a device by what its telemetry said last since its repair, without polling it."""
+        """Load a device's last stored telemetry since its repair, to judge the device without a new poll."""
         self.watch.recall(uuid, self.telemetry_periods(), self._acks.evidence_since(uuid))
 
     def read_log(self, *, until_end: bool) -> None:
-        """Read the kernel log from the last stored position: to its end, or until stopped."""
+        """Read the kernel log from the last stored position, up to its end (`until_end`) or until canaryd stops."""
         series = self.workers.start(numeric=False, uses_device=False)
         try:
             self.watch.read_log(series, self.in_place_first, until_end=until_end)
@@ -192,7 +192,7 @@ class Engine(Host):
             self.workers.end(series)
 
     def sum_up(self) -> bool:
-        """Sum up one past day of one device that has no summary yet; return whether there was one."""
+        """Store the summary of one past day of one device; return False if no past day lacks a summary."""
         return self._days.sum_up()
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -205,11 +205,11 @@ class Engine(Host):
         on_wait: Callable[[str], None] = lambda _: None,
         purpose: str = budget.ROUND,
     ) -> list[Run]:
-        """Run a series and the confirmations that its mismatches call for; return all runs.
+        """Run a series, and the confirmations that its mismatches require; return all runs.
 
-        Runs are stored as they end, and the device is judged after each. The series counts towards the budget of
-        `purpose`, its confirmations towards that of doubts. Raises `Busy` when another process holds the device for
-        `wait` seconds, or until `stop`.
+        Each run is stored when it ends, and the device is judged after it. The series counts towards the budget of
+        `purpose`, its confirmations towards the budget of `DOUBT`. Raises `Busy` if another process still holds the
+        device after `wait` seconds, or at a stop.
         """
         runs = self._run_locked(plan, purpose, wait, on_wait)
         for run in list(runs):
@@ -230,7 +230,7 @@ class Engine(Host):
     def _run_locked(
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
     ) -> list[Run]:
-        """Run a series under its device's lock. One that `confirms` runs if it `may`; else it stays owed."""
+        """Run a series under its device's lock, and return its runs; [] if it `confirms` and `may` forbids it."""
         group = {d.physical: d for d in (plan.device, *plan.peers)}
         with contextlib.ExitStack() as held:
             for _, device in sorted(group.items()):  # in one order, so that no two series wait for each other
@@ -239,7 +239,7 @@ class Engine(Host):
             return [] if confirms and not self.may(plan.device, purpose) else self._run_series(plan, purpose)
 
     def _room_for(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """Wait until there is memory for the worker of a plan. An endpoint's worker loads no torch."""
+        """Wait until memory is free for the worker of a plan. An endpoint's worker loads no torch and never waits."""
         if not plan.numeric or plan.device.is_endpoint:
             return contextlib.nullcontext()
         context = 0 if plan.device.unit == "cpu" else CONTEXT
@@ -248,20 +248,20 @@ class Engine(Host):
 
     @contextlib.contextmanager
     def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None], doing: str = "") -> Iterator[None]:
-        """Hold a device's lock; raise `Busy` when another process keeps it for `wait` seconds, or until a stop."""
+        """Hold a device's lock; raise `Busy` if another process still holds it after `wait` seconds, or at a stop."""
         with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted), doing):
             yield
 
     def _may_yield(self, plan: Plan) -> bool:
-        """Return whether a series yields to a server, if one uses the device."""
+        """Return whether a series would yield to a server on its device."""
         may = self.beside or (plan.device.unit != "cpu" and not self.drained)
         return may and plan.numeric and not plan.device.is_endpoint
 
     def _yields(self, plan: Plan) -> bool:
-        """Return whether a series yields to a server that uses the device; raise `Busy` where it must not even start.
+        """Return whether a series yields to a server that uses the device; raise `Busy` if it must not even start.
 
-        In a check that depends on who else uses an accelerator while its lock is held, so that nothing of canaryd's
-        runs there.
+        A check asks the driver who uses the accelerator. It holds the device's lock meanwhile, so that no other canaryd
+        process runs there.
         """
         if self.beside or not self._may_yield(plan):
             return self._may_yield(plan)
@@ -276,7 +276,7 @@ class Engine(Host):
         return found
 
     def _look(self, device: Device) -> budget.Conditions:
-        """Return what the driver says of an accelerator at this moment; where it gives no answer, what it said last."""
+        """Return what the driver of an accelerator reports now, or its last report if it does not answer."""
         now = self.clock()
         own, whole = (
             self.watch.look(poll_tasks(self, {uuid}), stopped=lambda: bool(self.halted))
@@ -288,7 +288,7 @@ class Engine(Host):
         return budget.facts(device, own, whole, now=now, spent=0.0, expected=0.0)
 
     def _doing(self, plan: Plan) -> str:
-        """Return what a series tests, and after how long its runs are killed at the latest."""
+        """Return a text that says what a series tests, and for how many seconds at most."""
         yields = self._may_yield(plan)
         most = sum(self._request(plan.device, step, yields=yields)[1] for step in plan.steps)
         probes = ", ".join(step.entry.spec.name for step in plan.steps)
@@ -342,7 +342,7 @@ class Engine(Host):
         return runs
 
     def _in_use(self, device: Device) -> dict[str, str]:
-        """Return how busy others keep an accelerator now, for `Run.environment`; nothing where that is not known."""
+        """Return the load of an accelerator by other work, for `Run.environment`; {} if it is low or unknown."""
         busy, limit = self._busy(device), self.config.budget.busy
         if device.unit == "cpu" or busy is None or busy < limit:
             return {}
@@ -351,16 +351,16 @@ class Engine(Host):
         return dict.fromkeys((IN_USE, IN_USE_ALONE) if alone else (IN_USE,), f"{100 * busy:.0f} %")
 
     def _busy(self, device: Device) -> float | None:
-        """Return how busy others keep a device, None where that is not known.
+        """Return the fraction of time that other processes keep a device busy, or None if it is unknown.
 
-        A GPU that hangs may report full load, and no process.
+        A GPU that hangs may report full load and no process; this gives None too.
         """
         now = self.clock()
         found = budget.facts(device, self.watch.readings(device.physical, now), now=now, spent=0.0, expected=0.0)
         return None if found.processes == 0 else found.busy
 
     def _request(self, device: Device, step: Step, *, yields: bool) -> tuple[RunRequest, float]:
-        """Return what to ask a worker for, and the seconds after which the run is killed.
+        """Return the request of a step to a worker, and the seconds after which the run is killed.
 
         A run that `yields` to a server keeps to the budget, and may pause.
         """
@@ -391,7 +391,7 @@ class Engine(Host):
         return request, self.timeout(spec, level) - spec.budget[level] + seconds + pauses
 
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
-        """Return a probe's own settings, for an endpoint also its settings, for `SHAPED` probes the served models."""
+        """Return a probe's settings, for an endpoint with its own, for `SHAPED` probes with the served models."""
         own = self.settings(probe).settings
         if device.is_endpoint:
             return {**own, **endpoints.settings(self.endpoint(device))}
@@ -410,9 +410,9 @@ class Engine(Host):
         on_wait: Callable[[str], None] = lambda _: None,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask a module of the worker under the stack under test, with the device locked.
+        """Ask a module of the worker, under the stack under test, while the device is locked.
 
-        Returns the outcome, the answer and its detail. Raises `Busy` as `carry_out` does.
+        Returns the outcome, the answer, and the detail of the outcome. Raises `Busy` as `carry_out` does.
         """
         with self._locked(device, wait, on_wait):
             series = self.workers.start("", on_progress, device=device)
@@ -422,17 +422,17 @@ class Engine(Host):
                 self.workers.end(series)
 
     def owed(self, uuid: str) -> list[Plan]:
-        """Return the confirmations that recent mismatches lack because of a stop, a crash or a busy device."""
+        """Return the missing confirmations of recent mismatches: a stop, a crash or a busy device prevented them."""
         return self._follow_ups.owed(uuid)
 
     def retests(self, uuid: str) -> list[Plan]:
-        """Return the next retest of a suspect; [] where none is due."""
+        """Return the next retest of a suspect, or [] if no retest is due."""
         return self._follow_ups.retests(uuid)
 
     # -- evidence and verdicts ----------------------------------------------------------------------------------------
 
     def add(self, run: Run) -> Run:
-        """Store a run, learn from it, judge its device, and return the run as it was stored."""
+        """Store a run, learn from it, judge all devices, and return the run as it was stored."""
         learnt: Collection[Baseline] = ()
         began, run = run.started, self._evidence.dated(run)
         device = self.devices.get(run.device)
@@ -452,34 +452,34 @@ class Engine(Host):
         self._decisions.take(run)
 
     def evidence(self, uuid: str) -> Sequence[Run]:
-        """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""
+        """Return a device's runs that count, oldest first: clean runs in short form, drills only if recent."""
         return self._evidence.of(uuid)
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
-        """Return how far a device's newest recordings are from their baselines."""
+        """Return the distances of a device's newest recordings from their baselines."""
         return self._decisions.drifts(uuid)
 
     def decide(self) -> dict[str, Verdict]:
-        """Judge every known device, store what changed, and return the verdicts."""
+        """Judge every known device, store the verdicts that are new, and return all verdicts by uuid."""
         return self._decisions.decide_all()
 
     def settle(self) -> None:
-        """Judge every device by all evidence and store it, also after a restricted check: its runs may show more."""
+        """Judge every device by all evidence, also after a restricted check, and store the verdicts."""
         self.only, self.cases, self.intensity = frozenset(), (), ""
         for verdict in self.decide().values():
             self._decisions.keep(verdict)
 
     def verdict(self, uuid: str) -> Verdict:
-        """Judge one device now."""
+        """Judge one device now and return the verdict."""
         return self._decisions.decide(uuid)
 
     def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
-        """Judge a device's drills since `since` by the same rules. The verdict is never stored."""
+        """Judge a device's drills since `since` (epoch s) by the same rules. The verdict is never stored."""
         return self._decisions.decide_drill(uuid, since)
 
 
 def choose(devices: Mapping[str, Device], wanted: Sequence[str]) -> tuple[list[Device], list[str]]:
-    """Return the devices that any of `wanted` names (uuid, name or backend), and the words that name none."""
+    """Return the devices that any of `wanted` (uuid, name or backend) names, and the words that name no device."""
     if not wanted:
         return list(devices.values()), []
     chosen = {d.uuid: d for d in devices.values() if any(w in (d.uuid, d.name, d.backend) for w in wanted)}

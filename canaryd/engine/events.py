@@ -1,4 +1,4 @@
-"""What happened to each device in the last month, in memory and in the store."""
+"""The events of each device in the last month, in memory and in the store."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from canaryd.store.rows import HOUR
 from canaryd.store.store import Store
 
 MEMORY = 31 * 86_400.0
-"""Seconds for which events stay in memory: more than the longest window of a rule."""
+"""Seconds for which events stay in memory; every rule looks back less far."""
 HOST, BUS = "host", "bus "
-"""Placeholder ids for events on unknown devices: the machine, or a place on the bus."""
+"""Placeholder ids for events on unknown devices: the machine itself, or the start of an id for a place on the bus."""
 LOST = (EventKind.OFF_BUS, "driver")
-"""Kind and name of the event that a poll records when the driver has lost a device."""
+"""Kind and name of the event that a poll records when the driver no longer reaches a device."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Bucket = tuple[str, str, int]
-"""Kind, name and hour of an event."""
+"""Kind, name and hour (since the epoch) of an event."""
 
 
 class EventHistory:
     """The events of this host. Safe to use from several threads."""
 
     def __init__(self, store: Store) -> None:
-        """Read nothing yet; `recall` does."""
+        """Start without events; `recall` reads them."""
         self._store = store
         self._events: dict[str, dict[Bucket, Event]] = {}
         self._mutex = threading.RLock()
@@ -45,7 +45,7 @@ class EventHistory:
         """Whether a daemon runs on this history, so that a boot that ends before it is unclean."""
 
     def recall(self, now: float) -> None:
-        """Read the events of the last month from the store, because other processes may have added some."""
+        """Read the events of the last month again from the store, because other processes may have added events."""
         with self._mutex:
             found = self._store.events(since=now - MEMORY)
             if self._store.unreadable:  # what was read before still holds
@@ -55,9 +55,9 @@ class EventHistory:
                 self._add(event)
 
     def of(self, device: Device) -> tuple[Event, ...]:
-        """Return the events of the last month of a device and of the one it is an instance of, oldest first.
+        """Return the last month's events of a device, and of the device that it is an instance of, oldest first.
 
-        Includes events that were recorded for its place on the bus, or for the host, before the device was known.
+        Events that were recorded for its place on the bus, or for the host, before the device was known are included.
         """
         bus_id = device.detail.get("bus_id", "")
         places = {f"{BUS}{bus_key(bus_id)}", f"{ON_THE_BUS}{bus_id}"} if bus_key(bus_id) else set()
@@ -79,19 +79,19 @@ class EventHistory:
         counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
         notes: Mapping[str, str] | None = None,
     ) -> None:
-        """Store events with counters and notes in one transaction, and add them to those in memory."""
+        """Store events, counters and notes in one transaction, and add the events to those in memory."""
         events = self._store.dated(events)
         self._store.add_events(events, counts, notes)
         self.remember(events)
 
     def record_changes(self, events: Sequence[Event]) -> None:
-        """Store what a discovery found changed, and count it by component."""
+        """Store the changes that a discovery found, and count them by component."""
         if events:
             counts = [("stack_changes", {"device": e.device, "component": e.name}, 1.0) for e in events]
             self.record(events, counts)
 
     def remember(self, events: Sequence[Event]) -> None:
-        """Add stored events to those in memory, and note which devices should be tested because of them."""
+        """Add stored events to those in memory, and mark the devices that should be tested because of them."""
         by_device: dict[str, list[Event]] = defaultdict(list)
         for event in events:
             by_device[event.device].append(event)
@@ -104,7 +104,7 @@ class EventHistory:
                         self.triggers.setdefault(part, reason)
 
     def _add(self, event: Event) -> None:
-        """Add an event as the store does: equal events within an hour are one event with a count."""
+        """Add an event to memory as the store does: equal events within an hour become one event with a count."""
         bucket = (event.kind, event.name, int(event.last // HOUR))
         mine = self._events.setdefault(event.device, {})
         before = mine.get(bucket)
@@ -123,9 +123,9 @@ class EventHistory:
     # -- boots --------------------------------------------------------------------------------------------------------
 
     def record_boot(self, devices: Collection[str], now: float, *, boot_id: Path = BOOT_ID) -> None:
-        """Record a reboot since the last look, and whether the machine went down without stopping the daemon.
+        """Record a reboot since the last call, and whether the machine went down while the daemon ran.
 
-        The event has the time of the machine's start, because what the kernel has logged since then came after it.
+        The event gets the time of the machine's start, so that it precedes everything that the kernel logged since.
         """
         with contextlib.suppress(OSError):
             current = _boot(boot_id)
@@ -154,15 +154,15 @@ class EventHistory:
                 self._store.set_note(RUNNING_NOTE, mark)
 
     def note_stop(self) -> None:
-        """Note that the daemon stopped in good order."""
+        """Record that the daemon stopped normally."""
         self.running = False
         self._store.set_note(RUNNING_NOTE, "")
 
 
 def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:
-    """Return whether what was recorded at a place is about whatever is there: the kernel's lines, and new reboots.
+    """Return whether an event of a place on the bus concerns the device there now: kernel lines, and new reboots.
 
-    That the driver could not identify it is over once it can.
+    A device that the driver could not identify is no longer of interest once the driver can.
     """
     if event.kind == EventKind.BOOT:
         return event.after not in booted
@@ -170,14 +170,14 @@ def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:
 
 
 def _boot(boot_id: Path) -> str:
-    """Return the id of this boot of the machine; "" where it is not shown.
+    """Return the id of this boot of the machine, or "" if a container manager hides it.
 
-    Container managers (systemd-nspawn, LXC) mount a file of their own there, with a new id for each container.
+    Container managers (systemd-nspawn, LXC) mount their own file over it, with a new id for each container.
     """
     return "" if os.path.ismount(boot_id) else boot_id.read_text().strip()
 
 
 def _uptime() -> float:
-    """Return the seconds since the machine started, sleep included; 0.0 where the system has no such clock."""
+    """Return the seconds since the machine started, sleep included, or 0.0 if the system has no such clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return 0.0 if clock is None else time.clock_gettime(clock)

@@ -1,4 +1,4 @@
-"""The runs that the judge sees: which of them stay in memory, and how little of each."""
+"""The runs that the judge sees: which runs stay in memory, and how much of each run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, Outcome, Run
 
 NEWEST = 50
-"""Clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
+"""Number of clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
 RECORD = 3000
-"""The same for a device with a mismatch and for its siblings. Their failure rates and their behaviour since the
+"""The same number for a device with a mismatch and for its siblings. Their failure rates and their behaviour since the
 mismatch decide; this many runs cover more than the time for which the judge watches a suspect."""
 FAILURES = 100
-"""Mismatches of one probe and instruction set that stay in memory, as many runs that hung or ended with an error of the
-device, and as many clean confirmations. They are counted apart: none of them must ever push out a mismatch."""
+"""Number of mismatches of one probe and instruction set that stay in memory. The same limit holds separately for runs
+that hung or ended with a device error, and for clean confirmations: none of these may ever push out a mismatch."""
 STOPPED = HANGS | {Outcome.DEVICE_ERROR}
-"""Outcomes that count for as long as a device is watched, because they may come back days later."""
+"""Outcomes that count for as long as a device is watched, because they may happen again days later."""
 DEVICE_FAILURES = 400
-"""Mismatches of one device that stay in memory: where more than four kinds of runs fail, fewer of each (ours). A device
-that fails in everything is no surer faulty by 100 runs of each kind than by 50, and takes the memory of eight."""
+"""Number of mismatches of one device that stay in memory; if more than four kinds of runs fail, fewer of each kind stay
+(ours). 100 runs of each kind prove a device's fault no better than 50, and take as much memory as eight devices."""
 FEWEST = 16
-"""Mismatches of one kind that stay in memory however many kinds there are: more than any rule asks for."""
+"""Number of mismatches of one kind that always stay in memory, however many kinds there are; every rule needs fewer."""
 
 
 class Acknowledgements:
-    """What operators acknowledged, by device."""
+    """The acknowledgements of operators, by device."""
 
     def __init__(self, host: Host) -> None:
-        """Read nothing yet; `read` does."""
+        """Start empty; `read` fills it."""
         self._host = host
         self._all: tuple[Ack, ...] = ()
         self._of: dict[str, tuple[Ack, ...]] = {}
@@ -45,9 +45,9 @@ class Acknowledgements:
         """Rises whenever `read` finds a change."""
 
     def read(self) -> None:
-        """Read all acknowledgements from the store; those that are dated in the future are void from now on.
+        """Read all acknowledgements from the store. Those that are dated in the future become void for good.
 
-        Nobody deletes one: what the store lacks was said before another database took the place of the first.
+        Nobody deletes one: one that the store lacks still holds, since another database took the place of the first.
         """
         store = self._host.store
         found = tuple(store.acks())
@@ -66,11 +66,11 @@ class Acknowledgements:
             self.version += 1
 
     def in_force(self, uuid: str) -> tuple[Ack, ...]:
-        """Return the acknowledgements of a device that count now; the clock may make a future one count later."""
+        """Return the acknowledgements of a device that count now; one dated in the future may count later."""
         return acks.heeded(self._of.get(uuid, ()), self._host.clock())
 
     def evidence_since(self, uuid: str) -> float:
-        """Return the time of a device's last repair; evidence before it does not count."""
+        """Return the time (epoch s) of a device's last repair; evidence from before it does not count."""
         return acks.cut(self._host.devices[uuid], self.in_force(uuid))
 
 
@@ -78,7 +78,7 @@ class Evidence:
     """The runs of each device that stay in memory."""
 
     def __init__(self, host: Host, acknowledgements: Acknowledgements, met: MetClasses) -> None:
-        """Load nothing yet; `recall` does."""
+        """Start empty; `recall` loads the runs."""
         self._host = host
         self._acks = acknowledgements
         self._met = met
@@ -96,14 +96,14 @@ class Evidence:
 
     @property
     def outdated(self) -> bool:
-        """Whether a database can be read that has not been: it was locked, or took the place of the one before."""
+        """Whether a readable database waits to be read: it was locked before, or it replaced the previous one."""
         store = self._host.store
         return self._generation not in (None, store.generation) and not store.unreadable
 
     def recall(self) -> None:
-        """Read the runs of new devices from the store, and of those that could not be read before.
+        """Read from the store the runs of new devices, and of devices that could not be read before.
 
-        From another database, those of all devices; what was found before stays in memory.
+        If another database is in use, the runs of all devices are read; runs in memory from before stay.
         """
         store, devices = self._host.store, self._host.devices
         onsets, generation = store.onsets(), store.generation
@@ -124,14 +124,14 @@ class Evidence:
         self._recalled, self._generation = set(devices), -1 if store.unreadable else generation
 
     def of(self, uuid: str) -> Sequence[Run]:
-        """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""
+        """Return a device's runs that count, oldest first: clean runs in short form, drills only if recent."""
         with self._host.mutex:
             runs, now = self._runs.get(uuid, ()), self._host.clock()
             since = self._acks.evidence_since(uuid) if uuid in self._host.devices else 0.0
             return tuple([run for run in runs if run.started > since and not (run.drill and expired(run, now))])
 
     def dated(self, run: Run) -> Run:
-        """Return a run, undated where the clock stands behind what is stored: `started` is then the time of storing.
+        """Return a run whose `started` is the time of storing, if the clock is behind the stored records.
 
         Otherwise a mismatch would look older than the runs before it.
         """
@@ -139,7 +139,7 @@ class Evidence:
         return run if at == run.started else replace(run, started=at, clock=run.started)
 
     def add(self, run: Run) -> None:
-        """Add a run, once: a run that has just ended may have been read from the store already."""
+        """Add a run, unless it is already there: a run that has just ended may have been read from the store."""
         runs = self._runs.setdefault(run.device, [])
         if any(known.id == run.id for known in runs):
             return
@@ -159,13 +159,13 @@ class Evidence:
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)], self._brief.get(run.device, frozenset()))
 
     def _limit(self, uuid: str) -> int:
-        """Return how many clean runs of one kind count: many where the device or a sibling has a mismatch."""
+        """Return how many clean runs of one kind count for a device: more if it or a sibling has a mismatch."""
         return RECORD if self._host.kin(uuid) & self._mismatched else NEWEST
 
     def _load(self, uuid: str, before: Iterable[Run] = ()) -> list[Run]:
-        """Read from the store what the judge needs: all failures, the newest of the rest, and recent drills.
+        """Return a device's stored runs that the judge needs: all failures, the newest other runs, and recent drills.
 
-        Runs that were in memory `before` are added to it.
+        The runs `before`, which were in memory already, are included.
         """
         store = self._host.store
         # What passed long ago by a probe that is switched off is not shown beside what is tested now.
@@ -181,9 +181,9 @@ class Evidence:
         return self._kept(uuid, [runs[name] for name in sorted(runs)])
 
     def _kept(self, uuid: str, runs: Sequence[Run], known: frozenset[str] = frozenset()) -> list[Run]:
-        """Return which of a device's runs (oldest first) stay in memory: the newest of each kind.
+        """Return the runs of a device (oldest first) that stay in memory: the newest of each kind.
 
-        `known` has the ids of those that are brief already.
+        `known` has the ids of the runs that are in short form already.
         """
         limit, now = self._limit(uuid), self._host.clock()
         most = _most(len({_kind(run) for run in runs if _failed(run)}))
@@ -219,26 +219,26 @@ class Evidence:
 
 
 def _most(kinds: int) -> int:
-    """Return how many failures of each kind stay in memory, where a device's are of so many kinds."""
+    """Return how many failures of each kind stay in memory for a device whose failures are of `kinds` kinds."""
     return max(FEWEST, min(FAILURES, DEVICE_FAILURES // max(1, kinds)))
 
 
 def _kind(run: Run) -> object:
-    """Return what failures of one kind share, as in `RunTables.failures`."""
+    """Return a key that is equal for failures of one kind, as in `RunTables.failures`."""
     return run.probe, run.instruction_set, run.intensity, bool(run.confirms), bool(run.wrong or run.unknown)
 
 
 def _failed(run: Run) -> bool:
-    """Return whether a run is a failure, as in `RunTables.failures`."""
+    """Return whether a run counts as a failure, as in `RunTables.failures`."""
     return not run.drill and run.failed
 
 
 def last_pass(runs: Iterable[Run]) -> float | None:
-    """Return the start of the newest clean run that tested everything; None where there is none."""
+    """Return the start (epoch s) of the newest clean run that tested everything, or None if there is no such run."""
     clean = (r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and not (r.wrong or r.drill))
     return max((r.started for r in clean if r.trials), default=None)
 
 
 def expired(run: Run, now: float) -> bool:
-    """Return whether a run is a drill that no longer counts."""
+    """Return whether a run is a drill that is too old to count."""
     return bool(run.drill) and abs(now - run.started) > DRILL_EXPIRY

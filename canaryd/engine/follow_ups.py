@@ -1,4 +1,4 @@
-"""Plans that earlier runs call for: confirmations of a mismatch, and retests of a suspect."""
+"""Plans that earlier runs require: confirmations of a mismatch, and retests of a suspect."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from canaryd.judge.findings import UNCHARACTERISED
 from canaryd.model import INTENSITIES, Device, Outcome, Run, State, Verdict
 
 TRIES = 3
-"""Confirmations that do not complete are given up after this many times the number that is wanted."""
+"""Confirmations that do not complete are given up after this many times the wanted number of confirmations."""
 
 
 class FollowUps:
-    """Plans what to run after a mismatch."""
+    """Plans the runs that follow a mismatch."""
 
     def __init__(self, host: Host, evidence: Evidence) -> None:
-        """Plan from the evidence in memory."""
+        """Keep the host and the evidence in memory, from which the plans are made."""
         self._host = host
         self._evidence = evidence
 
     def confirmations(self, run: Run) -> list[Plan]:
-        """Return the confirmations that a run calls for, on its own device and on the siblings."""
+        """Return the confirmations that a run requires, on its own device and on the siblings."""
         host = self._host
         if run.probe not in host.entries or run.device not in host.devices:
             return []
@@ -39,7 +39,7 @@ class FollowUps:
         return [replace(plan, peers=same) for plan in plans if same]
 
     def owed(self, uuid: str) -> list[Plan]:
-        """Return the confirmations that recent mismatches lack because of a stop, a crash or a busy device."""
+        """Return the missing confirmations of recent mismatches: a stop, a crash or a busy device prevented them."""
         host, policy = self._host, self._host.config.judge
         runs, now = self._evidence.of(uuid), host.clock()
         plans: list[Plan] = []
@@ -56,9 +56,9 @@ class FollowUps:
         return plans
 
     def retests(self, uuid: str) -> list[Plan]:
-        """Return the next retest of a suspect, at a higher intensity (docs/judgement.md); [] where none is due.
+        """Return the next retest of a suspect, at a higher intensity (docs/judgement.md), or [] if no retest is due.
 
-        Recorded results have no right answer, so a sibling gets the same retest to compare with.
+        Recorded results have no known right answer, so a sibling gets the same retest for comparison.
         """
         host = self._host
         device, verdict = host.devices[uuid], host.store.verdict(uuid)
@@ -79,7 +79,7 @@ class FollowUps:
         return []
 
     def _behind_a_departed_endpoint(self, device: Device) -> list[Plan]:
-        """Return one deep test of a device since an endpoint that it serves is in doubt; [] where it was made."""
+        """Return a deep test of a device that serves a doubted endpoint, or [] if none is needed or it was done."""
         host = self._host
         mine = self._evidence.of(device.uuid)
         for endpoint in (d for d in host.devices.values() if d.is_endpoint and device in host.devices_behind(d)):
@@ -93,9 +93,9 @@ class FollowUps:
         return []
 
     def _next_sibling(self, device: Device, turn: int) -> list[Device]:
-        """Return the sibling to retest with a device, in turn; [] where all have used up their daily share.
+        """Return [the sibling to retest with a device in this turn], or [] if all have used up their daily share.
 
-        Each device begins with the one after it, so that several suspects do not all load the same sibling.
+        Each device begins with the sibling after it, so that several suspects do not all load the same sibling.
         """
         siblings, now = self._host.siblings(device), self._host.clock()
         after = [*(s for s in siblings if s.uuid > device.uuid), *(s for s in siblings if s.uuid < device.uuid)]
@@ -104,6 +104,6 @@ class FollowUps:
 
 
 def _in_doubt(verdict: Verdict) -> bool:
-    """Return whether an endpoint's answers are wrong: also where nobody can tell yet that it can give right ones."""
+    """Return whether an endpoint's answers are suspect, or whether it is unproven that it can give right answers."""
     unproven = any(f.rule == UNCHARACTERISED for f in verdict.findings)
     return verdict.state.severity >= State.SUSPECT.severity or unproven

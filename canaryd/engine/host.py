@@ -1,4 +1,4 @@
-"""What the parts of the engine share: settings, the store, and the devices and probes of this host."""
+"""Data that the parts of the engine share: settings, the store, and the devices and probes of this host."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ from canaryd.probe import ProbeSpec
 from canaryd.store.store import Store
 
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
-"""Facts about devices and host on which the numbers of a server may depend."""
+"""Facts about devices and the host that may change the numbers that a server computes."""
 
 
 @dataclass
 class Host:
-    """The known devices and probes of this host, and how they are configured."""
+    """The known devices and probes of this host, with their settings."""
 
     config: Config
     store: Store
     clock: Callable[[], float] = time.time
     devices: dict[str, Device] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
-    """Probe name → probe."""
+    """Probe name → the probe's file and spec."""
     only: frozenset[str] = frozenset()
-    """The probes that a restricted check asked for; its verdicts are about these alone and are not stored."""
+    """Names of the probes that a restricted check asked for; its verdicts are about these alone and are not stored."""
     cases: tuple[str, ...] = ()
-    """The cases that it asked for."""
+    """The cases that a restricted check asked for."""
     intensity: str = ""
-    """The intensity that it asked for."""
+    """The intensity that a restricted check asked for."""
     together: frozenset[str] = frozenset()
-    """The devices that a check tests as groups too; empty for a daemon, which never does."""
+    """Devices that a check also tests in groups; empty for a daemon, which never tests groups."""
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Device → results that a check of the whole level compared, and the least that it has to; empty for a daemon."""
+    """Device → (results that a check of a whole level compared, least number required); empty for a daemon."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong with the probes or the stack under test, one sentence each."""
+    """Problems of the probes or of the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
-    """Vendor whose software is installed, or "torch" → why its devices could not be listed."""
+    """Vendor with installed software, or "torch" → the reason why its devices could not be listed."""
     unloaded: frozenset[str] = frozenset()
-    """Probes that are there and could not be loaded."""
+    """Names of the probes whose files exist but could not be loaded."""
     looked: bool = False
-    """Whether this process has looked for devices and probes; until then it cannot judge."""
+    """Whether this process has searched for devices and probes; it cannot judge before that."""
     stopping: str = ""
-    """Why canaryd stops; "" until then."""
+    """The reason why canaryd stops, or "" while it does not stop."""
     present: set[str] = field(default_factory=set)
     """Devices that this process found at its last discovery."""
     ran: set[str] = field(default_factory=set)
     """Devices on which this process has run a probe."""
     tried: set[str] = field(default_factory=set)
-    """Those of `ran` on which a run gave a result, or was ended by the device."""
+    """Devices in `ran` with a run that gave a result, or that the device itself ended."""
     in_place: set[str] = field(default_factory=set)
-    """Devices that the last successful discovery found, also one before a restart."""
+    """Devices that the last successful discovery found; the discovery may be from before a restart."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """Guards everything that the parts of the engine keep in memory. Never held while a worker is waited for."""
+    """Guards everything that the parts of the engine keep in memory. No thread holds it while it waits for a worker."""
 
     @property
     def restricted(self) -> bool:
-        """Whether only a part was asked for, which proves nothing about the rest."""
+        """Whether a check asked for a part only; its result proves nothing about the rest."""
         return bool(self.only or self.cases or self.intensity)
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
     def settings(self, probe: str) -> ProbeSettings:
-        """Return the configuration's section of a probe, or the defaults."""
+        """Return the section of a probe in the configuration, or the defaults if there is no section."""
         return self.config.probes.each.get(probe, ProbeSettings())
 
     def is_enabled(self, spec: ProbeSpec) -> bool:
-        """Return whether a probe is enabled, by the configuration or by its own default."""
+        """Return whether a probe is enabled: the configuration decides, else the probe's own default."""
         enabled = self.settings(spec.name).enabled
         return not spec.opt_in if enabled is None else enabled
 
     def levels(self, level: str | None = None) -> dict[str, str]:
-        """Return probe → level: `level` for all, or each probe's own setting."""
+        """Return probe → level: `level` for every probe, or if it is None, each probe's own setting."""
         return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}
 
     def periods(self, device: Device) -> dict[str, float]:
@@ -108,20 +108,20 @@ class Host:
     # -- devices ------------------------------------------------------------------------------------------------------
 
     def is_divided(self, device: Device) -> bool:
-        """Return whether a device has instances; one that is remembered only is none."""
+        """Return whether a device has instances; instances that are only remembered do not count."""
         return any(d.parent == device.uuid for u, d in self.devices.items() if u in self.present | self.in_place)
 
     def in_place_first(self) -> list[Device]:
-        """Return all known devices; one that is gone from its place on the bus after the one there now."""
+        """Return all known devices; devices that are in place come before those that are gone."""
         with self.mutex:
             return sorted(self.devices.values(), key=lambda d: d.uuid not in self.in_place)
 
     def reached(self, device: Device) -> bool:
-        """Return whether probes can run on a device. The CPU counts without torch: its runs report what is missing."""
+        """Return whether probes can run on a device. The CPU counts even without torch: its runs report the lack."""
         return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
 
     def unreached(self) -> set[str]:
-        """Return the devices that are there and wanted, and that torch does not show: their fabric may not be ready."""
+        """Return the devices that are present and wanted but not visible to torch: their fabric may not be ready."""
         return {
             uuid
             for uuid, device in self.devices.items()
@@ -131,7 +131,7 @@ class Host:
         }
 
     def kin(self, uuid: str) -> frozenset[str]:
-        """Return a device and its siblings: those of the same backend and model."""
+        """Return the uuids of a device and its siblings, which are the devices of the same backend and model."""
         of = self.devices.get(uuid)
         same = (d for d in self.devices.values() if of and d.kind == of.kind)
         return frozenset({uuid, *(d.uuid for d in same)})
@@ -141,7 +141,7 @@ class Host:
         return [self.devices[u] for u in sorted(self.kin(device.uuid) - {device.uuid}) if u in self.present]
 
     def endpoint(self, device: Device) -> EndpointConfig:
-        """Return the settings of an endpoint, or the defaults for one that a reload has removed."""
+        """Return the settings of an endpoint, or the defaults if a reload has removed it."""
         return endpoints.named(self.config).get(device.uuid.partition(":")[2], EndpointConfig())
 
     def devices_behind(self, device: Device) -> list[Device]:
@@ -149,7 +149,7 @@ class Host:
         return endpoints.behind(self.endpoint(device), self.devices.values())
 
     def stack_behind(self, device: Device, run: Run) -> dict[str, str]:
-        """Return the software of a server as its probe tells it, and below it as its devices and the host report it."""
+        """Return the software under an endpoint: of the server, by `run`, and of its devices and this host."""
         parts = self.devices_behind(device)
         parts += [d for d in self.devices.values() if d.backend == "cpu" and d not in parts]
         found: dict[str, set[str]] = {}
@@ -161,7 +161,7 @@ class Host:
         return {key: " ".join(sorted(values)) for key, values in found.items()}
 
     def share_a_device(self, device: Device, other: Device) -> bool:
-        """Return whether two endpoints are served by a common device, so that neither can be evidence on the other."""
+        """Return whether two endpoints share a serving device, so that neither can be evidence about the other."""
         if not (device.is_endpoint and other.is_endpoint):
             return False
         mine, theirs = ({d.uuid for d in self.devices_behind(endpoint)} for endpoint in (device, other))

@@ -1,4 +1,4 @@
-"""Which devices this machine has, and what changed since the last discovery.
+"""The devices of this machine, and the changes since the last discovery.
 
 There are two sources: the vendors' libraries under canaryd's interpreter, and torch under the stack under test. `merge`
 makes one list of both; `changes` returns the differences. Both are pure functions.
@@ -39,15 +39,15 @@ from canaryd.supervisor.protocol import Description, Listing, Reach
 BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
-"""Parts of the stack under test that belong to the inventory."""
+"""Parts of the stack under test whose changes the inventory reports."""
 OF_NOW = (UNSEEN, UNSEEN_CODE, SHARED, UNIDENTIFIED)
-"""Keys of `Device.detail` that hold for one inventory alone."""
+"""Keys of `Device.detail` that are valid for one inventory only."""
 UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
-"""Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
+"""Keys of `Device.detail` whose change makes no event: a reboot has its own event, and a cpuset is no hardware."""
 
 
 def is_included(device: Device, config: Config) -> bool:
-    """Return whether `devices.include` names a device, or is empty; its runtime, or endpoint, has to be configured."""
+    """Return whether `devices.include` names a device or is empty, and its runtime or endpoint is configured."""
     if device.is_endpoint and device.uuid.partition(":")[2] not in endpoints.named(config):
         return False
     if device.runtime != TORCH and device.runtime not in config.worker.runtimes.each:
@@ -66,11 +66,11 @@ def remembered(
     *,
     verdict: Verdict | None,
 ) -> bool:
-    """Return whether a device is still known: it is `here`, or it disappeared recently and was not removed on purpose.
+    """Return whether a device is still known: it is `here`, or it disappeared recently and not on purpose.
 
-    One that the configuration leaves out is not.
-    `acknowledged` are the operators' acknowledgements, `verdict` is the newest of this device, `now` is in seconds
-    since the epoch. Recently: not before the daemon has tested others here on as many days as the judge watches.
+    A device that the configuration leaves out is not known. `acknowledged` are the operators' acknowledgements,
+    `verdict` is the device's newest, `now` is in seconds since the epoch. "Recently" ends when the daemon has tested
+    other devices here on as many days as the judge watches a suspect.
     """
     device = record.device
     if not is_included(device, config):
@@ -88,9 +88,9 @@ def remembered(
 
 
 def _outlived(record: DeviceRecord, store: Store, here: Collection[str], now: float, policy: JudgePolicy) -> bool:
-    """Return whether the devices that are `here` were tested for a watch since a device was last seen.
+    """Return whether the devices `here` were tested for a full `policy.watch` since a device was last seen.
 
-    By days of tests, as `is_over` counts them: a machine that was off, or a clock that jumped, forgets no device.
+    Days of tests count, as in `is_over`: a machine that was off, or a clock that jumped, forgets no device.
     """
     if now - record.last_seen < policy.watch:
         return False
@@ -104,7 +104,7 @@ def _outlived(record: DeviceRecord, store: Store, here: Collection[str], now: fl
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What an inventory found."""
+    """The result of an inventory."""
 
     devices: tuple[Device, ...]
     uncertain: frozenset[str]
@@ -112,7 +112,7 @@ class Found:
 
 
 def bus_key(bus_id: str) -> str:
-    """Return a PCI address in one spelling, without its function: "00000000:65:00.0" → "0000:65:00"; "" for none."""
+    """Return a PCI address in one form without its function: "00000000:65:00.0" → "0000:65:00"; "" if it is not one."""
     match = re.fullmatch(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?", bus_id.strip())
     if not match:
         return ""
@@ -127,12 +127,12 @@ def merge(
     here: Collection[str] = (),
     runtimes: Mapping[str, Reach] | None = None,
 ) -> Found:
-    """Return one list of what torch and the vendors' libraries see, and behind it what each other runtime reaches.
+    """Return one list of the devices that torch and the vendors' libraries see, then those of each other runtime.
 
-    Of the `known` devices, `here` were present before or are missed.
+    Of the `known` devices, those `here` were present before or are missed.
 
-    A device that both see gets the vendor's index and identity, torch's number, and the facts of both. Known facts that
-    cannot be read now are kept.
+    A device that both sources see gets the vendor's index and identity, torch's number, and the facts of both. Known
+    facts that cannot be read now are kept.
     """
     from_torch = list(described.devices)
     from_vendors = [d for devices in listing.devices.values() for d in devices if UNDRIVEN not in d.detail]
@@ -191,9 +191,9 @@ def merge(
 
 
 def on_its_card(device: Device, others: Iterable[Device]) -> Device:
-    """Return a device of another runtime with the one of torch or the vendor that is the same card, if it can be told.
+    """Return a device of another runtime with the uuid of torch's or the vendor's device on the same card, if known.
 
-    By uuid, by PCI address, or because a Mac has one GPU. The runtime itself tells of the processor.
+    The match is by uuid, by PCI address, or because a Mac has one GPU. A processor's runtime names the card itself.
     """
     if device.card:
         return device
@@ -224,7 +224,7 @@ def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: M
 
 
 def _same(device: Device, other: Device) -> bool:
-    """Return whether a vendor's device and torch's are the same: by uuid without its prefix, or by place on the bus."""
+    """Return whether a vendor's device and torch's are the same: by uuid without its prefix, or by bus address."""
     if device.backend != other.backend:
         return False
     if device.uuid.partition("-")[2].lower() == other.uuid.partition("-")[2].lower():
@@ -244,11 +244,11 @@ def changes(
     gone: Sequence[DeviceRecord],
     now: float,
 ) -> list[Event]:
-    """Return what changed since the last discovery: one event per component, with before and after.
+    """Return the changes since the last discovery: one event per component, with its values before and after.
 
-    Of the `known` devices, `here` were present then. The first discovery on a machine changes nothing. A component that
-    could not be read is not a change. A device is gone since an unknown time between the one when it was last seen and
-    `now`, so its event begins with that.
+    Of the `known` devices, those `here` were present then. The first discovery on a machine reports no change. A
+    component that could not be read is not a change. A device disappeared at an unknown time after it was last seen, so
+    its event lasts from that time to `now`.
     """
     events = []
     for device in found:

@@ -1,4 +1,4 @@
-"""Records of the kernel log become events of the device that they are about."""
+"""Conversion of kernel log records to events of the devices that they are about."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from canaryd.supervisor import killed
 from canaryd.supervisor.series import Series
 
 OWN = frozenset({"xid", EventKind.OFF_BUS, "amdgpu", "intel", "driver"})
-"""Kinds of records that are about an accelerator and nothing else."""
+"""Kinds of records that are always about an accelerator."""
 OF_PROCESSES = frozenset({"application", "either"})
-"""Natures of Xids that a process can cause by being killed at work; what else happens then is the device's."""
+"""Natures of Xids that a process killed at work can cause; other Xids at that moment are the device's."""
 FOREIGN = frozenset({"aer", "pcie", "nvme"})
 """Kinds of records that any part on the bus can cause."""
 MINOR = frozenset(
     {*("mismatch", "soft-recovered", "reset", "fault", "ras-corrected", "ras-deferred"), *("correctable", "link-down")}
 )
-"""Names of records that are a note about a device at most, and so nothing about one that is not known."""
+"""Names of records that are at most a note about a device; for an unknown device they mean nothing."""
 
 
 class KernelLog:
-    """Follows the kernel log from the last stored position."""
+    """Reads the kernel log from the last stored position on, and stores its events."""
 
     def __init__(self, store: Store, history: EventHistory) -> None:
-        """Read nothing yet."""
+        """Start at no position; nothing is read yet."""
         self._store = store
         self._history = history
         self.on_records: Callable[[], None] = lambda: None
@@ -52,9 +52,9 @@ class KernelLog:
     def read(
         self, path: Path, series: Series, devices: Callable[[], Iterable[Device]], *, until_end: bool, owned: bool
     ) -> None:
-        """Read the log from the last stored position; `problem` says why it ended.
+        """Read the log from the last stored position; `problem` then holds the reason why reading ended.
 
-        Does nothing but look up the problem unless the log is `owned`: another process reads it then.
+        If the log is not `owned`, another process reads it: then only that process's problem is looked up.
         """
         if not owned:
             self.problem = self._store.note(LOG_PROBLEM_NOTE)
@@ -91,14 +91,14 @@ class KernelLog:
         self.set_problem(ended.partition("\n")[0], stopped=series.stopped)
 
     def set_problem(self, problem: str, *, stopped: bool = False) -> None:
-        """Keep why the log is not read; in the store only where canaryd did not end the reading itself."""
+        """Set the reason why the log is not read; the store gets it only if canaryd did not end the reading itself."""
         self.problem = problem
         note = "" if stopped else problem
         if self._store.note(LOG_PROBLEM_NOTE) != note:
             self._store.set_note(LOG_PROBLEM_NOTE, note)
 
     def _record(self, records: Sequence[LogRecord], position: LogPosition, devices: Sequence[Device]) -> None:
-        """Store the events of records, their counters and the position after them in one transaction."""
+        """Store the events of records, their counters, and the log position after them in one transaction."""
         note = {LOG_NOTE: f"{position.boot}:{position.sequence}"}
         if not records:
             if self._store.note(LOG_NOTE) != note[LOG_NOTE]:
@@ -109,7 +109,7 @@ class KernelLog:
 
 
 def _present_boot() -> str:
-    """Return the id of this boot; "" where nobody can say."""
+    """Return the id of this boot, or "" if it cannot be read."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -117,20 +117,20 @@ def _present_boot() -> str:
 
 
 def _may_be(note: str, present: str) -> bool:
-    """Return whether a position is of this boot, whose id may have rotted in one place.
+    """Return whether a stored position is from this boot; one damaged character in its boot id is tolerated.
 
-    Ids of two boots are random: they differ in about 30 places.
+    The ids of two boots are random: they differ in about 30 places.
     """
     return len(note) >= len(present) and sum(map(ne, note, present)) <= 1
 
 
 def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
-    """Return the uuid of the device that a record is about; of an unknown one `HOST` or its place on the bus.
+    """Return the uuid of the device that a record is about; if it is unknown, its place on the bus or `HOST`.
 
-    Of devices that were at one place after each other it is the first of `devices`.
+    If several of the `devices` were at one place after each other, the first of them counts.
 
-    A GPU's fault is never the host's, even where the GPU is not watched. Faults of other parts belong to the host, and
-    so does what a driver says without naming one of several devices.
+    A GPU's fault is never the host's, even if the GPU is not watched. Faults of other parts belong to the host, and so
+    does a driver's message that names none of several devices.
     """
     parts = _parts(record)
     whole = [d for d in devices if d.is_whole]
@@ -143,19 +143,19 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
 
 
 def _parts(record: LogRecord) -> set[str]:
-    """Return the places of the parts that a record may be about: one, or all below a port."""
+    """Return the bus addresses of the parts that a record may be about: one part, or all parts below a port."""
     return {bus_key(place) for place in record.fields.get("below", record.bus_id).split()} - {""}
 
 
 def _is_only(place: str, devices: Sequence[Device]) -> bool:
-    """Whether a device is the only known one of its kind: the one that is left on the bus may be the sound one."""
+    """Return whether the device at a place is the only one of its kind; else a record may be about a lost one."""
     whole = [d for d in devices if d.is_whole]
     here = next((d for d in whole if bus_key(d.detail.get("bus_id", "")) == bus_key(place)), None)
     return here is None or sum(d.backend == here.backend for d in whole) == 1
 
 
 def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
-    """Return the event of a record. A fault of a part that canaryd does not test is recorded, and accuses no device."""
+    """Return the event of a record. The fault of a part that canaryd does not test is recorded but blames no device."""
     fields = dict(record.fields)
     process, only = fields.pop("process", ""), fields.pop("only", "")
     record = replace(record, fields=fields)
@@ -183,7 +183,7 @@ def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
 
 
 def _counter(record: LogRecord, event: Event) -> tuple[str, dict[str, str], float]:
-    """Return the counter that a record raises by one, with its labels."""
+    """Return (name, labels, 1.0) of the counter that a record increases by one."""
     if record.kind in ("xid", "sxid"):
         return f"{record.kind}_errors", {"device": event.device, record.kind: record.name}, 1.0
     name = record.name if event.kind == record.kind else event.name

@@ -1,4 +1,4 @@
-"""Baselines of recorded results: what is learnt, from which runs, and what is not learnt yet."""
+"""Baselines of recorded results: which runs they are learnt from, and what they still lack."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from canaryd.model import Outcome, Run, State
 
 
 class Learning:
-    """The baselines in memory, kept up to date with the store."""
+    """The baselines in memory, which follow the store."""
 
     def __init__(self, host: Host, evidence: Evidence, acknowledgements: Acknowledgements, met: MetClasses) -> None:
-        """Read nothing yet; `refresh` does."""
+        """Start empty; `refresh` reads the baselines."""
         self.met = met
         self._host = host
         self._evidence = evidence
@@ -37,7 +37,7 @@ class Learning:
         return self._baselines.get(uuid, {})
 
     def refresh(self, *, always: bool = False) -> None:
-        """Read all that is learnt again where another process has written to the store, or `always`."""
+        """Read all baselines again if another process has written to the store, or if `always`."""
         store = self._host.store
         with self._host.mutex:
             found = store.changes()
@@ -59,17 +59,16 @@ class Learning:
             self.version += 1
 
     def lacks_baseline(self, uuid: str, probe: str) -> bool:
-        """Return whether a probe has no recording yet, or whether one of its newest has no complete baseline."""
+        """Return whether a probe has no recordings yet, or its newest recordings lack a complete baseline."""
         self.refresh()
         newest = {s.case: key_of(r, s) for r in self._evidence.of(uuid) if r.probe == probe for s in r.recordings}
         known = self.of(uuid)
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
 
     def steps_to_repeat(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
-        """Return the steps to run again at once: they met an unknown chain, or have just learnt one.
+        """Return the steps to run again at once: their run met an unknown chain, or has just learnt one.
 
-        Otherwise the endpoint would stay unknown until the next round: a chain is compared only when it is recorded
-        again after it was learnt.
+        Otherwise the endpoint stays unknown until the next round: only a later recording is compared with a chain.
         """
         whole = {r.probe: r for r in runs if r.recordings and r.whole and not r.drill}
         found = []
@@ -81,9 +80,9 @@ class Learning:
         return tuple(found)
 
     def take_in(self, run: Run) -> tuple[Run, Collection[Baseline]]:
-        """Compare a run's recordings with the baselines, and learn from it where its device is trusted.
+        """Compare a run's recordings with the baselines, and learn from the run if its device is trusted.
 
-        Returns the run with what was found, and the baselines that changed.
+        Returns the run with the results of the comparison, and the baselines that changed.
         """
         trusted = self._is_trusted(run)
         self.refresh()
@@ -100,10 +99,10 @@ class Learning:
         return run, learnt.values()
 
     def _is_trusted(self, run: Run) -> bool:
-        """Return whether baselines may learn from a run: nothing is held against its device.
+        """Return whether baselines may learn from a run: no finding may accuse its device.
 
         A bad device must not become its own standard. An endpoint that departed on an old chain may still learn a new
-        one, or it could never clear; it may not while one of its devices has findings of its own.
+        one, or it could never clear. It may not learn while one of its devices has findings of its own.
         """
         if run.wrong or run.drill or run.cases or run.intensity or run.outcome is not Outcome.COMPLETED:
             return False

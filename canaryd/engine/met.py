@@ -1,4 +1,4 @@
-"""Which classes of exact cases the devices of this host, and imported ones, have met: learnt from every run."""
+"""The classes of exact cases that devices of this host, and imported ones, have met: learnt from every run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from canaryd.model import Run
 
 
 class MetClasses:
-    """The records of classes in memory, kept up to date with the store."""
+    """The records of met classes in memory, which follow the store."""
 
     def __init__(self, host: Host) -> None:
-        """Read nothing yet; `read` does."""
+        """Start empty; `read` fills it."""
         self._host = host
         self._records: dict[Line, Met] = {}
         self._claims: Claims | None = None
 
     @property
     def claims(self) -> Claims:
-        """All records, to be asked about one class."""
+        """All records, in a form that can be asked about one class."""
         with self._host.mutex:
             if self._claims is None:
                 self._claims = Claims(self._records.values())
             return self._claims
 
     def read(self) -> None:
-        """Read all records from the store; what was learnt here and could not be stored yet is among them."""
+        """Read all records from the store, including those learnt here that wait to be stored."""
         store = self._host.store
         found = {met.line: met for met in store.met()}
         if store.unreadable:
@@ -37,9 +37,9 @@ class MetClasses:
             self._records, self._claims = found, None
 
     def learn(self, runs: Iterable[Run]) -> list[Met]:
-        """Take in the classes that runs met; return the records that are to be stored, few or none as a rule.
+        """Learn the classes that runs met; return the records to store, usually few or none.
 
-        A record is also stored once a day while its software is in use: it must outlive the mismatches it speaks to.
+        A record is also stored once a day while its software is in use: it must outlive the mismatches it explains.
         """
         changed: dict[Line, Met] = {}
         with self._host.mutex:

@@ -1,8 +1,8 @@
-"""Telemetry: poll what devices and drivers report. What changed between two polls becomes an event.
+"""Telemetry: poll what devices and drivers report. A change between two polls becomes an event.
 
 One sweep polls every device through one worker, which then ends, so that no driver is held between sweeps. The
-exception is a driver without persistence, which would initialise its devices again each time (`Watch.holding`). A
-poll is stored when it shows something new, and now and then for the record; every event is stored.
+exception is a driver without persistence, which would initialise its devices again each time (`Watch.holding`). A poll
+is stored when it shows something new, and at least every `KEEP` seconds; every event is stored.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from canaryd.supervisor.series import Series
 KEEP = 300.0
 """Seconds after which a poll is stored even if it shows nothing new."""
 RECALLED = 20
-"""Completed polls that are read at the start: a value that is missing in the newest may be in an older one."""
+"""Number of completed polls that are read at the start: a value missing in the newest may be in an older one."""
 EARLY = 0.7
-"""Share of its period after which a poll is due, because sweeps do not come to the second."""
+"""Fraction of its period after which a poll is due, because sweeps do not start at exact times."""
 BACKOFF = 600.0
 """Longest pause, in seconds, between two polls of a device whose polls crash or hang their worker."""
 TAKEN_DOWN = (Outcome.TIMED_OUT, Outcome.CRASHED, Outcome.UNKILLABLE, Outcome.GARBLED, Outcome.OUT_OF_MEMORY)
@@ -46,52 +46,52 @@ TAKEN_DOWN = (Outcome.TIMED_OUT, Outcome.CRASHED, Outcome.UNKILLABLE, Outcome.GA
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One poll to be done."""
+    """A telemetry probe to be run once on one device."""
 
     request: RunRequest
     timeout: float
-    """Seconds after which it is killed."""
+    """Seconds after which the poll is killed."""
     period: float
-    """Seconds between two such polls."""
+    """Seconds between two polls of this probe on this device."""
 
 
 @dataclass
 class _Lane:
-    """One telemetry probe on one device."""
+    """The polls of one telemetry probe on one device."""
 
     period: float
     since: float
     newest: Run | None = None
     completed: Run | None = None
     before: Run | None = None
-    """The poll that completed before `completed`; that itself where this process has polled nothing yet."""
+    """The poll that completed before `completed`, or `completed` itself if this process has polled nothing yet."""
     failures: int = 0
-    """Polls without success since the last one that completed."""
+    """Number of polls that failed since the last one that completed."""
     polled: float = -math.inf
     """Monotonic time of the newest poll."""
     rest_until: float = 0.0
-    """Monotonic time before which it is not polled again."""
+    """Monotonic time before which the device is not polled again."""
     recorded: Run | None = None
-    """The newest completed poll whose events this process or another recorded: the next is compared with it."""
+    """The newest completed poll whose events this or another process recorded; the next poll is compared with it."""
     known: Mapping[str, tuple[Reading, float]] = field(default_factory=dict)
-    """Key → the newest reading by then, also of those that this poll lacks, and when its poll began."""
+    """Key → (newest reading with this key, start of its poll); readings that the newest poll lacks are included."""
     kept: Run | None = None
     """The newest completed poll that was stored."""
     mark: tuple[tuple[str, float | str], ...] | None = None
-    """The part of `kept` whose change makes another poll worth storing."""
+    """The values of `kept` whose change makes another poll worth storing."""
     stored: float = -math.inf
-    """When the newest stored poll began, completed or not."""
+    """Start (epoch s) of the newest stored poll, completed or not."""
     uncounted: Counter[Outcome] = field(default_factory=Counter)
-    """Polls by outcome that the store has not counted yet."""
+    """Outcome → number of polls that the store has not counted yet."""
 
     def should_poll(self, now: float, period: float, *, due: bool) -> bool:
-        """Return whether to poll at monotonic time `now`; with `due`, only after (most of) the period."""
+        """Return whether to poll at monotonic time `now`; with `due`, only if most of the period has passed."""
         if self.newest is not None and self.newest.outcome is Outcome.UNKILLABLE and process.stuck():
             return False  # another worker would hang as well
         return now >= self.rest_until and not (due and now - self.polled < period * EARLY)
 
     def events(self, run: Run) -> list[Event]:
-        """Return what happened between the newest poll and this one."""
+        """Return the events that `run`, a new poll, shows since the polls before it."""
         if (reason := signals.lost_because(run)) and not signals.lost_because(self.newest):
             # An event, because the loss no longer shows once the driver answers again.
             at = run.started
@@ -102,7 +102,7 @@ class _Lane:
         return []
 
     def recall(self, polls: Sequence[Run]) -> None:
-        """Go on from the completed `polls` on record, oldest first, where they are newer than what is known."""
+        """Continue from the completed `polls` on record (oldest first), if they are newer than the polls in memory."""
         if polls and (self.recorded is None or polls[-1].started > self.recorded.started):
             self.kept = self.recorded = polls[-1]
             self.mark = None
@@ -110,7 +110,7 @@ class _Lane:
                 self._know(run)
 
     def take(self, run: Run, *, recorded: bool) -> None:
-        """Make a poll the newest one; `recorded`: whether this process records what happened since the one before."""
+        """Make `run` the newest poll; `recorded` says whether this process records the events since the one before."""
         completed = run.outcome is Outcome.COMPLETED
         self.newest, self.failures = run, 0 if completed else self.failures + 1
         if completed:
@@ -124,7 +124,7 @@ class _Lane:
         self.uncounted[run.outcome] += 1
 
     def _know(self, run: Run) -> None:
-        """Make the readings of a poll the newest; a new mapping each time, because the judge iterates over the old."""
+        """Merge a poll's readings into a new `known` mapping; the judge may still be iterating over the old mapping."""
         lost = {u.reading.key: (u.reading, u.at) for u in run.unread}
         self.known = {**self.known, **lost, **{r.key: (r, run.started) for r in run.readings}}
 
@@ -140,7 +140,7 @@ class Watch:
         end: Callable[[Series], None],
         clock: Callable[[], float],
     ) -> None:
-        """`start` makes a series under canaryd's own interpreter, `end` closes it; `clock` tells the time (epoch s)."""
+        """Start without polls. `start` makes a series under canaryd's own interpreter; `end` closes it."""
         self._store = store
         self._clock = clock
         self._config = config
@@ -164,11 +164,11 @@ class Watch:
         due: bool,
         record: bool,
     ) -> None:
-        """Poll devices, all through one worker; with `due`, only those whose period has passed.
+        """Poll devices through one worker; with `due`, only those whose period has passed.
 
-        `record`: store what they say, though nothing of it is new.
+        `record` stores every poll, even if it shows nothing new.
 
-        `hold` keeps the worker, and with it the drivers' handles, even where the drivers persist. A device whose polls
+        `hold` keeps the worker, and with it the drivers' handles, even if the drivers persist. A device whose polls
         crash or hang the worker is polled less and less often.
         """
         with self._sweeping:
@@ -191,9 +191,9 @@ class Watch:
                 self._let_go()
 
     def look(self, todo: Iterable[Task], *, stopped: Callable[[], bool]) -> tuple[Reading, ...]:
-        """Return what telemetry reads now, for a decision: nothing of it is kept or judged.
+        """Return the present telemetry readings for one decision; they are neither stored nor judged.
 
-        A driver that hung just now is not asked again.
+        A driver that hung in a recent poll is not asked.
         """
         found: list[Reading] = []
         with self._sweeping:
@@ -212,10 +212,10 @@ class Watch:
         return tuple(found)
 
     def own(self) -> bool:
-        """Become the process that records telemetry on this state directory, if no other is; return whether it is.
+        """Make this process the one that records telemetry in the state directory; return False if another one is.
 
-        Two processes would count every rise of a counter and every line of the log twice. The others read what this one
-        shows, and take events from the store.
+        Two processes would count every rise of a counter and every line of the log twice. The other processes use this
+        one's readings, and read events from the store.
         """
         with self._mutex:
             if self._owned is None:
@@ -236,7 +236,7 @@ class Watch:
 
     @property
     def holding(self) -> bool:
-        """Whether a driver without persistence is in use: releasing it would reset what the next poll reads."""
+        """Whether a driver without persistence is in use: closing it would reset what the next poll reads."""
         with self._mutex:  # only completed polls: one failed poll must not release the driver
             newest = [lane.completed for lane in self._lanes.values()]
         return any(
@@ -257,11 +257,11 @@ class Watch:
             self._series = None
 
     def recall(self, device: str, periods: Mapping[str, float], since: float) -> None:
-        """Take from the store what telemetry said last of a device, by probe and its period, without polling it.
+        """Load a device's last stored telemetry of each probe in `periods` (probe → s), without polling the device.
 
-        What it said before `since`, ahead of a repair, does not count. What says nothing new is stored once in
-        `KEEP`, so a stored poll stays fresh for that long. That nobody polls now is no gap; that polls failed
-        is one since the last that completed.
+        Polls from before `since` (a repair) do not count. A poll that shows nothing new is stored only once in `KEEP`
+        seconds, so a stored poll counts as fresh for that long. The time without any poller is no gap. If the newest
+        poll failed, there is a gap since the last one that completed.
         """
         for probe, period in periods.items():
             polls = self._store.polls(device, probe, since, limit=RECALLED)
@@ -273,7 +273,7 @@ class Watch:
                 lane.since = (lane.completed or polls[0]).started
 
     def _lane(self, device: str, probe: str, period: float, known_since: float = 0.0) -> _Lane:
-        """Return the lane of a probe on a device; a new one begins with what the store knows from a time on."""
+        """Return the lane of a probe on a device; a new lane begins with the polls stored since `known_since`."""
         with self._mutex:
             if (device, probe) not in self._lanes:
                 lane = _Lane(period=period, since=self._clock())
@@ -285,7 +285,7 @@ class Watch:
             return lane
 
     def _take(self, run: Run, lane: _Lane, *, record: bool) -> None:
-        """Count a poll, find what happened since the one before, and store it where it shows something new."""
+        """Count a poll, find the events since the poll before, and store the poll if it shows something new."""
         with self._mutex:
             if lost := unread(run, lane.known):  # on record too: polls that had it are forgotten
                 run = replace(run, unread=lost)
@@ -306,7 +306,7 @@ class Watch:
         self.history.remember(events)
 
     def polls(self, device: str) -> dict[str, Poll]:
-        """Return the state of each telemetry probe that this process has polled, or recalled, on a device."""
+        """Return telemetry probe → state of its polls on a device, for probes that this process polled or recalled."""
         with self._mutex:
             return {
                 probe: Poll(
@@ -323,9 +323,9 @@ class Watch:
             }
 
     def recorded(self, device: str, periods: Mapping[str, float], since: float) -> dict[str, Poll]:
-        """Return the same for the judge: with what is on record of probes not polled yet, and nothing before `since`.
+        """Return `polls` for the judge, plus stored polls of probes not polled yet, minus everything before `since`.
 
-        What a device said holds from the first verdict after a start on, and also where it is gone and never polled.
+        So a device's reports count from the first verdict after a start, also if it is gone and cannot be polled.
         """
         with self._mutex:
             for probe in periods.keys() - {probe for uuid, probe in self._lanes if uuid == device}:
@@ -338,7 +338,7 @@ class Watch:
         return any(signals.lost_because(poll.newest) for poll in self.polls(device).values())
 
     def readings(self, device: str, now: float) -> tuple[Reading, ...]:
-        """Return the readings of a device's fresh polls; none of a poll that is stale."""
+        """Return the readings of a device's fresh polls; stale polls contribute none."""
         return tuple(
             reading
             for poll in self.polls(device).values()
@@ -349,7 +349,7 @@ class Watch:
         )
 
     def uncounted(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return the polls that the store has not counted yet, in the form of its `counters`."""
+        """Return the counts of polls that the store has not counted yet, in the form of its `counters`."""
         with self._mutex:
             return {
                 ("probe_runs", frozenset({"device": uuid, "probe": probe, "outcome": outcome.value}.items())): float(n)
@@ -360,13 +360,13 @@ class Watch:
     # -- the kernel log -----------------------------------------------------------------------------------------------
 
     def read_log(self, series: Series, devices: Callable[[], Iterable[Device]], *, until_end: bool) -> None:
-        """Read the kernel log from the last stored position; `kernel_log.problem` says why it ended."""
+        """Read the kernel log from the last stored position; `kernel_log.problem` then says why reading ended."""
         path = self._config().telemetry.kernel_log
         self.kernel_log.read(path, series, devices, until_end=until_end, owned=self.own())
 
 
 def poll_tasks(host: Host, uuids: Collection[str] = ()) -> list[Task]:
-    """Return one poll for each telemetry probe on each device in place; of `uuids` alone, whatever was asked for."""
+    """Return a task for each telemetry probe on each device in place; with `uuids`, every probe on only these."""
     periods = host.telemetry_periods()
     devices = sorted((d for u, d in host.devices.items() if u in host.in_place), key=lambda d: d.uuid)
     return [

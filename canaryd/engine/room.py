@@ -1,4 +1,4 @@
-"""How many workers test devices side by side: as many as this host's memory, or a container's, has room for."""
+"""A limit on the workers that test devices at the same time: this host's memory, or a container's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 CONTEXT = 512 << 20
 """Bytes of host memory that a vendor's runtime takes for one accelerator beside the worker's own (ours)."""
 WAIT = 1.0
-"""Seconds after which a waiting series looks whether it was stopped."""
+"""Seconds between two checks of a waiting series for a stop."""
 
 
 class Room:
-    """Lets series in while there is memory for one more; alone, a series is always let in."""
+    """Admits a series if memory is free for it, or if no other series runs."""
 
     def __init__(self, available: Callable[[], int | None]) -> None:
-        """`available` returns the bytes that could be taken now; None where nobody can tell, which limits nothing."""
+        """Begin empty. `available` returns the bytes that could be taken now; None if unknown, which limits nothing."""
         self._available = available
         self._left = threading.Condition()
         self._inside = 0
@@ -25,7 +25,7 @@ class Room:
 
     @contextlib.contextmanager
     def enter(self, wanted: int, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Hold room for a series that takes `wanted` bytes; wait for it until `stopped`."""
+        """Reserve memory for a series that takes `wanted` bytes; wait until it is free, or until `stopped`."""
         with self._left:
             while not self._fits(wanted) and not stopped():
                 self._left.wait(WAIT)

@@ -1,4 +1,4 @@
-"""What to run next: pure functions of the probes, the clock and earlier runs."""
+"""Pure functions that plan the next runs from the probes, the clock and earlier runs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from canaryd.facts import TRIALS, Comparison, Place, Reading
 from canaryd.model import INTENSITIES, Device, Outcome, Run
 
 JITTER = 0.1
-"""Fraction of its period by which a run may move, so that hosts do not run in step."""
+"""Fraction of its period by which a run may shift, so that hosts do not all run at the same time."""
 CONFIRMED_UNKNOWN = 8
-"""Cases with unknown bits that one confirmation run repeats: all of an endpoint's quick run."""
+"""Number of cases with unknown bits that one confirmation run repeats: all cases of an endpoint's quick run."""
 CONFIRMED_CASES = 3
-"""Wrong cases that one confirmation run repeats; more prove nothing new and make the repro command unreadable."""
+"""Wrong cases that one confirmation run repeats; more cases prove nothing new and make the repro command unreadable."""
 ROUNDS = (0.0, 3600.0, 21_600.0)
-"""Seconds between rounds of retests, each with all intensities once; ours: the first rounds come while the conditions
-of the mismatch may still hold."""
+"""Seconds before each round of retests; a round has every intensity once. The first rounds come soon (ours), while the
+conditions of the mismatch may still hold."""
 DAY = 86_400.0
-"""Seconds between two retests after `ROUNDS`, one intensity after the other; also the time for which `RETEST_SHARE` is
-calculated."""
+"""Seconds between two retests after `ROUNDS`, which take the intensities in turn; also the time over which
+`RETEST_SHARE` is measured."""
 RETEST_SHARE = 0.05
-"""Fraction of a device's time that its retests and their confirmations may use before another retest starts; ours:
-three rounds of the longest probe fit into a day, and a serving node keeps the rest."""
+"""Fraction of a device's time that its retests and their confirmations may use before another retest starts (ours).
+Three rounds of the longest probe fit into a day, and a serving node keeps the rest."""
 UNSETTLED = 3600.0
 """Seconds after which a mismatch is retested even if some of its confirmations did not complete (ours)."""
 
@@ -43,40 +43,40 @@ class Step:
     confirms: str = ""
     trigger: str = ""
     intensity: str = ""
-    """How a retest is harder: one of `INTENSITIES`; "" for a normal run."""
+    """Intensity of a retest, one of `INTENSITIES`, or "" for a normal run."""
     longer: float = 1.0
-    """Times its budget that the run gets."""
+    """Factor by which the run's time budget is multiplied."""
 
     @property
     def effort(self) -> str:
-        """The level whose budget the run gets: that of deep for a retest, whatever the level of its cases."""
+        """The level whose time budget the run gets: "deep" for a retest, else the step's own level."""
         return "deep" if self.intensity else self.level
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A series: steps on one device that share one worker, so that the stack under test starts once."""
+    """A series: steps on one device that share one worker, so that the stack under test starts only once."""
 
     device: Device
     instruction_set: str
-    """"" where the device is not a CPU."""
+    """Instruction set of the CPU, or "" for other devices."""
     steps: tuple[Step, ...]
     peers: tuple[Device, ...] = ()
-    """The other devices of a group that is tested together; each end of a link gets a run of its own."""
+    """The other devices of a group that is tested together; each end of a link gets its own run."""
 
     @property
     def numeric(self) -> bool:
-        """Whether the probes need the stack under test; others run under canaryd's own interpreter."""
+        """Whether the probes need the stack under test; other probes run under canaryd's own interpreter."""
         return all(step.entry.spec.numeric for step in self.steps)
 
 
 def new_seed() -> int:
-    """Return a new seed: unsigned, and below 2**53 so that JSON readers keep every digit."""
+    """Return a new random seed: unsigned, and below 2**53 so that JSON readers keep every digit."""
     return secrets.randbits(53)
 
 
 def applies(entry: Entry, device: Device) -> bool:
-    """Return whether a probe is for the device's backend and runtime; "*" does not include endpoints."""
+    """Return whether a probe supports the device's backend and runtime; the backend "*" does not include endpoints."""
     spec = entry.spec
     if device.runtime not in spec.runtimes and "*" not in spec.runtimes:
         return False
@@ -84,7 +84,7 @@ def applies(entry: Entry, device: Device) -> bool:
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:
-    """Return the instruction sets of a round: one in turn at level quick, else all; ("",) for other devices."""
+    """Return the instruction sets of a round: at level quick the one in turn, else all; ("",) if there are none."""
     if not device.instruction_sets:
         return ("",)
     if level == "quick":
@@ -105,10 +105,10 @@ def plan_round(
     intensity: str = "",
     longer: float = 1.0,
 ) -> list[Plan]:
-    """Return the series of one round on one device: every entry that applies, once per instruction set.
+    """Return the series of one round on one device: every probe that applies, once per instruction set.
 
-    Probes without torch form a series of their own; telemetry is not part of a round. `levels` maps probe name → level.
-    A probe that does not depend on the instruction set runs with the first only. Every instruction set gets the same
+    Probes without torch form their own series; telemetry is not part of a round. `levels` maps probe name → level. A
+    probe that does not depend on the instruction set runs only with the first. Every instruction set gets the same
     seed, so that the results can be compared. A probe that tests a group is part of the round only on a processor,
     whose cores are the group.
     """
@@ -138,7 +138,7 @@ def plan_round(
 
 
 def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan]:
-    """Return the series that test the devices of each backend together; none where there are not two for the probe."""
+    """Return the series that test the devices of each backend together; a backend with fewer than two has none."""
     # Instances of a divided GPU have no links of their own.
     whole = (d for d in devices if d.unit != "cpu" and not d.parent and applies(entry, d))
     of_backend: dict[str, list[Device]] = defaultdict(list)
@@ -149,10 +149,10 @@ def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan
 
 
 def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
-    """Return the run of a group as one run for each of its devices, with the links that end there.
+    """Return the run of a group as one run for each of its devices, with the links of that device.
 
-    A link's place has the numbers of its ends in the group; they become those of the devices. A run that did not
-    complete stays one, of the device that led the group.
+    The numbers of a link's ends, which count within the group, become the devices' indices. A run without comparisons
+    stays one run, of the device that led the group.
     """
     group = (plan.device, *plan.peers)
     if not plan.peers or not run.comparisons:
@@ -170,7 +170,7 @@ def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
 
 
 def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Comparison:
-    """Return what a comparison of a link says of one of its ends; of a result that all had a part in, of the device."""
+    """Return a comparison of a link as one end sees it; a result that all devices contributed to is the device's."""
     ends = comparison.place.numbers
     if len(ends) == 1:
         return replace(comparison, place=Place(unit="device"))
@@ -181,9 +181,9 @@ def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Com
 def due(last: Mapping[str, float], periods: Mapping[str, float], *, now: float, luck: float) -> list[str]:
     """Return the probes whose period has passed since they last started.
 
-    `luck` in 0…1 shortens or lengthens each period by up to the fraction `JITTER`. A probe that never ran is due; so is
-    one whose last start lies in the future, because the clock was set back. A probe is due once, however many periods
-    have passed.
+    `luck` in 0…1 shortens or lengthens each period by up to the fraction `JITTER`. A probe that never ran is due. A
+    probe whose last start lies in the future is due too, because the clock was set back. A probe is due only once,
+    however many periods have passed.
     """
     scale = 1.0 + JITTER * (2.0 * luck - 1.0)
     return [
@@ -196,9 +196,9 @@ def due(last: Mapping[str, float], periods: Mapping[str, float], *, now: float, 
 def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Device], count: int) -> list[Plan]:
     """Return the confirmations of a run with a mismatch or unknown bits.
 
-    These are `count` runs on the same device, each with its own worker and upload, and one with the same bytes on every
-    sibling. Empty if nothing was wrong, or if the run is itself a confirmation. A retest is confirmed at its own
-    intensity, because a fault that shows only under load would not show without it.
+    These are `count` runs on the same device, each with its own worker and upload, and one run with the same bytes on
+    every sibling. The list is empty if nothing was wrong or the run is itself a confirmation. A retest is confirmed at
+    its own intensity, because a fault that shows only under load would not show without load.
     """
     if not (run.wrong or run.unknown) or run.confirms:
         return []
@@ -218,7 +218,7 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
 
 
 def cases_to_repeat(run: Run) -> tuple[str, ...]:
-    """Return the cases of a run to repeat: wrong ones first, then those with unknown bits, or else all that it had."""
+    """Return the cases of a run to repeat: wrong cases, then cases with unknown bits; without these, all cases."""
     if not (run.wrong or run.unknown):
         return run.cases
     # Different ones each time: a run with many unknown vectors is repeated until all were.
@@ -229,19 +229,19 @@ def cases_to_repeat(run: Run) -> tuple[str, ...]:
 
 
 def can_be_retested(entry: Entry, device: Device) -> bool:
-    """Return whether a retest makes sense: a numeric probe on a device that canaryd can load, and on no other."""
+    """Return whether a probe can be used for retests: it is numeric, and canaryd can load this one device with it."""
     return entry.spec.numeric and not (entry.spec.group or device.is_endpoint) and applies(entry, device)
 
 
 def retests(
     run: Run, intensity: str, entries: Mapping[str, Entry], device: Device, *, seed: int, turn: int = 0
 ) -> list[Plan]:
-    """Return one retest, on its device or on a sibling, of a run with a mismatch or unknown bits; [] if impossible.
+    """Return one retest of a run with a mismatch or unknown bits, on its device or a sibling; [] if impossible.
 
     "repeated", "steady", "pulsed" and "idle" repeat the same cases with the same bytes, for the time of a deep run.
-    "content" runs the whole probe at level deep from the new `seed`: all contents, shapes and layouts; on CPUs also
-    with another instruction set, the next with each `turn`. If nothing was wrong but recorded bits were unknown, it
-    runs every other numeric probe too: the exact ones tell a fault from a changed stack.
+    "content" runs the whole probe at level deep from the new `seed`: all contents, shapes and layouts. On CPUs it also
+    uses another instruction set, the next one with each `turn`. If nothing was wrong but recorded bits were unknown,
+    all other numeric probes run too: the exact ones distinguish a fault from a changed stack.
     """
     entry = entries.get(run.probe)
     if entry is None or run.drill or not can_be_retested(entry, device):
@@ -280,20 +280,20 @@ def deep_test(entries: Mapping[str, Entry], device: Device, *, trigger: str) -> 
 
 
 def may_be_retested(runs: Iterable[Run], now: float) -> bool:
-    """Return whether the retests of the last day used less than `RETEST_SHARE`; `runs` are those of one device."""
+    """Return whether the retests of the last day used less than `RETEST_SHARE`; `runs` are the runs of one device."""
     took = sum(r.seconds for r in runs if r.intensity and not r.drill and 0 <= now - r.started < DAY)
     return took < RETEST_SHARE * DAY
 
 
 def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tuple[Run, str]]:
-    """Return which mismatches of one suspect to retest now, and at which intensity; the most urgent first.
+    """Return the mismatches of one suspect to retest now, each with its intensity; the most urgent comes first.
 
     `runs` are those of the device, of probes that can be retested. The newest mismatch of each probe and instruction
     set is retested after its confirmations: every intensity once immediately, again after one and after six hours, then
     one a day in turn. A retest that did not complete counts, because one that crashes under load must not be repeated
     forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent evidence. No retest
-    starts while those of the last day used `RETEST_SHARE`. Drills are not retested; a run dated in the future (the
-    clock was set back) waits until then.
+    starts while the retests of the last day used `RETEST_SHARE`. Drills are not retested. A run dated in the future
+    (the clock was set back) is ignored until that time.
     """
     if not may_be_retested(runs, now):
         return []
@@ -318,7 +318,7 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
 
 
 def _pause(retests: int) -> float:
-    """Return the seconds from the newest of so many `retests` to the next."""
+    """Return the seconds between the newest retest and the next, after `retests` retests."""
     rounds, within = divmod(retests, len(INTENSITIES))
     if rounds >= len(ROUNDS):
         return DAY

@@ -1,4 +1,4 @@
-"""Clean runs of a few hours as one: a long record costs little memory and little time."""
+"""Sums of clean runs: the runs of a few hours become one run, so that a long record costs little memory and time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from canaryd.model import Outcome, Run
 from canaryd.store.runs import Counted
 
 SLOT = 6 * 3600.0
-"""Seconds within which clean runs are added up (ours). It divides a day (UTC), since the judge counts days of tests."""
+"""Seconds within which clean runs are added up (ours). It divides a UTC day, because the judge counts days of tests."""
 Onsets = Mapping[str, Sequence[float]]
-"""Probe → the starts of mismatches, ascending: what was clean before and after one is never added up."""
+"""Probe → start times of mismatches, ascending. Clean runs before and after such a time are never added up."""
 
 
 def can_sum(run: Run) -> bool:
-    """Return whether only the counts of an older run matter: it is clean and complete."""
+    """Return whether an older run is clean and complete, so that only its counts matter."""
     return run.outcome is Outcome.COMPLETED and run.whole and not (run.wrong or run.unknown or run.drill)
 
 
 def add_up(runs: Iterable[Run], onsets: Onsets) -> list[Run]:
-    """Return clean runs (oldest first) with those of one lane, software and slot as one, dated by the newest."""
+    """Return clean runs (oldest first), those of the same lane, software and slot as one run with the newest's date."""
     groups: dict[object, list[Run]] = defaultdict(list)
     for run in runs:
         kind = run.probe, run.probe_version, run.instruction_set, run.stack_id
@@ -33,7 +33,7 @@ def add_up(runs: Iterable[Run], onsets: Onsets) -> list[Run]:
 
 
 def of_counts(counted: Iterable[Counted], onsets: Onsets, read: Callable[[str], Run | None]) -> list[Run]:
-    """Return the same from counts of the store; `read` gives the newest run of a lane and software, as a pattern."""
+    """Return the sums of runs from stored counts; `read` loads the newest run of a lane and software as a pattern."""
     lanes: dict[object, list[Counted]] = defaultdict(list)
     for c in counted:
         lanes[c.probe, c.probe_version, c.instruction_set, c.stack_id].append(c)

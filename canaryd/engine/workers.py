@@ -1,4 +1,4 @@
-"""The worker processes that are at work, so that all of them can be stopped at once."""
+"""The worker processes that run now, so that all of them can be stopped at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Workers:
     """Starts and ends series of runs. `stop` and `release` may be called from any thread."""
 
     def __init__(self, host: Host) -> None:
-        """Start nothing yet; `host` supplies the settings of workers."""
+        """Start no worker yet; `host` supplies the settings of workers."""
         self._host = host
         self._series: dict[Series, bool] = {}
         """Series at work → whether it may use a device."""
@@ -33,7 +33,7 @@ class Workers:
 
     @property
     def halted(self) -> str:
-        """Why nothing may be started at present; "" when it may."""
+        """The reason why no worker may be started at present, or "" if workers may be started."""
         return self._host.stopping or self.released
 
     @property
@@ -55,7 +55,7 @@ class Workers:
     ) -> Series:
         """Return a new series, under the stack under test if `numeric`, else under canaryd's own interpreter.
 
-        The stack under test is that of the `device`, or of the `runtime` where no device is given.
+        The stack under test is that of the `device`, or of the `runtime` if no device is given.
         """
         settings = self._host.config.worker
         spec = WorkerSpec()
@@ -77,7 +77,7 @@ class Workers:
     def _take_over(
         self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None
     ) -> Series | None:
-        """Return the spare series for tests of the processor, if such a worker would be started as it was."""
+        """Return the spare series for tests of the processor, or None if it does not fit or there is none."""
         spare = self._spare
         if spare is None or spec.only is None or spec.only.backend != "cpu":
             return None  # another runtime on the processor may reach accelerators that torch does not
@@ -87,12 +87,12 @@ class Workers:
         return spare
 
     def keep(self, series: Series) -> None:
-        """Keep a series whose worker sees no accelerator, for tests of the processor: importing torch takes seconds."""
+        """Keep a series for later tests of the processor: importing torch takes seconds. It sees no accelerator."""
         self.end_spare()
         self._spare = series
 
     def end_spare(self) -> None:
-        """Close the series that was kept and that nothing took over."""
+        """Close the spare series if nothing has taken it over."""
         spare, self._spare = self._spare, None
         if spare is not None:
             self.end(spare)
@@ -104,7 +104,7 @@ class Workers:
             self._series.pop(series, None)
 
     def ask(self, question: Callable[[Series], T], *, numeric: bool, runtime: str = TORCH) -> T:
-        """Return the answer to a question that is put to a new series."""
+        """Start a series, put a question to it, and return the answer."""
         series = self.start(numeric=numeric, runtime=runtime)
         try:
             return question(series)
@@ -112,14 +112,14 @@ class Workers:
             self.end(series)
 
     def stop(self, reason: str) -> None:
-        """Kill every worker and start no more."""
+        """Kill every worker and never start another."""
         with self._mutex:
             self._host.stopping = reason
             for series in self._series:
                 series.kill(reason)
 
     def release(self, reason: str) -> None:
-        """Kill every worker that may use a device, and start no more of these until `take_back`."""
+        """Kill every worker that may use a device, and start no such worker until `take_back`."""
         with self._mutex:
             self.released = reason
             for series, uses_device in self._series.items():
@@ -127,5 +127,5 @@ class Workers:
                     series.kill(reason)
 
     def take_back(self) -> None:
-        """Allow devices to be used again."""
+        """Allow workers to use devices again."""
         self.released = ""

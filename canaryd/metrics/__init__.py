@@ -1,1 +1,1 @@
-"""Metric families and their exposition."""
+"""The metric families of canaryd, and their exposition."""

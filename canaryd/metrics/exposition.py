@@ -1,7 +1,7 @@
 """The two exposition formats of Prometheus, written from families and series as prepared bytes.
 
-Written by hand: a node with 8 GPUs has thousands of series, and the client library's writer, which parses every label
-again, would take a third of the daemon's processor time. Its choice of a format raises on an Accept header such as
+Written by hand: a node with 8 GPUs has thousands of series. The client library's writer parses every label again and
+would take a third of the daemon's processor time. Its choice of a format also raises on an Accept header such as
 "application/openmetrics-text;version=x".
 """
 
@@ -23,17 +23,17 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """Media type of OpenMetrics 1.0: the same series, with exemplars and units."""
 UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
-"""Units that a metric's name may end in, before `_total`."""
+"""Units that a metric's name may end with, before `_total`."""
 LEVEL = 1
-"""Of gzip: the scraper waits for it, and at the fastest level this page shrinks to a twentieth already."""
+"""Compression level of gzip, the fastest: the scraper waits for it, and the page already shrinks to a twentieth."""
 OF_DEVICE = ("device", "index", "model")
-"""Labels of metrics about a device."""
+"""Label names of metrics about a device."""
 OF_PROBE = (*OF_DEVICE, "probe")
-"""Labels of metrics about a probe on a device."""
+"""Label names of metrics about a probe on a device."""
 
 
 class Family(NamedTuple):
-    """One metric: its Prometheus type, its labels in the order that `Page.add` takes them, and its HELP text."""
+    """One metric: its Prometheus type, its label names in the order that `Page.add` takes them, and its HELP text."""
 
     type: str
     labels: tuple[str, ...]
@@ -41,22 +41,22 @@ class Family(NamedTuple):
 
 
 class Exemplar(NamedTuple):
-    """The run behind the newest step of a counter."""
+    """The run that increased a counter last."""
 
     run: str
-    """Its id: far shorter than the 128 characters that OpenMetrics allows for an exemplar."""
+    """The run's id, far shorter than the 128 characters that OpenMetrics allows for an exemplar."""
     at: float
-    """Seconds since the epoch."""
+    """Time of the run (epoch s)."""
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a metric's name declares, "" for a plain number."""
+    """Return the unit in a metric's name, or "" for a plain number."""
     last = name.removesuffix("_total").rpartition("_")[2]
     return last if last in UNITS else ""
 
 
 class Page:
-    """The series of one exposition, gathered by family."""
+    """The series of one exposition, grouped by family."""
 
     def __init__(self, families: Mapping[str, Family]) -> None:
         self._families = families
@@ -66,7 +66,7 @@ class Page:
         """Family → index of its line → exemplar."""
 
     def add(self, name: str, value: float, *labels: str, exemplar: Exemplar | None = None) -> None:
-        """Add one series; an exemplar shows in OpenMetrics alone."""
+        """Add one series; only OpenMetrics shows its exemplar."""
         lines = self._lines[name]
         if exemplar:
             self._exemplars.setdefault(name, {})[len(lines)] = exemplar
@@ -78,7 +78,7 @@ class Page:
             self.add(name, member is chosen, *labels, member.value)
 
     def text(self) -> bytes:
-        """Return the families that have series, in their order, each after its HELP and TYPE."""
+        """Return all families that have series, in their order, in the text format; HELP and TYPE precede each."""
         return "".join(
             f"# HELP {name} {self._families[name].help}\n# TYPE {name} {self._families[name].type}\n{''.join(lines)}"
             for name, lines in self._lines.items()
@@ -86,7 +86,7 @@ class Page:
         ).encode()
 
     def openmetrics(self) -> bytes:
-        """Return the same as OpenMetrics without the final line, because more may follow."""
+        """Return the same families as OpenMetrics, without the final line because more families may follow."""
         return "".join(self._openmetrics(name, lines) for name, lines in self._lines.items() if lines).encode()
 
     def _openmetrics(self, name: str, lines: list[str]) -> str:
@@ -107,7 +107,7 @@ def _template(name: str, labels: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _escaped(label: str) -> str:
-    """Return a label's value with escapes, and without lone surrogates: one of them would break the whole page."""
+    """Return a label's value with escapes and without lone surrogates, since one of them would break the whole page."""
     clean = label.encode("utf-8", "replace").decode()
     return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
@@ -119,7 +119,7 @@ def _number(value: float) -> str:
 
 
 class Prepared:
-    """The first part of a body: it is the same for every request until the evidence changes."""
+    """The first part of a body, which is the same for every request until the evidence changes."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -129,8 +129,8 @@ class Prepared:
     def gzip(self, rest: bytes) -> bytes:
         """Return `body` and `rest` as one gzip member (RFC 1952).
 
-        The body is compressed once, when the first scraper that accepts gzip asks. A full flush ends it, after which a
-        new compressor can continue (RFC 1951: no reference goes back across it).
+        The body is compressed once, when the first scraper that accepts gzip asks. A full flush ends it. After that a
+        new compressor can continue (RFC 1951: no reference goes back across the flush).
         """
         with self._making:
             if not self._deflated:
@@ -147,11 +147,11 @@ class Prepared:
 
 
 _GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
-"""Deflate, no name, no time, system unknown."""
+"""Header of a gzip member: deflate, no name, no time, system unknown."""
 
 
 class Exposition:
-    """One page in both formats."""
+    """One page in both formats: text and OpenMetrics."""
 
     def __init__(self, page: Page) -> None:
         self.text = Prepared(page.text())
@@ -174,7 +174,7 @@ def takes_gzip(accept_encoding: str) -> bool:
 
 
 def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
-    """Split a header such as "text/plain;version=0.0.4;q=0.5, */*" into values in lower case and their settings."""
+    """Return the lower-case values of a header with their settings, e.g. of "text/plain;version=0.0.4;q=0.5, */*"."""
     found = []
     for choice in header.lower().split(","):
         value, *settings = (part.strip() for part in choice.split(";"))
@@ -184,6 +184,6 @@ def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def _weight(settings: Mapping[str, str]) -> float:
-    """Return the weight of a choice; 0 where it is not a number as in RFC 9110."""
+    """Return the weight of a choice in a header, or 0 if it is not a number as in RFC 9110."""
     weight = settings.get("q", "1")
     return float(weight) if re.fullmatch(r"[01](\.[0-9]{0,3})?", weight) else 0.0

@@ -1,4 +1,4 @@
-"""Every metric of canaryd, and how the evidence becomes series.
+"""All metrics of canaryd, and the conversion of evidence to series.
 
 `render` turns a snapshot of the evidence into bytes whenever the evidence changes; a scrape only sends prepared bytes.
 """
@@ -174,82 +174,82 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (), "When the configuration in use was read, since the epoch."
     ),
 }
-"""Every metric that `render` may write, in this order. docs/metrics.md repeats it; a test compares the two."""
+"""Every metric that `render` may write, in this order. docs/metrics.md repeats them; a test compares the two."""
 
 
 XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", "95", "119", "120", "140", "143", "154")
-"""Codes that every NVIDIA device counts from 0 on, so that `increase()` sees the first one; others start with it."""
+"""Xids with a series from 0 on for every NVIDIA device, so that `increase()` sees the first one; others start later."""
 COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
-"""Components whose changes every device counts from 0 on."""
+"""Components whose changes have a series from 0 on for every device."""
 
 Counters = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 """The store's persistent counters: (name, label items) → count."""
 Labels = tuple[str, str, str]
-"""The values of `OF_DEVICE`."""
+"""The values of the labels `OF_DEVICE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PollView:
-    """One telemetry probe on one device."""
+    """The polls of one telemetry probe on one device."""
 
     seconds: float | None
-    """Wall time of the newest poll."""
+    """Wall time of the newest poll in seconds."""
     last_success: float | None
-    """Start of the newest poll that completed, since the epoch."""
+    """Start (epoch s) of the newest poll that completed."""
     absent: int
     """Number of readings that the device does not provide."""
     period: float | None
-    """Seconds between two polls; None where the probe has just been switched off."""
+    """Seconds between two polls, or None if the probe has just been switched off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetView:
-    """The budget of one device."""
+    """The use of one device's budget."""
 
     spent: Mapping[str, float]
-    """Purpose → seconds."""
+    """Purpose → seconds of device time used."""
     skipped: Mapping[str, int]
     """Reason → number of postponed tests."""
     withheld: str
-    """Why a due test is postponed now; "" where none is."""
+    """The reason why a due test is postponed now, or "" if none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceView:
-    """Everything that is exported about one device."""
+    """All data about one device that the page shows."""
 
     device: Device
     present: bool
     verdict: Verdict | None
-    """None is exported as unknown, cause undetermined."""
+    """The device's verdict; None appears on the page as state unknown and cause undetermined."""
     drill_verdict: Verdict | None
     last_runs: Mapping[str, Run]
-    """Probe → its newest run, drills left out."""
+    """Probe → its newest run, without drills."""
     last_success: Mapping[str, float]
-    """Probe → seconds since the epoch."""
+    """Probe → start (epoch s) of its newest run that found nothing wrong."""
     fault_rate: Mapping[str, float]
     """Probe → upper bound of wrong results per compared result."""
     fingerprints: Mapping[tuple[str, str], int]
-    """(probe, stack label) → an integer that a float holds exactly; it compares only with equal keys."""
+    """(probe, stack label) → an integer that a float holds exactly; only values with equal keys can be compared."""
     periods: Mapping[str, float] = field(default_factory=dict)
-    """Probe planned for the device → seconds between two runs. Their counters show 0 before the first run, so that
+    """Probe planned for the device → seconds between two runs. Its counters show 0 before the first run, so that
     `increase()` sees a first mismatch."""
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Stack id → the software under the newest run of each instruction set."""
+    """Stack id → software under the newest run of each instruction set."""
     mismatches: Mapping[str, Run] = field(default_factory=dict)
-    """Probe → its newest run with a wrong bit: the exemplar of its counter."""
+    """Probe → its newest run with a wrong bit, which becomes the exemplar of its counter."""
     acknowledged: bool = False
     """Whether an operator's acknowledgement covers the present state."""
     acknowledged_at: float | None = None
-    """When the acknowledgement in force was given; None where there is none."""
+    """Time (epoch s) of the acknowledgement in force, or None if there is none."""
     polls: Mapping[str, PollView] = field(default_factory=dict)
-    """By telemetry probe."""
+    """Telemetry probe → its polls."""
     drifts: Sequence[Drift] = ()
-    """Distances of the newest recordings from the known ones."""
+    """Distances of the newest recordings from their baselines."""
     budget: BudgetView | None = None
-    """None for an endpoint, which has no budget."""
+    """Use of the budget, or None for an endpoint, which has no budget."""
     readings: Sequence[Reading] = ()
-    """Readings of fresh polls and the newest runs; those that are not a metric, or have other labels, are ignored."""
+    """Readings of fresh polls and the newest runs; readings that are no metric, or have other labels, are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,22 +260,22 @@ class Snapshot:
     devices: Sequence[DeviceView]
     counters: Counters
     store_problem: str
-    """One sentence; "" when all is well."""
+    """Problem of the store as one sentence, or "" if there is none."""
     abandoned_workers: int
     config_reload_ok: bool
     config_reloaded: float
-    """Seconds since the epoch."""
+    """Time (epoch s) of the last successful reading of the configuration."""
     expected_devices: int | None
     log_readable: bool = False
     log_lost: int = 0
     handles_held: bool = False
     released: bool = False
     share: float | None = None
-    """Part of an hour that rounds may take; None where there is no budget."""
+    """Fraction of an hour that rounds may take, or None if there is no budget."""
 
 
 def render(snapshot: Snapshot) -> Exposition:
-    """Write `snapshot` in both formats.
+    """Return `snapshot` as a page in both formats.
 
     A missing device keeps its presence, its identity and its verdict, because an alarm must not end when the part is
     gone. Counters of devices that are not in the snapshot are left out.
@@ -348,7 +348,7 @@ def _add_verdict(page: Page, view: DeviceView, labels: Labels) -> None:
 def _add_tallies(
     page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: Labels
 ) -> None:
-    """Add the counters of events; those that are known beforehand start at 0. One whose labels rotted is left out."""
+    """Add the counters of events; those known in advance start at 0. A counter with damaged labels is left out."""
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
     components = {key: 0.0 for key in COMPONENTS if key in device.detail}
     for name, of, count in tallies:
@@ -444,7 +444,7 @@ ProcessCollector(registry=_PROCESS)
 
 
 def answer(page: Exposition, headers: Mapping[str, str]) -> Answer:
-    """Answer a scrape with the prepared page, in the format and encoding that the request's headers ask for.
+    """Return the prepared page as the answer to a scrape, in the format and encoding that the headers ask for.
 
     The daemon's own `process_*` metrics are read now and follow it: that takes about 0.06 ms and waits for no device.
     """

@@ -1,1 +1,1 @@
-"""The memory of canaryd, in one SQLite file."""
+"""The records that canaryd keeps, in one SQLite file."""

@@ -1,7 +1,7 @@
-"""The database: one SQLite file, and a copy of it in memory while it refuses what is written.
+"""The database: one SQLite file, and a copy of it in memory while the file cannot be written.
 
-One connection answers at a time: that of the file, or that of the copy. What the file refuses goes to the copy and to a
-third, small database (`_waiting`), whose rows move to the file as soon as that works again.
+One connection answers at a time: that of the file, or that of the copy. Rows that the file refuses go to the copy and
+to a third, small database (`_waiting`), whose rows move to the file as soon as it can be written again.
 """
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
@@ -32,41 +32,41 @@ from canaryd.store.rows import ADD_RUN, COPIED, MET, NOTE, RUN, VERDICT, add_met
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
 OPEN_LOCK = f"{DATABASE}.lock"
-"""Name of the file that is locked while the database is opened, made, migrated or set aside."""
+"""Name of the file that is locked while the database is opened, created, migrated or renamed."""
 BUSY_TIMEOUT = 5.0
-"""Seconds that a statement waits for another process's transaction."""
+"""Seconds that a statement waits for the end of another process's transaction."""
 CACHE = 512
-"""KiB of the database that SQLite keeps in memory, a quarter of its default (ours): the system caches pages anyway."""
+"""KiB of the database that SQLite caches, a quarter of its default (ours): the operating system caches pages anyway."""
 OPEN_TIMEOUT = 10.0
 """Seconds to wait while another process creates, checks or migrates the database."""
 BATCH = 100
-"""Runs moved to disk in one transaction, so that another process never waits long."""
+"""Number of runs that move to disk in one transaction, so that another process never waits long."""
 LOST_NOTE = "history lost"
-"""Note: when a database was lost last and what is left of it, as "seconds path"."""
+"""Name of the note about the last loss of a database: its time (epoch s) and what is left, as "seconds path"."""
 PASSED_NOTE = "aged"
-"""Note: the latest time known to be past, in seconds since the epoch (`Database.passed`)."""
+"""Name of the note with the latest time known to be past (epoch s); see `Database.passed`."""
 LOGS = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a database: it would take those of a database that is gone for the next one's."""
+"""Suffixes of SQLite's files beside a database; SQLite would use those of a lost database for the next one."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
 WAL = b"\2\2"
-"""Bytes 18 and 19 of a database with a write-ahead log (sqlite.org/fileformat.html)."""
+"""Bytes 18 and 19 of the file of a database with a write-ahead log (sqlite.org/fileformat.html)."""
 T = TypeVar("T")
 
 
 class StoreTooNew(RuntimeError):
-    """A newer canaryd wrote the database; it is left as it is."""
+    """A newer canaryd wrote the database; the file is left unchanged."""
 
 
 class _Replaced(OSError):
-    """Another file took the place of the one just written."""
+    """Another file has replaced the file that was just written."""
 
 
 REFUSED = (OSError, sqlite3.Error, StoreTooNew)
-"""What the disk, the file or another process can do to us; anything else is a mistake here."""
+"""Errors that the disk, the file or another process can cause; any other error is a mistake in canaryd."""
 
 
 class Database:
-    """The database in a state directory; the tables of the store are built on it. Reading and writing never raise."""
+    """The database in a state directory; the tables of the store are built on it. Reads and writes never raise."""
 
     def __init__(self, state_dir: Path, now: Callable[[], float], *, for_reading: bool) -> None:
         """Open nothing yet; `now` is the clock in seconds since the epoch."""
@@ -103,7 +103,7 @@ class Database:
         self._ran_before = _has_locks(state_dir)
 
     def begin(self) -> None:
-        """Open the file; raise `StoreTooNew` and nothing else."""
+        """Open the file. Raises only `StoreTooNew`."""
         try:
             self._attempt(self._settle)
         except StoreTooNew:
@@ -113,7 +113,7 @@ class Database:
             self._fail(error)
 
     def close(self) -> None:
-        """Try once more to write what waits in memory, then let go of the file."""
+        """Try once more to write the rows that wait in memory, then close the file."""
         with self._lock:
             if self._waiting is not None:
                 try:
@@ -124,18 +124,18 @@ class Database:
 
     @property
     def waiting(self) -> bool:
-        """Whether something in memory waits for the disk."""
+        """Whether rows in memory wait for the disk."""
         return self._waiting is not None
 
     @property
     def problems(self) -> list[str]:
-        """What happened to the store since it was opened that an operator should know, one sentence each."""
+        """Problems of the store since it was opened that an operator should know, one sentence each."""
         return list(self.said.values())
 
     def changes(self) -> object:
-        """Return a value that changes whenever another process has written, or another file is used.
+        """Return a value that changes whenever another process has written, or another file is in use.
 
-        Looks for a file that was removed or replaced, and tries again to write what waits. Never raises.
+        Checks whether the file was removed or replaced, and tries again to write the waiting rows. Never raises.
         """
         with self._lock:
             if not (self.for_reading and self._copy is not None):
@@ -153,7 +153,7 @@ class Database:
     # For the tables
 
     def _read(self, query: str, *args: Any) -> list[Any]:
-        """Return the rows of a query; where the file cannot be read, those in memory, with a `problem`."""
+        """Return the rows of a query. If the file cannot be read, return those in memory and set `problem`."""
         with self._lock:
             try:
                 return self._attempt(lambda db: db.execute(query, args).fetchall(), reads=True)
@@ -161,7 +161,7 @@ class Database:
                 return self._lose(error).execute(query, args).fetchall()
 
     def _write(self, write: Callable[[sqlite3.Connection], object]) -> bool:
-        """Do `write` in one transaction. False: only in memory so far, and `problem` says why."""
+        """Execute `write` in one transaction. Return False if the rows are only in memory; `problem` says why."""
         with self._lock:
             why: Exception | None = None
             try:
@@ -179,7 +179,7 @@ class Database:
             return False
 
     def _forget(self, table: str, order: str, most: int) -> bool:
-        """Drop the first rows in an order, beyond what may wait in memory; return False."""
+        """Drop waiting rows of a table, the first in `order`, so that at most `most` remain; always return False."""
         with self._lock:
             if self._waiting is not None and self._copy is not None:
                 (count,) = self._waiting.execute(f"SELECT count(*) FROM {table}").fetchone()
@@ -195,7 +195,7 @@ class Database:
             return False
 
     def _decode(self, kind: type[T], rows: Iterable[tuple[str, bytes]]) -> list[T]:
-        """Rebuild objects from (name, packed body); skip a damaged one, with a problem."""
+        """Return the objects of (name, packed body) rows. A damaged row is skipped, and `problems` reports it."""
         found = []
         for name, body in rows:
             try:
@@ -209,14 +209,14 @@ class Database:
     # Notes
 
     def note(self, name: str) -> str:
-        """Return the value of a note; "" where there is none."""
+        """Return the value of a note, or "" if there is no such note."""
         rows = self._read("SELECT value FROM notes WHERE name = ?", name)
         return str(rows[0][0]) if rows else ""
 
     def parsed_note(self, name: str, parse: Callable[[str], T], absent: T) -> T:
-        """Return what `parse` makes of a note; `absent` where there is none, or one that rotted, with a problem.
+        """Return `parse` of a note's text; `absent` if there is no note, or with a problem if it is damaged.
 
-        `parse` raises `LookupError`, `TypeError` or `ValueError` for a text that no canaryd wrote.
+        `parse` raises `LookupError`, `TypeError` or `ValueError` for a text that canaryd never writes.
         """
         text = self.note(name)
         try:
@@ -230,30 +230,30 @@ class Database:
         return found
 
     def note_time(self, name: str) -> float:
-        """Return the time that a note holds, in seconds since the epoch; 0.0 where there is none."""
+        """Return the time (epoch s) in a note, or 0.0 if there is no such note."""
         return self.parsed_note(name, parse_time, 0.0)
 
     def set_note(self, name: str, value: str) -> bool:
-        """Set the value of a note. False: only in memory so far."""
+        """Set the value of a note. Return False if it is only in memory so far."""
         return self._write(lambda db: db.execute(NOTE, (name, value)))
 
     @property
     def passed(self) -> float:
-        """The latest time known to be past, in seconds since the epoch, wherever the clock stands; 0.0: none yet."""
+        """Latest time known to be past (epoch s), even if the clock shows an earlier one; 0.0 if none is known yet."""
         return self.note_time(PASSED_NOTE)
 
     def date(self, at: float) -> float:
-        """Return a time of the clock, or the time of storing where the clock stood more than a day behind `passed`."""
+        """Return the time `at`; if it is more than a day before `passed`, return the time of storing instead."""
         return at if at >= self.passed - DAY else self._stamp()
 
     def _stamp(self) -> float:
-        """Return the time of storing: hardly before what was stored already, wherever the clock stands."""
+        """Return the time of storing (epoch s): the clock's, but never earlier than `passed`."""
         return max(self._now(), self.passed)
 
     # The file
 
     def commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
-        """Do `write` on disk, after all that waits, in one transaction; raise `REFUSED`."""
+        """Write all waiting rows to disk, then execute `write` there in one transaction; raise `REFUSED` on failure."""
 
         def work(db: sqlite3.Connection) -> T:
             self._settle(db)
@@ -263,14 +263,14 @@ class Database:
             return self._attempt(work)
 
     def look(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Do `work` on disk, outside of a transaction; raise `REFUSED`."""
+        """Execute `work` on the file, outside of a transaction; raise `REFUSED` on failure."""
         with self._lock:
             return self._attempt(work)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
-        """Do `work`; where the file turns out to be damaged or replaced, once more on the next one.
+        """Return the result of `work`; if the file is damaged or replaced, try once more with the next file.
 
-        What only `reads` uses the copy where there is one, and does not look whether the file is still in its place.
+        Work that only `reads` uses the copy if there is one, and does not check whether the file is still in its place.
         """
         with owners_rights(self.state_dir):
             for again in (True, False):
@@ -289,7 +289,7 @@ class Database:
         raise AssertionError
 
     def _settle(self, db: sqlite3.Connection) -> None:
-        """Move what waits in memory to disk, and forget the copy."""
+        """Move the rows that wait in memory to disk, and drop the copy."""
         if self.for_reading:
             return
         if self._read_only:
@@ -321,20 +321,20 @@ class Database:
         return result
 
     def _fail(self, error: Exception) -> None:
-        """Note that the file cannot be opened, written or looked at."""
+        """Record that the file cannot be opened, written or checked."""
         if self._file is None and self._copy is None:
             self._lose(error)
         elif not self.for_reading:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
-        """Note that something waits in memory."""
+        """Set `refused` and `problem`: rows wait in memory because of `error`."""
         (runs,) = self._waiting.execute("SELECT count(*) FROM runs").fetchone() if self._waiting else (0,)
         self.refused = f"{self.path}: {reason(self.path, error)}"
         self.problem = f"{self.refused}; runs waiting in memory: {runs}"
 
     def _lose(self, error: Exception) -> sqlite3.Connection:
-        """Note that the record cannot be read; return a database of what waits in memory alone."""
+        """Record that the file cannot be read; return a database in memory with only the waiting rows."""
         self._close_file()
         lost = _exists(self.path) or bool(self._why_missing())
         if lost or (self.for_reading and not isinstance(error, FileNotFoundError)):
@@ -344,7 +344,7 @@ class Database:
         return self._make_copy()
 
     def _make_copy(self) -> sqlite3.Connection:
-        """Copy the file into memory, with what waits for it: what is read and written goes there from now on."""
+        """Copy the file and the waiting rows into memory; the copy serves all reads and writes from now on."""
         self._copied, copy = self._version(), _memory()
         if self._file is not None:
             try:
@@ -358,7 +358,7 @@ class Database:
         return copy
 
     def _version(self) -> object:
-        """Return what changes when another connection has written to the file; None where that is not known."""
+        """Return a value that changes when another connection writes to the file, or None if it is unknown."""
         with contextlib.suppress(*REFUSED), owners_rights(self.state_dir):
             if self._file is not None:
                 return self._file.execute("PRAGMA data_version").fetchone()
@@ -367,10 +367,10 @@ class Database:
     # Opening it
 
     def _on_open(self, db: sqlite3.Connection) -> None:
-        """Do what the tables need when another file was opened."""
+        """Prepare the tables after another file was opened; a subclass does the work."""
 
     def _connect(self) -> sqlite3.Connection:
-        """Return the connection; open it where there is none, the file was replaced, or it can be written again."""
+        """Return the connection to the file; open it if it is closed, replaced, or now writable."""
         if self._file is not None:
             moved = self._is_moved()
             self._replaced |= moved
@@ -423,7 +423,7 @@ class Database:
         return self._open_to_read("mode=ro&immutable=1" if self._resting else "mode=ro")
 
     def _open_to_write(self) -> sqlite3.Connection:
-        """Open the file, or a new one in the place of one that is missing or unusable; the open lock is held."""
+        """Open the file, or create one if it is missing or unusable; the caller holds the open lock."""
         try:
             if self.path.exists():
                 with _rotten_text():
@@ -468,7 +468,7 @@ class Database:
         return db
 
     def _create(self) -> None:
-        """Complete the new file before it gets its name: an empty file is then damage, and never a beginning."""
+        """Create a complete new file and only then rename it into place, so that an empty file always means damage."""
         new = Path(f"{self.path}.new")
         with contextlib.closing(_new(new)) as db:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -519,7 +519,7 @@ class Database:
         return version
 
     def _set_aside(self, why: str, name: str = "") -> None:
-        """Rename what there is of a database that is unusable or missing; the caller holds the open lock."""
+        """Rename the remaining files of an unusable or missing database; the caller holds the open lock."""
         stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         base = f"{DATABASE}.{name or f'corrupt-{stamp}'}"
         names = (f"{base}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
@@ -545,7 +545,7 @@ class Database:
     # The file at its path
 
     def _is_moved(self) -> bool:
-        """Return whether the file was removed or replaced; raise `OSError` where it cannot be looked at."""
+        """Return whether the file was removed or replaced; raise `OSError` if this cannot be checked."""
         try:
             there = self.path.stat()
         except FileNotFoundError:
@@ -553,7 +553,7 @@ class Database:
         return (there.st_dev, there.st_ino) != self._identity
 
     def _why_missing(self) -> str:
-        """Return how it is known that a database was at its path; "" where one is there, or none ever was."""
+        """Return the sign that a database was at its path and is gone, or "" if one is there or none ever was."""
         if _exists(self.path):
             return ""
         if self._identity is not None:
@@ -569,7 +569,7 @@ class Database:
 
 
 def connect(uri: str) -> sqlite3.Connection:
-    """Open an SQLite database for several threads that share one lock of ours, with explicit transactions."""
+    """Return a new SQLite connection with explicit transactions, for several threads that share one of our locks."""
     db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
     db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # Rotten text must not look like a failed operation.
     return db
@@ -586,7 +586,7 @@ def _memory() -> sqlite3.Connection:
 
 
 def _new(path: Path) -> sqlite3.Connection:
-    """Make a database that keeps no file beside itself; it replaces what a kill left."""
+    """Create a database that keeps no other file beside it, replacing the remains of a killed process."""
     path.unlink(missing_ok=True)
     os.close(make(path))
     db = connect(f"{_uri(path)}?mode=rw")
@@ -595,12 +595,12 @@ def _new(path: Path) -> sqlite3.Connection:
 
 
 def _kept(path: Path, version: int) -> Path:
-    """Return where a database is kept as it was before its conversion from that version."""
+    """Return the path where a database is kept in its state from before the conversion from `version`."""
     return Path(f"{path}.version-{version}")
 
 
 def _keep(db: sqlite3.Connection, kept: Path) -> None:
-    """Copy a database, whole or not at all: the way back to the release that wrote it."""
+    """Copy a database completely or not at all, so that the release that wrote it can be installed again."""
     new = Path(f"{kept}.new")
     with contextlib.closing(_new(new)) as copy:
         db.backup(copy)
@@ -608,7 +608,7 @@ def _keep(db: sqlite3.Connection, kept: Path) -> None:
 
 
 def _pour(source: sqlite3.Connection, target: sqlite3.Connection, limit: int) -> int:
-    """Add the rows of a database to another, of its runs the oldest; return the number of the last run."""
+    """Add the rows of `source`, but only the oldest `limit` runs, to `target`; return the last run's number."""
     runs = source.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {limit}").fetchall()
     target.executemany(ADD_RUN, [row[1:] for row in runs])
     for table, (columns, add) in COPIED.items():
@@ -626,7 +626,7 @@ def _has_locks(state_dir: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a file exists, or nobody can say: its directory may be out of reach."""
+    """Return whether a file exists; True also if this cannot be checked, because its directory is out of reach."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -637,14 +637,14 @@ def _exists(path: Path) -> bool:
 
 
 def _expect_file(path: Path) -> None:
-    """Raise `OSError` where something else is: SQLite would wait at a pipe for as long as nobody writes to it."""
+    """Raise `OSError` if the path is not a plain file: SQLite would wait at a pipe until a process writes to it."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(errno.ENXIO, NOT_PLAIN, str(path))
 
 
 def _is_resting(path: Path) -> bool:
-    """Return whether no process has a database with a write-ahead log open. Raises what stands in the way of reading.
+    """Return whether no process has a database with a write-ahead log open. Raises errors that prevent reading.
 
     The last process that closes such a database removes its log.
     """
@@ -657,7 +657,7 @@ def _is_resting(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _rotten_text() -> Iterator[None]:
-    """Raise SQLite's own error for damage that Python cannot tell, because it repeats a text that rotted."""
+    """Raise SQLite's own error for text that is not UTF-8; Python reports that damage as a `UnicodeDecodeError`."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Devices, the verdicts on them, and operators' acknowledgements."""
+"""The tables of devices, of the verdicts on them, and of operators' acknowledgements."""
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
@@ -13,18 +13,18 @@ from canaryd.store.database import Database
 from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack, time_of
 
 VOID_NOTE = "void acks"
-"""Note: device, kind and time of the operators' statements that were dated in the future, as JSON."""
+"""Name of the note with device, kind and time of the operators' statements dated in the future, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRecord:
-    """A device that was seen on this machine, now or before. Times are seconds since the epoch."""
+    """A device that was seen on this machine. Times are seconds since the epoch."""
 
     device: Device
     first_seen: float
     last_seen: float
     present: bool
-    """False once an inventory did not find it."""
+    """Whether the device was there; False after an inventory that did not find it."""
 
 
 class DeviceTables(Database):
@@ -32,18 +32,18 @@ class DeviceTables(Database):
 
     @functools.cached_property
     def _decoded(self) -> dict[str, tuple[bytes, Verdict]]:
-        """Device → its newest verdict, packed and decoded."""
+        """Device → its newest verdict as (packed bytes, decoded object)."""
         return {}
 
     def see_device(self, device: Device, now: float) -> bool:
-        """Store that `device` was there at `now` (seconds since the epoch). False: only in memory so far."""
+        """Store that `device` was there at `now` (epoch s). Return False if this is only in memory so far."""
         row = (device.uuid, now, now, True, pack(device))
         return self._write(lambda db: db.execute(ADD_DEVICE, row))
 
     def set_present(self, uuids: Collection[str], now: float, unseen: Collection[str] = ()) -> bool:
-        """Store that of all known devices exactly `uuids` were there at `now`. False: only in memory so far.
+        """Store that exactly `uuids` of all known devices were there at `now`. Return False if only in memory so far.
 
-        `unseen` are there too, for all that is known, and nobody looked.
+        The devices `unseen` also count as there, because nobody looked for them.
         """
         with self._lock:
             rows = []
@@ -54,7 +54,7 @@ class DeviceTables(Database):
             return self._write(lambda db: db.executemany(ADD_DEVICE, rows))
 
     def devices(self) -> list[DeviceRecord]:
-        """Return every device ever seen here, in the order of their uuids."""
+        """Return every device ever seen here, sorted by uuid."""
         rows = self._read("SELECT uuid, body, first_seen, last_seen, present FROM devices ORDER BY uuid")
         return [
             DeviceRecord(device=device, first_seen=time_of(first), last_seen=time_of(last), present=bool(present))
@@ -65,31 +65,31 @@ class DeviceTables(Database):
     # Verdicts
 
     def set_verdict(self, verdict: Verdict) -> bool:
-        """Make `verdict` its device's newest. False: only in memory so far.
+        """Make `verdict` the newest of its device. Return False if it is only in memory so far.
 
-        The history gains an entry when state or cause changed; otherwise its last entry is replaced.
+        The history gains an entry if state or cause changed; otherwise its last entry is replaced.
         """
         row = (verdict.device, verdict.drill, verdict.state.value, verdict.cause.value, verdict.decided, pack(verdict))
         return self._write(lambda db: add_verdict(db, row))
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Return each device's newest verdict, by uuid; drills are left out."""
+        """Return device uuid → newest verdict, without the verdicts of drills."""
         newest = "SELECT max(number) FROM verdicts WHERE drill = 0 GROUP BY device"
         rows = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})")
         return {v.device: v for row in rows for v in self._decode_verdict(*row)}
 
     def verdict(self, device: str) -> Verdict | None:
-        """Return the newest verdict on one device (its uuid) from real evidence; None where there is none."""
+        """Return the newest verdict on one device (its uuid) from real evidence, or None if there is none."""
         query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number DESC LIMIT 1"
         return next((v for row in self._read(query, device) for v in self._decode_verdict(*row)), None)
 
     def verdict_history(self, device: str) -> list[Verdict]:
-        """Return the verdicts on one device (its uuid), newest last; neighbours differ in state or cause."""
+        """Return the verdicts on one device (its uuid), newest last; successive verdicts differ in state or cause."""
         query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number"
         return self._decode(Verdict, self._read(query, device))
 
     def _decode_verdict(self, device: str, body: bytes) -> list[Verdict]:
-        """Decode each newest verdict once: engine, metrics page and status page read it at every change."""
+        """Return [the verdict], or [] if it is damaged; a cache saves decoding, since pages often read verdicts."""
         decoded = self._decoded.get(device)
         if decoded is None or decoded[0] != body:
             found = self._decode(Verdict, [(device, body)])
@@ -101,19 +101,19 @@ class DeviceTables(Database):
     # Acknowledgements
 
     def add_ack(self, ack: Ack) -> bool:
-        """Store an operator's statement about a device, for good: it is evidence. False: only in memory so far."""
+        """Store an operator's statement about a device for good. Return False if it is only in memory so far."""
         row = (ack.device, ack.kind, ack.at, pack(ack))
         return self._write(lambda db: db.execute(ADD_ACK, row))
 
     def acks(self, device: str | None = None) -> list[Ack]:
-        """Return operators' statements about a device, or about all, newest last."""
+        """Return the operators' statements about a device, or about all devices if it is None, newest last."""
         rows = self._read("SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device)
         void = self.parsed_note(VOID_NOTE, _parse_keys, _parse_keys("[]"))
         found = (replace(a, void=_key(a) in void) for a in self._decode(Ack, rows))
         return sorted(found, key=lambda a: a.at)
 
     def void_acks(self, acks: Iterable[Ack]) -> bool:
-        """Mark statements as void, for good. False: only in memory so far."""
+        """Mark operators' statements as void for good. Return False if this is only in memory so far."""
         keys = {_key(a) for a in self.acks() if a.void} | {_key(a) for a in acks}
         return self.set_note(VOID_NOTE, json.dumps(sorted(keys)))
 

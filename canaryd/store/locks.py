@@ -16,21 +16,21 @@ from pathlib import Path
 from canaryd.files import open_plain, owners_rights
 
 RETRY = 0.05
-"""Seconds between two tries for a lock: flock has no timeout of its own."""
+"""Seconds between two attempts to get a lock, since flock has no timeout."""
 FULL = 1024 * 1024
-"""A disk with fewer free bytes counts as full: SQLite needs room for each file of a database."""
+"""Free bytes below which a disk counts as full: SQLite needs room for each file of a database."""
 
 
 class Busy(TimeoutError):
-    """Another process held the lock for longer than the timeout; the message names it."""
+    """Another process held the lock for longer than the timeout; the message names this process."""
 
 
 class Unreadable(OSError):
-    """What is recorded cannot be read; the message says why, and what to type."""
+    """The record cannot be read; the message says why, and which command to type."""
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or its number where it has none."""
+    """Return the name of this process's user, or the user's number if it has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -38,9 +38,9 @@ def user_name() -> str:
 
 
 def reason(path: Path, error: Exception) -> str:
-    """Return why a file could not be used, with the other file that stood in the way.
+    """Return the reason why a file could not be used; it names the other file if the error is about another one.
 
-    Where its disk is full, which SQLite may call an I/O error, also that.
+    If the disk is full, the reason says so, because SQLite may call that an I/O error.
     """
     why = f"{getattr(error, 'strerror', None) or error}"
     if (other := getattr(error, "filename", None)) and str(other) not in (str(path), str(path.parent)):
@@ -54,7 +54,7 @@ def reason(path: Path, error: Exception) -> str:
 
 
 def refusal(path: Path, error: Exception) -> str:
-    """Return what cannot be read and why, with what to type where another user may read it."""
+    """Return what cannot be read and why, and the command that helps if another user may read it."""
     if not isinstance(error, PermissionError):
         # Exactly this class is what SQLite raises for a damaged file (`database.py`).
         aside = "; canaryd check keeps it under another name and begins a new record"
@@ -63,7 +63,7 @@ def refusal(path: Path, error: Exception) -> str:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds the lock of `path`. Creates nothing. Raises `OSError` where it cannot tell."""
+    """Return whether a process holds the lock of `path`; raise `OSError` if this is unknown. Creates nothing."""
     try:
         fd = open_plain(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -82,15 +82,15 @@ def _is_held(fd: int) -> bool:
 
 
 class Flag:
-    """A sign to other processes, as a lock on a directory: it needs no right to write and ends with its process."""
+    """A sign for other processes: a lock on a directory. It needs no write permission and ends with its process."""
 
     def __init__(self, directory: Path) -> None:
-        """The flag is down at first."""
+        """Begin with the flag lowered."""
         self._directory = directory
         self._fd: int | None = None
 
     def fly(self, raised: bool) -> None:
-        """Raise or lower the flag. Where the directory cannot be opened or locked, it stays down."""
+        """Raise or lower the flag. If the directory cannot be opened or locked, the flag stays lowered."""
         if raised and self._fd is None:
             with contextlib.suppress(OSError):
                 fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -106,7 +106,7 @@ class Flag:
 
     @staticmethod
     def flies(directory: Path) -> bool:
-        """Return whether another process has raised the flag of a directory; False where that is unknown."""
+        """Return whether another process has raised the flag of a directory; False if this is unknown."""
         try:
             return _is_held(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError:
@@ -114,12 +114,12 @@ class Flag:
 
 
 def make(path: Path) -> int:
-    """Create a new file and open it."""
+    """Create a new file and return its open descriptor; raise `FileExistsError` if it exists."""
     return open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
 def may_make(path: Path) -> bool:
-    """Return whether this user may make a directory that does not exist."""
+    """Return whether this user may create a directory that does not exist yet."""
     above = next(p for p in path.absolute().parents if os.path.exists(p))  # noqa: PTH110  never raises
     return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
@@ -133,9 +133,9 @@ def flock(
     stopped: Callable[[], bool] = lambda: False,
     doing: str = "",
 ) -> Iterator[None]:
-    """Lock a file of the state directory `home`, which names its holder and what it is `doing`.
+    """Hold the lock of a file in the state directory `home`; the file names its holder and what that is `doing`.
 
-    Waits `timeout` seconds, or until `stopped`. Raises `Busy`, or `OSError` where lock files cannot exist.
+    Waits `timeout` seconds, or until `stopped`. Raises `Busy`, or `OSError` if lock files cannot exist.
     """
     path = home / name
     with owners_rights(home):
@@ -176,7 +176,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _name() -> str:
-    """Return what tells this process from others in a lock file."""
+    """Return a text that identifies this process in a lock file."""
     return f"pid {os.getpid()}: {shlex.join(sys.argv)}"
 
 

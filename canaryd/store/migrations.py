@@ -44,11 +44,11 @@ SCHEMA = """
     CREATE TABLE met (device TEXT, line TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, line))"""
 
 MIGRATIONS: dict[int, str] = {10: SCHEMA}
-"""Version, in ascending order → statements, separated by ";", that make it of the one before."""
+"""Version (ascending) → SQL statements, separated by ";", that convert a database of the version before."""
 
 
 def migrate(db: sqlite3.Connection, version: int) -> None:
-    """Bring a database from a version (0: nothing) to the newest, inside the caller's transaction."""
+    """Convert a database from a version (0 means empty) to the newest, inside the caller's transaction."""
     for number, script in MIGRATIONS.items():
         if number > version:
             for statement in script.split(";"):

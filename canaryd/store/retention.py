@@ -1,4 +1,4 @@
-"""How long everything is kept, and what goes first when the file is too large."""
+"""Rules for how long records are kept, and which go first if the file is too large."""
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
@@ -12,30 +12,29 @@ from canaryd.store.database import Database
 from canaryd.store.runs import KIND
 
 BATCH = 100
-"""Rows deleted in one transaction, so that another process never waits long."""
+"""Number of rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
 FEW = 16
-"""Wrong runs of a probe on one device up to which its clean runs are kept longer: what fails more often is suspect by
-the wrong runs alone (ours)."""
+"""Number of wrong runs of a probe on one device up to which its clean runs are kept longer. More wrong runs make the
+device suspect without any clean runs (ours)."""
 RATED = (
     "drill = '' AND (device, probe) IN (SELECT device, probe FROM runs WHERE failed = 1 AND drill = '' AND wrong > 0"
     f" GROUP BY device, probe HAVING count(*) <= {FEW})"
 )
-"""Runs of a probe that was seldom wrong on the device: how often it fails, so when a suspect clears, rests on them."""
+"""Runs of a probe that was seldom wrong on the device. They show how often it fails, and so when a suspect clears."""
 LONGER = 90 * DAY
-"""Time in seconds for which such runs are kept, so that no restart clears a suspect: it clears after three times the
-tests of the 14 days before its mismatch (docs/judgement.md), in 42 days at an even rate; twice that (ours)."""
+"""Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. It clears after three times the
+tests of the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Twice that is kept (ours)."""
 KEPT = 100
-"""Newest failures of each kind on each device that no bound of the size costs: all that the judge looks at. Without
-them one device that fails all day would make another healthy, whose few failures are older."""
+"""Number of newest failures of each kind on each device that stay however large the file is: all that the judge looks
+at. Without them one device that fails all day would make another healthy, whose few failures are older."""
 DRILLS = 1 * DAY
 """Seconds for which runs with an injected fault are kept, whatever their outcome."""
 POLLS = 14 * DAY
-"""Seconds for which telemetry is kept: readings over time; what they showed to have happened is kept as events. The
-newest poll that completed is kept like a failure: flags that the device set there hold for 30 days, also where the
-driver hangs meanwhile."""
+"""Seconds for which telemetry polls are kept; events have their own limit. The newest completed poll is kept as long as
+a failure: flags that the device set in it hold for 30 days, even if the driver hangs meanwhile."""
 SPARE = "number NOT IN (SELECT max(number) FROM polls WHERE completed GROUP BY device, probe)"
-"""Polls other than each device's newest completed ones."""
+"""SQL condition for polls other than the newest completed poll of each device and probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +52,10 @@ DEFAULT = Retention()
 
 
 def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> None:
-    """Delete what `keep` allows to, then spare polls and the oldest successes until the file is below `max_bytes`.
+    """Delete the runs that `keep` no longer covers, then polls and old successes, until the file is below `max_bytes`.
 
-    Failures go before their time only when nothing else is left to go, with a problem, and never the newest of their
-    kind. `now` is in seconds since the epoch. Raises `REFUSED`.
+    Failures are deleted early only if nothing else is left, and then with a problem. The newest failures of each kind
+    always stay. `now` is in seconds since the epoch. Raises `REFUSED`.
     """
     for condition, age in (
         ("drill != ''", DRILLS),
@@ -97,7 +96,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
 
 
 def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:
-    """Delete the oldest `BATCH` rows, but never the newest run, whose number another would get; return how many."""
+    """Delete the oldest `BATCH` rows and return their number; the newest run stays, so its number is not reused."""
     if table == "runs":
         condition = f"({condition}) AND number < (SELECT max(number) FROM runs)"
     oldest = f"SELECT number FROM {table} WHERE {condition} ORDER BY number LIMIT {BATCH}"
@@ -106,7 +105,7 @@ def _delete(database: Database, condition: str, *args: float, table: str = "runs
 
 
 def used(db: sqlite3.Connection) -> int:
-    """Return the bytes that the database needs; pages that can be given back are not counted."""
+    """Return the bytes that the database needs, without the pages that it could give back."""
     pages, free, size = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size"))
     return int((pages - free) * size)
 

@@ -23,12 +23,12 @@ from canaryd.model import Ack, Device, Event, Run, Verdict
 T = TypeVar("T")
 
 HOUR = 3600.0
-"""Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
+"""Seconds of an hour. Equal events within an hour become one event with a count, so a bad part cannot fill the disk."""
 END = 253_370_764_800.0
-"""Seconds since the epoch, the year 9999: no calendar goes further, so a later time is no time."""
+"""Time (epoch s) in the year 9999, the last year of the calendar; a later number cannot be a time."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
 RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
-"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`."""
+"""Columns of a run; `brief` is the part of it that the judge needs (`judge.brief`), packed like `body`."""
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 21)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
@@ -78,7 +78,7 @@ COPIED = {
     "acks": (ACK, ADD_ACK),
     "days": (SUMMARY, ADD_SUMMARY),
 }
-"""Tables whose rows move from memory to disk as they are: name → columns, and the statement that adds a row."""
+"""Tables whose rows move from memory to disk unchanged: name → (columns, statement that adds a row)."""
 
 
 def baseline_key(baseline: Baseline) -> str:
@@ -87,12 +87,12 @@ def baseline_key(baseline: Baseline) -> str:
 
 
 def refused(constant: str) -> float:
-    """Raise `ValueError` for NaN and infinities in JSON."""
+    """Raise `ValueError` for a NaN or an infinity in JSON."""
     raise ValueError(f"{constant} is not a number")
 
 
 FORMAT = 2
-"""How the body of a run is written."""
+"""Version of the format of a run's body."""
 
 
 def pack(value: Run | Device | Verdict | Baseline | Ack | Day | Met) -> bytes:
@@ -104,7 +104,7 @@ def pack(value: Run | Device | Verdict | Baseline | Ack | Day | Met) -> bytes:
 
 
 def unpack(kind: type[T], body: bytes) -> T:
-    """Return the object that `pack` was given; raise `ValueError`, `TypeError` or `zlib.error` where it is damaged."""
+    """Return the object that was given to `pack`; raise `ValueError`, `TypeError` or `zlib.error` if damaged."""
     text = zlib.decompress(body)
     data = json.loads(text, parse_constant=refused)
     data = whole(data) if b"\\ud" in text else data
@@ -120,15 +120,15 @@ def run_row(run: Run, stored: float) -> tuple[Any, ...]:
 
 
 def lane(run: Run) -> tuple[Any, ...]:
-    """Return the columns `LANE` of a run."""
+    """Return the values of a run in the columns `LANE`."""
     kind = run.probe_version, run.instruction_set, run.intensity, run.whole
     return (*kind, len(run.unknown), len(run.recordings), run.trials, run.uploads)
 
 
 def run_counts(run: Run) -> list[tuple[str, str, float]]:
-    """Return what a run adds to the counters, as (name, labels, by).
+    """Return the counts that a run adds to the counters, as (name, labels, increment).
 
-    Zeros too: `increase()` of Prometheus needs a series before its first increase.
+    Zero increments are included: `increase()` of Prometheus needs a series before its first increase.
     """
     of = {"device": run.device, "probe": run.probe}
     if run.drill:
@@ -148,7 +148,7 @@ def event_row(e: Event) -> tuple[Any, ...]:
 
 
 def event_from_row(row: Sequence[Any]) -> Event:
-    """Return the event of the columns `EVENT`."""
+    """Return the event with these values of the columns `EVENT`."""
     device, kind, name, first, last, count, before, after, detail, code, reading, labels, fields = row
     return Event(
         device=str(device),
@@ -168,12 +168,12 @@ def event_from_row(row: Sequence[Any]) -> Event:
 
 
 def is_number(column: object) -> bool:
-    """Return whether a column that should hold a number does: SQLite gives what rotted as any type."""
+    """Return whether a value from a number column is a finite number; SQLite returns damaged values as any type."""
     return isinstance(column, (int, float)) and math.isfinite(column)
 
 
 def parse_time(text: str) -> float:
-    """Return the seconds since the epoch that a note holds; raise `ValueError` for what cannot be a time."""
+    """Return the time (epoch s) in the text of a note; raise `ValueError` if the text cannot be a time."""
     at = float(text)
     if not 0 <= at < END:
         raise ValueError(f"{text} is not a time")
@@ -181,12 +181,12 @@ def parse_time(text: str) -> float:
 
 
 def time_of(column: Any) -> float:
-    """Return a column's time in seconds since the epoch; 0.0 where it rotted."""
+    """Return the time (epoch s) in a column, or 0.0 if the value is damaged."""
     return column if is_number(column) and 0 <= column < END else 0.0
 
 
 def _texts(column: Any) -> Mapping[str, str]:
-    """Return a column's mapping of texts; {} where it rotted: the rest of the event is still worth having."""
+    """Return the mapping of texts in a column, or {} if it is damaged: the rest of the event is still of use."""
     try:
         found = json.loads(column)
     except (TypeError, ValueError, RecursionError):
@@ -195,17 +195,17 @@ def _texts(column: Any) -> Mapping[str, str]:
 
 
 def encode_labels(labels: Mapping[str, str]) -> str:
-    """Return labels as one sorted text."""
+    """Return labels as one text, sorted by name."""
     return urlencode(sorted(labels.items()))
 
 
 def met_row(met: Met, last: float) -> tuple[Any, ...]:
-    """Return the row of a record of classes; `last` is when it was last needed, as far as pruning goes."""
+    """Return the row of a record of classes; `last` is the time (epoch s) at which pruning counts it as last needed."""
     return met.device, json.dumps(met.line, separators=(",", ":")), last, pack(met)
 
 
 def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
-    """Add records of classes to those of their lines: another process may have stored others meanwhile."""
+    """Merge records of classes into the stored records of their lines, which another process may have changed."""
     for device, line, last, body in rows:
         stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
         merged = body
@@ -217,7 +217,7 @@ def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
-    """Add a verdict, or update the newest one where state and cause are the same."""
+    """Add a verdict, or update the device's newest verdict if state and cause are the same."""
     device, drill, state, cause, decided, body = row
     last = db.execute(
         "SELECT number, state, cause FROM verdicts WHERE device = ? AND drill = ? ORDER BY number DESC LIMIT 1",

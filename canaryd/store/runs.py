@@ -1,4 +1,4 @@
-"""Runs, and what is learnt from them: baselines and summaries of days."""
+"""The tables of runs, and of what is learnt from runs: baselines and summaries of days."""
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
@@ -31,21 +31,21 @@ from canaryd.store.rows import (
 )
 
 BACKLOG = 10_000
-"""Runs kept in memory while they cannot be written; about 5 KiB each."""
+"""Number of runs kept in memory while the disk refuses them; each takes about 5 KiB."""
 KIND = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
-"""What failures of one kind share."""
+"""SQL columns that are equal for failures of one kind."""
 CLEAN = "probe, outcome"
-"""What clean runs of one kind share."""
+"""SQL columns that are equal for clean runs of one kind."""
 BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body ELSE ifnull(brief, body) END"
-"""A run as the judge needs it; `turn` counts from the newest one of its kind."""
+"""SQL expression: a run as the judge needs it; `turn` counts runs of one kind from the newest."""
 PLAIN = "whole = 1 AND outcome = 'completed'"
-"""Of clean runs those of which only the counts matter later."""
+"""SQL condition for clean runs of which later only the counts matter."""
 FOREVER = 1e18
-"""When what is never pruned was last needed, as far as pruning goes."""
+"""Time of last need for a record that is never pruned."""
 
 
 def _ranked(of: str, which: str) -> str:
-    """Return the runs of a device with their `place` in each `of` and their `turn` in each kind, from the newest."""
+    """Return SQL for a device's runs with `place`, the rank within `of`, and `turn`, the rank within its kind."""
     rank = "row_number() OVER (PARTITION BY {} ORDER BY number DESC)"
     places = f"{rank.format(of)} AS place, {rank.format(f'{KIND}, whole, outcome')} AS turn"
     # Ranked in an index that has all these columns, and joined afterwards: a sort would copy every body.
@@ -54,11 +54,11 @@ def _ranked(of: str, which: str) -> str:
 
 
 class Counted(NamedTuple):
-    """What a clean run compared, and what tells it from runs that cannot be added to it."""
+    """The counts of a clean run, and the properties that runs must share to be added up."""
 
     id: str
     started: float
-    """Seconds since the epoch."""
+    """Start of the run (epoch s)."""
     probe: str
     probe_version: int
     instruction_set: str
@@ -68,7 +68,7 @@ class Counted(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether no number of it rotted; one that did is no evidence."""
+        """Whether all its numbers are undamaged; a run with a damaged number is no evidence."""
         return all(map(is_number, (self.started, self.probe_version, self.results, self.uploads)))
 
 
@@ -76,22 +76,22 @@ class RunTables(Database):
     """The tables of runs, baselines and days."""
 
     _passed: int | None = None
-    """Number of the newest run on disk that `news` has passed."""
+    """Number of the newest run on disk that `news` has covered."""
 
     @functools.cached_property
     def _own(self) -> set[str]:
-        """Runs that this process has stored and `news` has not passed yet."""
+        """Ids of runs that this process has stored and `news` has not covered yet."""
         return set()
 
     def add_run(self, run: Run, baselines: Iterable[Baseline] = (), met: Iterable[Met] = ()) -> bool:
-        """Store and count a run, and the `baselines` and classes `met` that it has changed, in one transaction.
+        """Store and count a run, with the `baselines` and classes `met` that it changed, in one transaction.
 
         Never raises.
 
-        True: it is on disk and survives `kill -9`.
+        True: the run is on disk and survives `kill -9`.
 
-        False: it waits in memory and `problem` says why. At most `BACKLOG` runs wait; beyond, the oldest successes are
-        dropped, and failures only when nothing else is left. They stay counted.
+        False: the run waits in memory and `problem` says why. At most `BACKLOG` runs wait. Beyond that the oldest
+        successes are dropped, and failures only if nothing else is left. Dropped runs stay counted.
         """
         with self._lock:
             row, counts = run_row(run, self._stamp()), run_counts(run)
@@ -118,11 +118,10 @@ class RunTables(Database):
         outcome: Outcome | None = None,
         limit: int | None = None,
     ) -> list[Run]:
-        """Return runs in the order in which they were stored, newest last; `None` does not narrow.
+        """Return the runs that match, in the order of storing, newest last; an argument of `None` does not filter.
 
-        `since` and `until` (exclusive) compare with the time of storing, in seconds since the epoch: that never runs
-        backwards, while the clock that `Run.started` was read from may. `failed` is as in `Retention`. `limit` keeps
-        the newest.
+        `since` and `until` (exclusive) compare with the time of storing (epoch s). That time never runs backwards,
+        unlike the clock that gave `Run.started`. `failed` is as in `Retention`. `limit` keeps the newest.
         """
         times = {"stored >= ?": since, "stored < ?": until}
         terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed, "outcome = ?": outcome}
@@ -133,7 +132,7 @@ class RunTables(Database):
         return self._decode(Run, self._read(query, *where.values(), -1 if limit is None else limit))[::-1]
 
     def run(self, run_id: str) -> Run | None:
-        """Return one run; None where it was never stored, or pruned."""
+        """Return one run, or None if it was never stored or is pruned."""
         return next(iter(self._decode(Run, self._read("SELECT id, body FROM runs WHERE id = ?", run_id))), None)
 
     def _on_open(self, db: sqlite3.Connection) -> None:
@@ -142,8 +141,8 @@ class RunTables(Database):
     def news(self) -> list[Run]:
         """Return the runs that other processes have stored since the last call, or since this file was opened.
 
-        In the order on disk: one that waited in the memory of another process was stored later than its time says.
-        None while this process works in memory.
+        They come in the order on disk: a run that waited in another process's memory was stored later than its time
+        says. While this process works in memory, the list is empty.
         """
         with self._lock:
             if self._copy is not None:
@@ -157,29 +156,29 @@ class RunTables(Database):
             return self._decode(Run, others)
 
     def failures(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest failures, briefly, at most `limit` of each kind; drills are left out.
+        """Return a device's newest failures in short form, at most `limit` of each kind, without drills.
 
-        A kind: one probe, instruction set and intensity; mismatches, runs that did not complete, and confirmations.
+        A kind is one probe, instruction set and intensity, with mismatch, incomplete run and confirmation separate.
         """
         return self._brief(KIND, "failed = 1", 1, limit, device)
 
     def kinds_of_failures(self, device: str) -> int:
-        """Return of how many kinds a device's failures are, drills left out."""
+        """Return the number of kinds of a device's failures, without drills."""
         query = f"SELECT DISTINCT {KIND} FROM runs WHERE device = ? AND drill = '' AND failed = 1"
         return len(self._read(query, device))
 
     def newest_clean(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest clean runs, briefly, at most `limit` of each kind in `CLEAN`; drills are left out.
+        """Return a device's newest clean runs in short form, at most `limit` of each kind in `CLEAN`, without drills.
 
-        Many runs of one probe must not hide the last run of another with a longer period, nor many that were skipped
-        the last one that completed.
+        Many runs of one probe must not hide the last run of another probe with a longer period. Many skipped runs must
+        not hide the last completed one.
         """
         return self._brief(CLEAN, "failed = 0", 1, limit, device)
 
     def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
-        """Return a device's clean runs but the newest `skip` of each kind: some briefly, and counts of all others.
+        """Return a device's clean runs older than the newest `skip` of each kind: some in short form, others as counts.
 
-        Brief ones are those that the judge looks into: of a part of a probe, not completed, or stored by an older
+        The judge needs the short form of runs that tested a part of a probe, did not complete, or come from an older
         release; at most the newest `limit` of each kind.
         """
         looked_into = self._brief(CLEAN, "failed = 0", skip + 1, limit, device, but=PLAIN)
@@ -189,12 +188,12 @@ class RunTables(Database):
         return looked_into, [found for found in counted if found.is_sound]
 
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
-        """Return the runs from the `first` to the `last` newest of each `of`, oldest first, as the judge needs them."""
+        """Return the `first` to `last` newest runs of each kind `of`, oldest first, in the form for the judge."""
         query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
-        """Return (device, probe, first start, newest start) of the mismatches on each software, drills left out."""
+        """Return (device, probe, first start, newest start) of the mismatches on each software stack, except drills."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
         rows = self._read(f"{query} GROUP BY device, probe, stack_id")
         return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in rows]
@@ -202,7 +201,7 @@ class RunTables(Database):
     # Baselines
 
     def set_baselines(self, baselines: Iterable[Baseline]) -> bool:
-        """Make these the newest of their keys, in one transaction. False: only in memory so far."""
+        """Store baselines, replacing those with the same keys. Return False if they are only in memory so far."""
         with self._lock:
             rows = self._baseline_rows(baselines)
             return self._write(lambda db: db.executemany(ADD_BASELINE, rows))
@@ -213,7 +212,7 @@ class RunTables(Database):
         return [(b.device, baseline_key(b), max(now, b.used), pack(b)) for b in baselines]
 
     def baselines(self, device: str | None = None) -> list[Baseline]:
-        """Return the baselines of a device, or of all, in the order in which they were learnt."""
+        """Return the baselines of a device, or of all devices if it is None, in the order of their last change."""
         query = "SELECT device, key, body FROM baselines WHERE device = ? OR ? IS NULL ORDER BY last"
         rows = self._read(query, device, device)
         return self._decode(Baseline, [(f"{uuid} {key}", body) for uuid, key, body in rows])
@@ -221,7 +220,7 @@ class RunTables(Database):
     # Classes of exact cases
 
     def set_met(self, records: Iterable[Met]) -> bool:
-        """Add classes that were met or accepted, in one transaction. False: only in memory so far."""
+        """Add classes that were met or accepted. Return False if they are only in memory so far."""
         with self._lock:
             rows = self._met_rows(records)
             return self._write(lambda db: add_met(db, rows))
@@ -231,14 +230,14 @@ class RunTables(Database):
         return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
 
     def met(self) -> list[Met]:
-        """Return which classes each device has met."""
+        """Return the records of the classes that each device has met."""
         rows = self._read("SELECT device, line, body FROM met ORDER BY device, line")
         return self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in rows])
 
     # Days
 
     def add_day(self, day: Day) -> bool:
-        """Store the summary of a day; it outlives its runs and polls. False: only in memory so far."""
+        """Store the summary of a day, which outlives the day's runs. Return False if it is only in memory so far."""
         return self._write(lambda db: db.execute(ADD_SUMMARY, (day.device, day.day, pack(day))))
 
     def days(self, device: str, since: float = 0.0) -> list[Day]:
@@ -248,6 +247,6 @@ class RunTables(Database):
         return self._decode(Day, [(f"{device} {day}", body) for day, body in rows])
 
     def summed(self, device: str, since: float) -> set[int]:
-        """Return which of a device's days (since the epoch) that ended at `since` or later have a summary."""
+        """Return the numbers (since the epoch) of a device's days that ended at `since` or later and have a summary."""
         rows = self._read("SELECT day FROM days WHERE device = ? AND day >= ?", device, int(since // DAY))
         return {day for (day,) in rows}

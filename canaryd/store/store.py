@@ -1,8 +1,8 @@
-"""What canaryd remembers: runs, baselines, polls, events, devices, verdicts, acks, counters, in one SQLite file.
+"""The records of canaryd in one SQLite file: runs, baselines, polls, events, devices, verdicts, acks, counters.
 
-Each write is one short transaction. While the disk refuses, the store works on a copy in memory, and what is written
-there moves to disk as soon as that works again. So a full disk, a read-only directory or a damaged file costs
-durability for a while, says so in `Store.problem`, and nothing else.
+Each write is one short transaction. While the disk refuses writes, the store works on a copy in memory, and its new
+rows move to disk as soon as the disk works again. A full disk, a read-only directory or a damaged file thus only costs
+durability for a while, and `Store.problem` says so.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from canaryd.store.runs import RunTables
 from canaryd.store.telemetry import TelemetryTables
 
 STEP = 2 * HOUR
-"""Seconds by which `Store.passed` follows the clock at most in one prune: twice the daemon's hour, so that an hour of a
-wrong clock costs no more than two (ours)."""
+"""Maximum seconds by which one prune moves `Store.passed` after the clock: twice the daemon's hour, so that an hour of
+a wrong clock costs no more than two (ours)."""
 BELIEVED = 24
-"""Prunes in a row that find the clock a day behind `Store.passed`, after which the clock is believed (ours)."""
+"""Number of successive prunes that find the clock a day behind `Store.passed` before the clock is believed (ours)."""
 
 
 class Store(RunTables, TelemetryTables, DeviceTables):
-    """The memory of the daemon and of every command beside it. Safe to use from several threads and processes."""
+    """The records of the daemon and of every command beside it. Safe to use from several threads and processes."""
 
     max_bytes = 256 * 1024 * 1024
     keep = DEFAULT
     _behind = 0
-    """Prunes in a row that found the clock a day behind `passed`."""
+    """Number of successive prunes that found the clock a day behind `passed`."""
 
     @classmethod
     def open(
@@ -52,11 +52,11 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     ) -> Store:
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
 
-        `for_reading`: open read-only; never create, repair, migrate or rename a file. What is written stays in memory,
-        and where there never was a record, it is an empty one: neither is a problem.
+        `for_reading` opens it read-only: no file is ever created, repaired, migrated or renamed. New rows stay in
+        memory. If there never was a record, the store is empty; neither is a problem.
 
-        Raises `StoreTooNew` and nothing else: a damaged database is set aside (see `problems`), and where nothing can
-        be stored, the store works from memory and `problem` says why.
+        Raises only `StoreTooNew`. A damaged database is renamed (see `problems`). If nothing can be stored, the store
+        works from memory and `problem` says why.
         """
         store = cls(state_dir, now, for_reading=for_reading)
         store.max_bytes, store.keep = max_bytes, keep
@@ -71,11 +71,11 @@ class Store(RunTables, TelemetryTables, DeviceTables):
 
     @property
     def lost(self) -> tuple[float, str] | None:
-        """When a database was lost last, in seconds since the epoch, and what is left of it; None for never."""
+        """Time (epoch s) of the last loss of a database and what is left of it, or None if none was ever lost."""
         return self.parsed_note(LOST_NOTE, _parse_loss, None)
 
     def prune(self, now: float) -> None:
-        """Delete what is older than `keep` allows, then the oldest until the file is below `max_bytes`.
+        """Delete records older than `keep` allows, then the oldest ones until the file is below `max_bytes`.
 
         `now` is in seconds since the epoch. Never raises: `problem` says what went wrong.
         """
@@ -85,10 +85,9 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             self._refuse(error)
 
     def _advance(self, now: float) -> float:
-        """Return the time by which records are deleted: `passed`, which follows the clock here.
+        """Move `passed` towards the clock `now`, and return it: the time by which the age of records is measured.
 
-        It never goes back, unless the clock has stood behind it for a day. The price is that all is kept longer after
-        an outage.
+        It moves back only if the clock is behind it for a day. After an outage, records are thus kept longer.
         """
         before = self.passed or now
         if before < EPOCH:
@@ -107,11 +106,11 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         stopped: Callable[[], bool] = lambda: False,
         doing: str = "",
     ) -> Iterator[None]:
-        """Hold a device alone among all processes that share the state directory; tell them what for (`doing`).
+        """Hold a device's lock among all processes that share the state directory; others see the text `doing`.
 
-        Waits up to `timeout` seconds, or until `stopped`; `on_wait` is called once with the holder's name and what it
-        is doing. Raises `Busy`, which names the holder. The kernel releases the lock of a process that dies. Where lock
-        files cannot exist, the device is used unlocked and `problems` says so.
+        Waits up to `timeout` seconds, or until `stopped`. `on_wait` is called once with the holder's name and what the
+        holder is doing. Raises `Busy`, which names the holder. The kernel releases the lock of a process that dies. If
+        lock files cannot exist, the device is used without a lock and `problems` says so.
         """
         name = _lock_file(device_uuid)
         with contextlib.ExitStack() as held:
@@ -127,7 +126,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             yield
 
     def is_locked(self, device_uuid: str) -> bool:
-        """Return whether a process holds a device's lock; raises `Unreadable` where this user may not know it."""
+        """Return whether a process holds a device's lock; raise `Unreadable` if this user may not know it."""
         try:
             with owners_rights(self.state_dir):
                 return is_held(self.state_dir / _lock_file(device_uuid))

@@ -25,17 +25,17 @@ from canaryd.store.rows import (
 )
 
 WAITING_POLLS = 1000
-"""Polls kept in memory while they cannot be written."""
+"""Number of polls kept in memory while the disk refuses them."""
 
 
 class TelemetryTables(Database):
     """The tables of polls, events and counters."""
 
     def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
-        """Store one poll, its events, and the number of polls since the last one stored, by outcome.
+        """Store one poll, its events, and the number of polls since the last stored one, by outcome.
 
-        One transaction: after a kill the next poll is compared with this one exactly when its events are stored.
-        False: only in memory so far.
+        One transaction stores all of it, so that after a kill the next poll is compared with the last poll whose events
+        are stored. Return False if it is only in memory so far.
         """
         of = {"device": poll.device, "probe": poll.probe}
         counts = [("probe_runs", encode_labels({**of, "outcome": o.value}), float(n)) for o, n in outcomes.items()]
@@ -60,9 +60,9 @@ class TelemetryTables(Database):
         completed: bool = False,
         limit: int | None = None,
     ) -> list[Run]:
-        """Return the stored polls of a device that started from `since` to before `until`, newest last.
+        """Return a device's stored polls that started at `since` or later and before `until`, newest last.
 
-        `limit` keeps the newest. With `completed`, only those that did.
+        `limit` keeps the newest polls. `completed` keeps only polls that completed.
         """
         query = (
             "SELECT id, body FROM polls WHERE device = ? AND (probe = ? OR ? IS NULL) AND started >= ? AND started < ?"
@@ -79,10 +79,10 @@ class TelemetryTables(Database):
         counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
         notes: Mapping[str, str] | None = None,
     ) -> bool:
-        """Store events, increase counters (name, labels, by) and set notes, all in one transaction.
+        """Store events, increase counters by (name, labels, increment), and set notes, all in one transaction.
 
-        Counters outlive restarts and pruned runs. So a position in a log moves on exactly when what was read there is
-        counted. False: only in memory so far.
+        Counters outlive restarts and pruned runs. A position in a log thus advances exactly when the records before it
+        are counted. Return False if it is only in memory so far.
         """
         rows = [event_row(e) for e in events]
         counters = [(name, encode_labels(labels), by) for name, labels, by in counts]
@@ -101,14 +101,14 @@ class TelemetryTables(Database):
         return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
 
     def dated(self, events: Iterable[Event]) -> list[Event]:
-        """Return the events, by the time of storing where the clock stood far behind (`date`)."""
+        """Return the events; those of a clock that was far behind get the time of storing (`date`)."""
         dates = [(event, self.date(event.last)) for event in events]
         return [event if at == event.last else replace(event, first=at, last=at) for event, at in dates]
 
     # Counters
 
     def counters(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return every counter by its name and label items."""
+        """Return (name, set of label items) → value of every counter."""
         return {
             (str(name), frozenset(parse_qsl(labels, keep_blank_values=True))): value
             for name, labels, value in self._read("SELECT name, labels, value FROM counters")

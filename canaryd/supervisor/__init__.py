@@ -1,1 +1,1 @@
-"""Worker processes and their deadlines."""
+"""Worker processes and the deadlines of their work."""

@@ -1,4 +1,4 @@
-"""Which module of the worker answers a question that is not a probe: canaryd's own, or one of another distribution."""
+"""The worker's modules that answer questions other than probes: canaryd's own, and those of other distributions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 GROUP = "canaryd.answers"
-"""Entry points of other distributions: question → a module with `answer`, which the worker imports."""
+"""Entry-point group of other distributions: question → a module with a function `answer`, which the worker imports."""
 OWN = {"reproducer": "canaryd.worker.numeric.reproducer"}
 
 
 class Answerer(NamedTuple):
-    """A module of the worker that answers."""
+    """A module of the worker that answers one question."""
 
     module: str
     package: Path | None
-    """`__init__.py` of the package that the module is of; None for canaryd's own, which every worker has."""
+    """`__init__.py` of the module's package, or None for canaryd's own modules, which every worker has."""
 
 
 def answerer(question: str) -> Answerer:
-    """Return which module answers a question; raises `LookupError` where nothing that is installed does."""
+    """Return the module that answers a question; raise `LookupError` if no installed module does."""
     if question in OWN:
         return Answerer(OWN[question], None)
     for point in metadata.entry_points(group=GROUP, name=question):

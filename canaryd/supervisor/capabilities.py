@@ -1,8 +1,8 @@
 """Give the capability to read the kernel log only to the process that reads it.
 
-A service manager gives CAP_SYSLOG to the daemon as an ambient capability, which every program that it starts would
-inherit. The daemon therefore drops it from the ambient set, and raises it only while one thread starts the reader: each
-thread has an ambient set of its own (capabilities(7)).
+A service manager gives CAP_SYSLOG to the daemon as an ambient capability, which every program that the daemon starts
+would inherit. The daemon therefore removes it from the ambient set, and adds it only while one thread starts the
+reader: each thread has its own ambient set (capabilities(7)).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _STATUS = Path("/proc/thread-self/status")
 
 
 def withdraw() -> None:
-    """Empty the ambient set of this thread, and so of every thread and program that it starts from now on."""
+    """Empty the ambient set of this thread, and thus of every thread and program that it starts later."""
     if _held("CapAmb"):
         _ambient(_CLEAR_ALL, 0)
 
 
 @contextlib.contextmanager
 def reading_kernel_log() -> Iterator[None]:
-    """Let programs that this thread starts in the meantime keep CAP_SYSLOG, if this process has it."""
+    """While the context lasts, let programs that this thread starts inherit CAP_SYSLOG, if this process has it."""
     mine = 1 << CAP_SYSLOG
     lendable = bool(_held("CapPrm") & _held("CapInh") & mine) and not _held("CapAmb") & mine
     if lendable:
@@ -41,7 +41,7 @@ def reading_kernel_log() -> Iterator[None]:
 
 
 def _held(name: str) -> int:
-    """Return one of this thread's capability sets as bits; 0 where the system has none."""
+    """Return one of this thread's capability sets as bits, or 0 if the system has no capabilities."""
     try:
         found = re.search(rf"^{name}:\s*([0-9a-f]+)$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
@@ -50,7 +50,7 @@ def _held(name: str) -> int:
 
 
 def _ambient(operation: int, capability: int) -> None:
-    """Change the ambient set of this thread. Raises `OSError` where the kernel refuses."""
+    """Change the ambient set of this thread; raise `OSError` if the kernel refuses."""
     import ctypes  # noqa: PLC0415  only a daemon with a capability needs it
 
     library = ctypes.CDLL(None, use_errno=True)

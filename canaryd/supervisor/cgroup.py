@@ -1,8 +1,8 @@
-"""Put workers into a control group of their own, below the one that the service manager has delegated to the daemon.
+"""Put workers into their own control group, below the group that the service manager has delegated to the daemon.
 
-The kernel enables controllers for a group only where its parent holds no process, so the daemon moves into a leaf. The
-workers' limits are those of the whole service, less what the daemon needs: a worker that uses up its part is killed,
-and the daemon can report it (Linux, Documentation/admin-guide/cgroup-v2.rst).
+The kernel enables controllers for a group only if its parent holds no process, so the daemon moves into a leaf group.
+The workers' limits are those of the whole service minus the daemon's part. A worker that uses up the workers' part is
+killed, and the daemon can report it (Linux, Documentation/admin-guide/cgroup-v2.rst).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 DAEMON, WORKERS = "daemon", "workers"
 CONTROLLERS = ("cpu", "memory", "pids")
 MEMORY_KEPT = 256 << 20
-"""Bytes of the service's limit that are reserved for the daemon: four times what it may take (ours)."""
+"""Bytes of the service's memory limit that are reserved for the daemon: four times what the daemon may take (ours)."""
 TASKS_KEPT = 256
-"""Tasks of the service's limit that are reserved for the daemon: 64 clients, 32 device queues, and spare (ours)."""
+"""Tasks of the service's limit that are kept for the daemon: 64 clients, 32 device queues, and some spare (ours)."""
 WEIGHT = 50
-"""CPU weight of the workers. The daemon has 100, the kernel's default, so that it answers scrapes while all workers
+"""CPU weight of the workers. The daemon keeps the kernel's default of 100, so that it answers scrapes while all workers
 compute (ours)."""
 
 
 class Undivided(Exception):
-    """The control group cannot be divided; the message says why, and what to do if something is wrong."""
+    """The control group cannot be divided. The message says why, and what to do if this is a mistake."""
 
 
 def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Path:
     """Move this process into the leaf `DAEMON` of its control group and return the leaf for workers.
 
-    Raises `Undivided` where there is no cgroup version 2, or the group is not delegated to canaryd.
+    Raises `Undivided` if there is no cgroup version 2, or if the group is not delegated to canaryd.
     """
     try:
         (path,) = (line[3:] for line in membership.read_text(encoding="utf-8").splitlines() if line.startswith("0::/"))
@@ -57,10 +57,10 @@ def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/s
 
 
 def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> bool:
-    """Return whether workers have a scheduling group of their own, so that the idle policy weighs only among them.
+    """Return whether workers have their own scheduling group, so that the idle policy applies only among them.
 
-    `group` is the control group of workers. If it has no CPU controller, each worker has the group of its session,
-    unless this process is in a control group with one (sched(7), "The autogroup feature"). False where unknown.
+    `group` is the control group of workers. If it has no CPU controller, each worker is in the group of its session,
+    unless this process is in a control group with one (sched(7), "The autogroup feature"). False if unknown.
     """
     if group is not None and (group / "cpu.weight").exists():
         return True
@@ -81,7 +81,7 @@ def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = 
 
 
 def _delegated(group: Path) -> bool:
-    """Return whether systemd (251 or newer) marked a group as delegated; its owner alone proves less."""
+    """Return whether systemd (251 or newer) marked a group as delegated; the group's owner alone is no proof."""
     try:
         return os.getxattr(group, "user.delegate") == b"1"
     except OSError:
@@ -89,7 +89,7 @@ def _delegated(group: Path) -> bool:
 
 
 def _limit(own: Path) -> None:
-    """Limit the workers to what the service may use, less the daemon's part. Absent controllers have no files."""
+    """Limit the workers to the limits of the service minus the daemon's part. Absent controllers have no files."""
     workers = own / WORKERS
     for name, kept in (("memory.max", MEMORY_KEPT), ("pids.max", TASKS_KEPT)):
         if (workers / name).exists():

@@ -13,8 +13,8 @@ INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "strict": {},
     "tf32": {"MLX_ENABLE_TF32": "1"},
 }
-"""Execution path → environment that makes the runtime take it. Of a CPU: "" and "native" leave the choice to torch's
-libraries. Of MLX: "strict" keeps float32 in float32, and "tf32" is how MLX serves unless it is told otherwise."""
+"""Execution path → environment that makes the runtime take it. On a CPU, "" and "native" leave the choice to torch's
+libraries. On MLX, "strict" keeps float32 in float32, and "tf32" is MLX's default, which servers use."""
 STRICT = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi; otherwise the fastest device comes first
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -27,11 +27,11 @@ STRICT = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "PYTHONUNBUFFERED": "1",
 }
-"""Environment of every worker: libraries read these only when they start, so a probe cannot set them."""
+"""Environment of every worker. Libraries read these variables only when they start, so a probe cannot set them."""
 BELOW_NORMAL = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-"""Environment of a worker that steps back: its kernels wait for the server's where both are clients of MPS (NVIDIA
-Multi-Process Service, "Client Priority Level Control"). torch's streams have the lowest priority anyway, and priorities
-of streams count within one process only."""
+"""Environment of a worker with low priority: its kernels wait for the server's if both are clients of MPS (NVIDIA
+Multi-Process Service, "Client Priority Level Control"). torch's streams have the lowest priority anyway, and stream
+priorities count only within one process."""
 SCRUBBED = (
     # Not set to 0 either: that would keep the tfloat32 cases, which allow TF32 themselves, off its units.
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
@@ -46,14 +46,14 @@ SCRUBBED = (
     *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
     *("MALLOC_ARENA_MAX", "MALLOC_TOP_PAD_"),  # the first is the daemon's, set in its unit and image
 )
-"""Environment that no worker inherits: it would change numbers or times without anybody's knowledge."""
+"""Environment variables that no worker inherits, because they would silently change numbers or times."""
 MPS = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's own default
-"""Where the control daemon of MPS has its pipes, unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
+"""Directory of the pipes of MPS's control daemon, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 
 
 def beside_mps(environment: Mapping[str, str]) -> bool:
     """Return whether processes share this host's NVIDIA devices through MPS.
 
-    A client that is killed at work may take the other clients with it (NVIDIA Multi-Process Service, "Limitations").
+    A client that is killed at work may end the other clients too (NVIDIA Multi-Process Service, "Limitations").
     """
     return (Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or MPS) / "control").exists()

@@ -1,4 +1,4 @@
-"""One worker process: start it, read it, kill it, wait for it."""
+"""One worker process: start it, read its messages, kill it, and wait for its end."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from canaryd.supervisor.remote import BOOTSTRAP, ENTRY, PACKAGE, TEMPORARY, own_
 
 log = logging.getLogger(__name__)
 CHATTER = 65_536
-"""Bytes kept of what a worker prints."""
+"""Number of bytes kept of a worker's printed output, the newest."""
 MAX_LINE = 16 * 1024 * 1024
-"""Longest line of the protocol, in bytes; a longer one is garbled."""
+"""Longest line of the protocol, in bytes; a longer line makes the run garbled."""
 MAX_RUN = 64 * 1024 * 1024
-"""Most bytes of protocol in one run; a run with more is garbled."""
+"""Maximum protocol bytes of a numeric run; more bytes make the run garbled."""
 MAX_TOLD = 16 * 1024 * 1024
-"""The same for a run that is not numeric, whose length others decide: servers, drivers. An endpoint's longest run
-sends about 5 MB (probes/endpoint_canary.py)."""
+"""Maximum protocol bytes of any other run, whose length servers or drivers decide. An endpoint's longest run sends
+about 5 MB (probes/endpoint_canary.py)."""
 LONGEST_INTEGER = 40
-"""Most characters of an integer. No device reports a longer one, and not every JSON reader could hold it."""
+"""Maximum characters of an integer in a message. No device reports a longer one; some JSON readers cannot hold it."""
 TICK = 0.1
 """Longest time, in seconds, between two checks of the worker's process."""
 AWAY = 2.0
-"""If this many seconds pass between two checks, this process was stopped or the machine was asleep, and the worker's
-deadline moves by that time (ours)."""
+"""If more seconds than this pass between two checks, this process was stopped or the machine was asleep. The worker's
+deadline then moves by that time (ours)."""
 AFTERLIFE = 1.0
-"""Seconds within which a worker has to end after SIGKILL, or after it closed its protocol pipe."""
+"""Seconds within which a worker must end after SIGKILL, or after it closed its protocol pipe."""
 WAKE = 30.0
-"""The same for a worker that is not blocked in the kernel but waits for a core: a low-priority worker gets little of a
-busy core (ours)."""
+"""Seconds within which a worker must end after SIGKILL if it only waits for a core and is not blocked in the kernel: a
+low-priority worker gets little time on a busy core (ours)."""
 
 
 def abandoned() -> int:
-    """Return how many workers this process has abandoned because they survived SIGKILL."""
+    """Return the number of workers that this process has abandoned because they survived SIGKILL."""
     return _abandoned.count
 
 
 def stuck() -> int:
-    """Return how many abandoned workers still exist."""
+    """Return the number of abandoned workers that still exist."""
     return _abandoned.reap()
 
 
 class _Abandoned:
-    """Workers in uninterruptible sleep: counted, and reaped without waiting when they end."""
+    """Workers in uninterruptible sleep: they are counted, and reaped without waiting when they end."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -84,18 +84,18 @@ _abandoned = _Abandoned()
 
 
 def place_workers(group: Path) -> None:
-    """Put every worker started from now on into a control group (a directory of cgroup version 2)."""
+    """Put every worker that is started from now on into a control group (a directory of cgroup version 2)."""
     _place.group = group
 
 
 @dataclass
 class _Place:
-    """The control group of workers."""
+    """The control group for workers."""
 
     group: Path | None = None
 
     def put(self, pid: int) -> None:
-        """Move a process that has just started, before it has used any resources."""
+        """Move a process into the group; it has just started and has not used any resources."""
         if self.group is None:
             return
         try:
@@ -111,7 +111,7 @@ _place = _Place()
 
 
 class LostError(Exception):
-    """The worker can no longer be used; holds the outcome of its run, and the reason."""
+    """A worker can no longer be used; the error holds the outcome of the worker's run, and the reason."""
 
     def __init__(self, outcome: Outcome, detail: str, reason: Reason = Reason.NONE) -> None:
         super().__init__(detail)
@@ -121,7 +121,7 @@ class LostError(Exception):
 
 
 class Worker:
-    """One process and its pipes. No method blocks for longer than its arguments say."""
+    """One process and its pipes. No method blocks for longer than its arguments allow."""
 
     def __init__(self, spec: WorkerSpec, instruction_set: str) -> None:
         _abandoned.reap()
@@ -184,18 +184,18 @@ class Worker:
         self._write_later()
 
     def begin(self, most: int = MAX_RUN) -> None:
-        """Forget what was printed and received so far, because a new run starts; it may send `most` bytes."""
+        """Start a new run: forget what was printed and received so far, and accept at most `most` bytes."""
         self.chatter.clear()
         self._received, self._most = 0, most
         self._looked, self._away = time.monotonic(), 0.0
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queue one request; it is written while the answer is awaited."""
+        """Queue one request; it is written while `receive` waits for the answer."""
         self._outgoing += json.dumps(message, default=str).encode() + b"\n"
         self._write_later()
 
     def place(self, path: Path) -> str:
-        """Return the path of a probe's file for the worker, and send its directory if the worker is remote."""
+        """Return the path of a probe's file as the worker sees it; a remote worker first gets the file's directory."""
         path = path.resolve()
         if not self._remote:
             return str(path)
@@ -209,9 +209,9 @@ class Worker:
         return f"{self._shipped[path.parent]}/{path.name}"
 
     def receive(self, deadline: float, stopped: Callable[[], str]) -> dict[str, Any]:
-        """Return the next message. Raises `LostError` when there is none before `deadline`, or can be none.
+        """Return the next message; raise `LostError` if none comes before `deadline`, or none can come.
 
-        The deadline moves by the time for which this process itself did not run.
+        The deadline moves by the time during which this process itself did not run.
         """
         while not self.unreceived:
             if reason := stopped():
@@ -235,14 +235,14 @@ class Worker:
         return self.unreceived.popleft()
 
     def be_lenient(self, seconds: float) -> None:
-        """From now on move the deadline by the time for which the worker waited for a core, by at most `seconds`."""
+        """From now on extend the deadline by the time that the worker waits for a core, by at most `seconds`."""
         self._lenience, self._waited_before = seconds, _waited(self._process.pid)
 
     def _starved(self) -> float:
         return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
 
     def exited(self) -> bool:
-        """Return whether the process has ended, without reaping it, so that its process group's id stays reserved."""
+        """Return whether the process has ended. It is not reaped yet, so that its process group's id stays reserved."""
         if self._reaped:
             return True
         try:
@@ -262,8 +262,8 @@ class Worker:
     def end(self, *, ask: Callable[[], None] | None, grace: float, afterlife: float) -> bool:
         """End the whole process group; return False if the worker survived and was abandoned.
 
-        `ask` asks the worker to end. SIGKILL follows when it has ended, or after `grace` seconds; `afterlife` is the
-        time in seconds within which it has to end then.
+        `ask` asks the worker to end. SIGKILL follows when the worker has ended, or after `grace` seconds. After SIGKILL
+        the worker must end within `afterlife` seconds.
         """
         if ask is not None:
             ask()
@@ -287,7 +287,7 @@ class Worker:
         return gone
 
     def leave(self) -> None:
-        """Ask the worker to finish what its device does, and to end."""
+        """Ask the worker to wait for the work on its device, and then to end."""
         self.send({"op": "leave"})
 
     def hang_up(self) -> None:
@@ -297,7 +297,7 @@ class Worker:
         self._stdin.close()
 
     def _note_processor_time(self) -> None:
-        """Note the processor time before the process is reaped; the kernel forgets it then."""
+        """Save the processor time of the worker before it is reaped, because the kernel forgets the time then."""
         if not (self._remote or self._reaped):
             self.processor_seconds = _processor_seconds(self._process.pid)
 
@@ -314,13 +314,13 @@ class Worker:
         return True
 
     def _drain(self) -> None:
-        """Read what a dead worker left in the pipes; limited, because its children may still be writing."""
+        """Read what a dead worker left in the pipes. The amount is limited, because its children may still write."""
         for _ in range(64):
             if not self._pump(0.0):
                 break
 
     def _pump(self, timeout: float) -> bool:
-        """Read and write what is ready within `timeout` seconds; return whether anything was."""
+        """Read and write whatever the pipes allow within `timeout` seconds; return whether any pipe was ready."""
         self._looked = time.monotonic()
         ready = self._selector.select(timeout)
         for key, _ in ready:
@@ -453,7 +453,7 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory since it started; 0 where unknown."""
+    """Return the number of processes that the kernel has killed for memory since its start, or 0 if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -462,7 +462,7 @@ def _oom_kills() -> int:
 
 
 def _waited(pid: int) -> float:
-    """Return the seconds for which a process's first thread waited for a core; 0.0 where unknown.
+    """Return the seconds for which a process's first thread has waited for a core, or 0.0 if unknown.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat": the second field, in nanoseconds.
     """
@@ -472,12 +472,12 @@ def _waited(pid: int) -> float:
 
 
 def _stat(process: Path) -> list[str]:
-    """Return the fields of proc_pid_stat(5) after the name of a process or thread. Raises `OSError` if it has ended."""
+    """Return the fields of proc_pid_stat(5) after a process's or thread's name; raise `OSError` if it has ended."""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _runnable(pid: int) -> bool:
-    """Return whether a thread of a process runs or waits for a core: state R of proc_pid_stat(5)."""
+    """Return whether any thread of a process runs or waits for a core: state R of proc_pid_stat(5)."""
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
@@ -487,7 +487,7 @@ def _runnable(pid: int) -> bool:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Return the processor seconds of a process and its ended children: fields 14 to 17 of proc_pid_stat(5)."""
+    """Return the processor seconds of a process and its ended children (proc_pid_stat(5), fields 14 to 17), or None."""
     with contextlib.suppress(OSError, ValueError):
         return sum(map(int, _stat(Path(f"/proc/{pid}"))[11:15])) / os.sysconf("SC_CLK_TCK")
     return None

@@ -19,23 +19,23 @@ FACT_TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Compa
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """How to start a worker."""
+    """The way to start a worker."""
 
     python: str = sys.executable
-    """Interpreter of the stack under test; Python 3.10 or newer."""
+    """Path of the interpreter of the stack under test; Python 3.10 or newer."""
     command: tuple[str, ...] = ()
-    """Instead of `python`: a command that starts an interpreter elsewhere, e.g. docker exec -i vllm python3."""
+    """Command that starts an interpreter elsewhere, e.g. docker exec -i vllm python3; it replaces `python`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that override everything that canaryd sets or removes."""
+    """Environment variables that override all variables that canaryd sets or removes."""
     nice: int = 0
-    """Nice level of a worker that yields to a server; it is also the first to be killed for memory. 0 for neither."""
+    """Nice level of a worker that yields to a server and is the first to be killed for memory; 0 for other workers."""
     only: Device | None = None
-    """The one device that the worker may see; None for all."""
+    """The only device that the worker may see, or None if it may see all devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """Which probe to run on which device, and how."""
+    """A request to run one probe on one device."""
 
     probe_path: Path
     spec: ProbeSpec
@@ -44,63 +44,63 @@ class RunRequest:
     seed: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     cases: tuple[str, ...] = ()
-    """Only these cases; empty for all."""
+    """Names of the cases to run; empty means all cases."""
     peers: tuple[Device, ...] = ()
-    """Of a probe that tests a group: the other devices of it."""
+    """The other devices of the group, for a probe that tests a group."""
     drill: str = ""
     confirms: str = ""
     trigger: str = ""
     baselining: bool = False
     memory: str = ""
     intensity: str = ""
-    """How a retest is harder: one of `canaryd.model.INTENSITIES`; "" for a normal run."""
+    """Intensity of a retest, one of `canaryd.model.INTENSITIES`, or "" for a normal run."""
     budget: float | None = None
-    """Seconds of work to aim at; None for the probe's own budget at this level."""
+    """Seconds of work to aim at, or None for the probe's own budget at this level."""
     beside: Mapping[str, float] = field(default_factory=dict)
-    """What the run may take beside a server (`canaryd.engine.budget.allowance`); empty where there is no server."""
+    """Limits of a run beside a server (`canaryd.engine.budget.allowance`); empty if there is no server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a worker's interpreter found: torch, devices and probes."""
+    """The torch, the devices and the probes that a worker's interpreter found."""
 
     torch: str | None = None
-    """Version of torch; None without torch."""
+    """Version of torch, or None if there is no torch."""
     torch_reason: str = ""
-    """Why there is no torch, or why the worker failed."""
+    """The reason why there is no torch, or why the worker failed."""
     lost: str = ""
-    """Which interpreter could not be asked for its torch and devices; "" where it answered. `torch_reason` says why."""
+    """The interpreter that did not answer about torch and devices, or "" if it answered; `torch_reason` says why."""
     devices: tuple[Device, ...] = ()
     stack: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[Path, ProbeSpec | str] = field(default_factory=dict)
-    """Probe file → its spec, or what is wrong with it; without the files that could not be loaded because of `lost`."""
+    """Probe file → its spec, or its error as text. Files that could not be loaded because of `lost` are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """What another runtime than torch reaches from its interpreter."""
+    """The devices that a runtime other than torch reaches from its interpreter."""
 
     devices: tuple[Device, ...] = ()
     problem: str = ""
-    """Why it reaches none; "" where it could be asked."""
+    """The reason why no devices could be listed, or "" if the runtime answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What the vendor modules found on this machine, under canaryd's own interpreter."""
+    """The devices that the vendor modules found on this machine, under canaryd's own interpreter."""
 
     devices: Mapping[str, tuple[Device, ...]] = field(default_factory=dict)
     """Vendor module → its devices; modules that failed are left out."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Vendor module → why it failed."""
+    """Vendor module → the reason why it failed."""
     failing: Mapping[str, str] = field(default_factory=dict)
-    """The same, only for vendors of whom something is installed, so that the failure is a problem."""
+    """The part of `unavailable` for vendors with installed software: there the failure is a problem."""
     facts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
 def new_run_id(now: float) -> str:
-    """Return an id that sorts by `now` (seconds since the epoch) and never repeats.
+    """Return a new run id; ids sort by `now` (epoch s).
 
     It has 40 random bits: two of a thousand ids within one millisecond are equal with a chance of 1 in two million.
     """
@@ -109,12 +109,12 @@ def new_run_id(now: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result of a run, as the worker sends it."""
+    """The result of a run, in the form that the worker sends."""
 
     outcome: Outcome
     seconds: float
     paused: float = 0.0
-    """How many of these seconds the run paused for a server."""
+    """Part of `seconds` during which the run paused for a server."""
     detail: str = ""
     reason: Reason = Reason.NONE
     stack: Mapping[str, str] = field(default_factory=dict)
@@ -127,22 +127,22 @@ class Answer:
 
 
 MOST = 2**63
-"""Numbers from here on are none of ours: the store holds smaller ones (SQLite's INTEGER)."""
+"""Limit (exclusive) for numbers in messages, because the store holds only smaller ones (SQLite's INTEGER)."""
 MOST_READ = 2**64
-"""The same of readings: drivers say of a 64-bit counter that they do not know it with all its bits."""
+"""Limit (exclusive) for readings; larger, because drivers set all 64 bits of a counter that they do not know."""
 
 
 def parse_text(value: object) -> str:
-    """Return a text; raise `TypeError` for anything else."""
+    """Return `value` if it is a text; raise `TypeError` for anything else."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.100} is not text")
     return value
 
 
 def parse_fact(item: Any) -> Reading | Absent:
-    """Return the fact of [name, value, unit, labels] or [name, reason, code]. Raises `ValueError` for anything else.
+    """Return the fact in [name, value, unit, labels] or [name, reason, code]; raise `ValueError` for anything else.
 
-    Written by hand, because telemetry sends about 2,000 at a time and `from_json` takes ten times as long.
+    Written by hand, because telemetry sends about 2,000 facts at a time and `from_json` takes ten times as long.
     """
     if isinstance(item, list) and len(item) == 3:
         name, reason, code = item
@@ -164,21 +164,21 @@ def parse_fact(item: Any) -> Reading | Absent:
 
 @dataclass
 class RunFacts:
-    """The facts of a run, as they arrive."""
+    """The facts of a run, collected while they arrive."""
 
     readings: list[Reading] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     recordings: list[Recording] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
-    """Missing reading → why."""
+    """Name of a missing reading → the reason why it is missing."""
     codes: dict[str, int] = field(default_factory=dict)
-    """Missing reading → the driver's code for it, where it gave one."""
+    """Name of a missing reading → the driver's error code for it, if there is one."""
     counted: int = 0
-    """Results and uploads of the comparisons so far."""
+    """Number of results and uploads in the comparisons so far."""
 
     def add(self, kind: str, message: Mapping[str, Any]) -> None:
-        """Add what a message holds. Raises `LookupError`, `TypeError` or `ValueError` for a malformed one."""
+        """Add the facts in a message; raise `LookupError`, `TypeError` or `ValueError` for a malformed message."""
         if kind == "readings":
             for item in message["values"]:
                 self._add(parse_fact(item))

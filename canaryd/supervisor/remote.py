@@ -1,4 +1,4 @@
-"""Send the worker's files to an interpreter elsewhere (`worker.command`)."""
+"""Functions that send the worker's files to an interpreter elsewhere (`worker.command`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 
 MAX_SHIPPED = 64 * 1024 * 1024
-"""Bytes of one probe directory that are sent through `worker.command`."""
+"""Maximum bytes of one probe directory that are sent through `worker.command`."""
 PACKAGE = Path(__file__).resolve().parents[1]
 ENTRY = "canaryd/worker/__main__.py"
 TEMPORARY = "canaryd/worker/temporary.py"
@@ -43,7 +43,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 def own_files() -> dict[str, str]:
-    """Return the files that a remote worker needs: path in the archive → base64."""
+    """Return the files of canaryd that a remote worker needs: path in the archive → content in base64."""
     modules = ("__init__", "codec", "facts", "files", "free_memory", "hidden", "model", "probe")
     paths = [PACKAGE / f"{name}.py" for name in modules]
     paths += [path for kind in ("*.py", "*.json") for path in (PACKAGE / "worker").rglob(kind)]
@@ -51,7 +51,7 @@ def own_files() -> dict[str, str]:
 
 
 def pack(directory: Path, into: str) -> dict[str, str]:
-    """Return the files of a probe directory, data included: path below `into` → base64."""
+    """Return all files of a probe directory, data too: path below `into` → content in base64."""
     files, size = {}, 0
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)

@@ -1,8 +1,8 @@
-"""Run probes in workers, with a limit on every wait, and report the outcome. Nothing a worker does can hang canaryd.
+"""Run probes in workers, with a limit on every wait, and report the outcome. No worker can hang canaryd.
 
-A worker is one process in a session of its own. Its standard input carries requests; a pipe of its own (or standard
-output, behind `worker.command`) carries the answers. Of everything else that it prints the last part is kept. One
-thread owns a `Series`; only `Series.kill` may be called from another.
+A worker is one process in its own session. Requests go to its standard input. Answers come through a separate pipe, or
+through standard output behind `worker.command`. Of everything else that it prints, the last part is kept. One thread
+owns a `Series`; only `Series.kill` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from canaryd.supervisor.protocol import (
 from canaryd.supervisor.slot import Slot, decoding
 
 STARVED = 4.0
-"""How many times its timeout a low-priority worker may wait for a core in addition, before it counts as hung (ours)."""
+"""A low-priority worker may wait this many times its timeout longer for a core before it counts as hung (ours)."""
 IMPORT = 120.0
-"""Seconds that the import of torch may take: ten times a slow one, from a cold disk or on a loaded host (ours)."""
+"""Seconds that the import of torch may take: ten times a slow import, from a cold disk or on a loaded host (ours)."""
 PATIENCE = 10.0
-"""Seconds of it after which the wait is told (ours)."""
+"""Seconds of a long wait after which `on_wait` is called (ours)."""
 SILENCE = 30.0
-"""Seconds after which a silent reader of the kernel log is killed (ours)."""
+"""Seconds without a message after which the reader of the kernel log is killed (ours)."""
 
 
 class Series:
-    """Runs on one device that share a worker, so that it starts only once.
+    """Several runs on one device that share a worker, so that the worker starts only once.
 
-    After a run that failed (skipped is not failed) the next one gets a new worker: the failure may have damaged the
+    After a failed run (a skipped run is none) the next run gets a new worker, because the failure may have damaged the
     device's context or the process.
     """
 
@@ -61,7 +61,7 @@ class Series:
         grace: float = 2.0,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        """`grace`: seconds between SIGTERM and SIGKILL. Raises `ValueError` for an unknown instruction set."""
+        """Start no worker. `grace`: s from SIGTERM to SIGKILL. Raises `ValueError` for an unknown `instruction_set`."""
         if instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
@@ -76,23 +76,23 @@ class Series:
 
     @property
     def workers_started(self) -> int:
-        """How many workers this series has started."""
+        """Number of workers that this series has started."""
         return self._slot.workers_started
 
     @property
     def wall_seconds(self) -> float:
-        """Time from the start of its workers to their ends, without the pauses of their runs."""
+        """Seconds from the start of its workers to their ends, without the pauses of their runs."""
         return self._slot.wall_seconds
 
     @property
     def processor_seconds(self) -> float | None:
-        """Processor time of its workers that have ended; None where that of one is unknown."""
+        """Processor seconds of its workers that have ended, or None if one of them is unknown."""
         return self._slot.processor_seconds
 
     def serve(self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None) -> bool:
-        """Go on as the series of another purpose, with the same worker; return False where that needs another one.
+        """Use the same worker for another purpose from now on; return False if the purpose needs another worker.
 
-        The worker keeps what it may see: the caller knows that this is no more than `spec.only`.
+        The worker still sees the same devices: the caller knows that these are no more than `spec.only`.
         """
         if replace(spec, only=None) != self._slot.spec or INSTRUCTION_SETS[instruction_set]:
             return False
@@ -109,10 +109,10 @@ class Series:
     ) -> Description:
         """Ask for torch, the devices and the specs of the probes at `paths`.
 
-        Never raises for what a worker does. `timeout` is the time limit of each single answer, in seconds, and
-        `import_timeout` that of the import of torch, which comes first; `on_wait` is told once when that takes long.
-        Where torch hangs or crashes at import, the probes that do not need it are described all the same. A probe that
-        crashes or hangs the worker is described by that failure, and the others are asked for again.
+        Never raises because of a worker. `timeout` limits each single answer, in seconds. `import_timeout` limits the
+        import of torch, which comes first; `on_wait` is called once if that takes long. If torch hangs or crashes at
+        import, probes that do not need torch are still described. A probe that crashes or hangs the worker is described
+        by that failure, and the other probes are asked for again.
         """
         probes: dict[Path, ProbeSpec | str] = {}
         python = lost_torch = ""
@@ -146,7 +146,7 @@ class Series:
                     return Description(torch_reason=reason, lost=f"{where} failed", probes=probes)
 
     def _await_import(self, worker: Worker, timeout: float, on_wait: Callable[[str], None]) -> None:
-        """Wait until the worker has tried to import torch. Raises `LostError` when it did not survive that."""
+        """Wait until the worker has tried to import torch; raise `LostError` if the worker did not survive that."""
         what = f"torch of {self._slot.where} to import"
         message = self._receive_patiently(worker, timeout, what, on_wait)
         with decoding(message):
@@ -156,7 +156,7 @@ class Series:
     def _receive_patiently(
         self, worker: Worker, timeout: float, what: str, on_wait: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Return the next message, for which `on_wait` is told once that this takes long."""
+        """Return the next message; `on_wait` is called once if the message takes long."""
         begun = time.monotonic()
         try:
             return self._slot.receive(worker, begun + min(PATIENCE, timeout))
@@ -167,9 +167,9 @@ class Series:
             return self._slot.receive(worker, begun + timeout)
 
     def reach(self, runtime: str, timeout: float = IMPORT, *, on_wait: Callable[[str], None] = lambda _: None) -> Reach:
-        """Ask for the devices of a runtime other than torch. Never raises for what a worker does.
+        """Ask for the devices of a runtime other than torch. Never raises because of a worker.
 
-        `timeout`: seconds that its import and the search may take; `on_wait` is told once when they take long.
+        `timeout`: seconds that its import and the search may take; `on_wait` is called once if they take long.
         """
         what = f"{runtime} of {self._slot.where} to import and to list its devices"
         try:
@@ -188,8 +188,8 @@ class Series:
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
         """Ask vendor modules for the devices of this machine; `settings` maps each module to its probe's settings.
 
-        Never raises for what a worker does. `timeout` is the time limit of each module, in seconds. A module that
-        crashes or hangs the worker is unavailable for that reason, and the others are still asked.
+        Never raises because of a worker. `timeout` limits each module, in seconds. A module that crashes or hangs the
+        worker is unavailable for that reason, and the other modules are still asked.
         """
         devices: dict[str, tuple[Device, ...]] = {}
         unavailable: dict[str, str] = {}
@@ -236,9 +236,9 @@ class Series:
         *,
         until_end: bool = False,
     ) -> str:
-        """Read the kernel log from `position` on, and hand over each batch of records with the position after it.
+        """Read the kernel log from `position`; give `on_batch` each batch of records and the position after it.
 
-        Returns why it ended: "" at the end of the log with `until_end`, else a reason.
+        Returns the reason why reading ended; with `until_end` this is "" at the end of the log.
         """
         records: list[LogRecord] = []
         try:
@@ -273,9 +273,9 @@ class Series:
             return self._slot.discard(lost)[1]
 
     def run(self, request: RunRequest, timeout: float) -> Run:
-        """Run one probe and return its run, at the latest `timeout` + grace + 1 seconds from now.
+        """Run one probe and return its run, at most `timeout` + grace + 1 seconds later.
 
-        Never raises for what a worker does. Facts that arrived before a worker was lost are part of the run.
+        Never raises because of a worker. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
         run, facts, ready_at, worker = new_run_id(started), RunFacts(), None, None
@@ -329,7 +329,7 @@ class Series:
         )
 
     def _run_message(self, worker: Worker, request: RunRequest, run: str, timeout: float) -> dict[str, Any]:
-        """Return the request that starts a run; the worker ends itself soon after `timeout` seconds."""
+        """Return the message that starts a run; the worker ends itself soon after `timeout` seconds."""
         return {
             "op": "run",
             "id": run,
@@ -351,7 +351,7 @@ class Series:
         }
 
     def _receive_result(self, worker: Worker, run: str, facts: RunFacts, deadline: float) -> Answer:
-        """Collect the facts of a run until its result arrives, and return that."""
+        """Collect the facts of a run in `facts` until the run's result arrives, and return the result."""
         while True:
             message = self._slot.receive(worker, deadline)
             progress = None
@@ -371,7 +371,7 @@ class Series:
     def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
         """Ask a module of the worker (`answers.py`) a question that is not a probe.
 
-        Returns the outcome, the answer (empty unless completed) and the detail. Never raises for what a worker does.
+        Returns the outcome, the answer (empty unless completed) and the detail. Never raises because of a worker.
         """
         deadline, run = time.monotonic() + timeout, new_run_id(time.time())
         name, package = answerer(module)
@@ -397,23 +397,23 @@ class Series:
             return outcome, {}, detail
 
     def close(self) -> None:
-        """End the worker, politely first; waits at most grace + 1 seconds, on an accelerator 30."""
+        """End the worker without force if possible; takes at most grace + 1 seconds, on an accelerator 30."""
         self._slot.close()
 
     @property
     def stopped(self) -> bool:
-        """Whether `kill` was called: canaryd itself ended it."""
+        """Whether `kill` was called, so that canaryd itself ended the series."""
         return bool(self._slot.stopped)
 
     def kill(self, reason: str = "canaryd is shutting down") -> None:
-        """Kill the worker from another thread or a signal handler; this and every later run ends at once as errored."""
+        """Kill the worker from another thread or a signal handler; every run, also the present one, ends as errored."""
         self._slot.kill(reason)
 
 
 def _description(
     where: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
 ) -> Description:
-    """Return what a worker described; where torch was lost, without the probes that need it."""
+    """Return the description in a worker's message; if torch was lost, without the probes that need torch."""
     lost = f"torch of {where} does not import" if lost_torch else ""
     if lost:
         probes = {path: spec for path, spec in probes.items() if isinstance(spec, ProbeSpec) and not spec.numeric}
@@ -428,7 +428,7 @@ def _description(
 
 
 def _repro(request: RunRequest, instruction_set: str) -> str:
-    """Return the command that repeats a run."""
+    """Return the command line that repeats a run."""
     words = ["canaryd", "check", "--device", request.device.name, "--probe", request.spec.name]
     for case in request.cases:
         words += ["--case", case]

@@ -1,4 +1,4 @@
-"""One worker at a time: started when it is needed, and replaced after it was lost."""
+"""The single worker of a series: it starts when it is needed, and is replaced after it was lost."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from canaryd.supervisor.process import AFTERLIFE, LostError, Worker
 from canaryd.supervisor.protocol import WorkerSpec
 
 DETAIL = 4096
-"""Bytes of a lost worker's last output that become part of its run."""
+"""Number of bytes of a lost worker's last output that become part of its run."""
 PING = 5.0
-"""Seconds within which a worker has to answer between two runs; otherwise a new one takes its place."""
+"""Seconds within which a worker must answer between two runs; otherwise a new worker replaces it."""
 TEARDOWN = 15.0
-"""Seconds that a worker on an accelerator may take to end, asked or after SIGKILL: the driver frees its memory and its
-context first, beside a server and on a node of eight (ours)."""
+"""Seconds that a worker on an accelerator may take to end, when asked or after SIGKILL. The driver first frees its
+memory and its context, beside a server and on a node of eight devices (ours)."""
 STACKS = re.compile(r"Fatal Python error|(Current thread|Thread) 0x")
-"""How a dump of stacks begins (Python's faulthandler)."""
+"""Pattern for the first line of a stack dump (Python's faulthandler)."""
 ABORTS = re.compile(r"^Memory access fault by GPU|HSA_STATUS_ERROR_(EXCEPTION|MEMORY|ILLEGAL_INS)", re.MULTILINE)
-"""What ROCm's runtime prints before it aborts a process whose device failed: no exception arrives (ROCR-Runtime,
-runtime.cpp and hsa.cpp)."""
+"""Pattern for the text that ROCm's runtime prints before it aborts a process whose device failed; no exception arrives
+(ROCR-Runtime, runtime.cpp and hsa.cpp)."""
 SAID, WIDTH = 2, 200
-"""Lines that `telling` keeps of what was printed before such a dump, and characters of each."""
+"""Number of lines that `telling` keeps of the output before a stack dump, and characters kept of each line."""
 
 
 def telling(printed: str) -> str:
-    """Return in one line what tells why a worker was lost: its last words, and the place where its main thread was."""
+    """Return one line that explains why a worker was lost: its last output, and the position of its main thread."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     dump = next((i for i, line in enumerate(lines) if STACKS.match(line)), len(lines))
     current = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
@@ -42,10 +42,10 @@ def telling(printed: str) -> str:
 
 
 class Slot:
-    """Holds the present worker of a series. One thread owns it; only `kill` may be called from another."""
+    """The present worker of a series. One thread owns a slot; only `kill` may be called from another."""
 
     def __init__(self, spec: WorkerSpec, instruction_set: str, grace: float) -> None:
-        """Start nothing yet. `grace`: seconds between SIGTERM and SIGKILL."""
+        """Start no worker yet. `grace`: seconds between SIGTERM and SIGKILL."""
         self.spec = spec
         self.instruction_set = instruction_set
         self.grace = grace
@@ -60,7 +60,7 @@ class Slot:
         self._worker: Worker | None = None
 
     def ready(self, deadline: float) -> Worker:
-        """Return a worker that answers, a new one if need be. Raises `LostError` where there is none."""
+        """Return a worker that answers, if necessary a new one; raise `LostError` if no worker can be had."""
         if self.stopped:
             raise LostError(Outcome.ERRORED, f"stopped: {self.stopped}", Reason.STOPPED)
         if self._worker is not None and not self._answers(self._worker, deadline):
@@ -70,12 +70,12 @@ class Slot:
         return self._worker
 
     def receive(self, worker: Worker, deadline: float) -> dict[str, Any]:
-        """Return the worker's next message. Raises `LostError` where there is none before the deadline."""
+        """Return the worker's next message; raise `LostError` if none comes before the deadline."""
         return worker.receive(deadline, lambda: self.stopped)
 
     @property
     def where(self) -> str:
-        """The setting that names the interpreter, with its value where that is one."""
+        """The setting that names the interpreter: "worker.command", or "worker.python" with its path."""
         return "worker.command" if self.spec.command else f"worker.python ({self.spec.python})"
 
     def _started(self, deadline: float) -> Worker:
@@ -98,7 +98,7 @@ class Slot:
         return worker
 
     def _answers(self, worker: Worker, deadline: float) -> bool:
-        """Return whether a worker that has served before still answers; its death between runs is not an outcome."""
+        """Return whether a worker still answers after earlier runs; a death between runs counts for no run."""
         try:
             worker.begin()
             worker.send({"op": "ping"})
@@ -109,7 +109,7 @@ class Slot:
         return True
 
     def discard(self, lost: LostError, *, brief: bool = False) -> tuple[Outcome, str]:
-        """End a worker that was lost; return the outcome, and the reason with its last output: one line if `brief`."""
+        """End a lost worker; return the outcome, and the reason with the last output (in one line if `brief`)."""
         worker, self._worker = self._worker, None
         outcome, detail = lost.outcome, lost.detail
         if worker is None:
@@ -129,13 +129,13 @@ class Slot:
         return outcome, f"{detail}\nlast output:\n{printed}" if printed else detail
 
     def close(self) -> None:
-        """End the worker, politely first; waits at most grace + 1 seconds, on an accelerator 30."""
+        """End the worker without force if possible; takes at most grace + 1 seconds, on an accelerator 30."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._end(worker, worker.leave if self._on_device else worker.hang_up, self._patience)
 
     def kill(self, reason: str) -> None:
-        """Kill the worker from another thread or a signal handler, and start no more."""
+        """Kill the worker from another thread or a signal handler, and never start another."""
         self.stopped = reason
         worker = self._worker
         if worker is not None:
@@ -143,12 +143,12 @@ class Slot:
 
     @property
     def _on_device(self) -> bool:
-        """Whether the worker has an accelerator to itself, which it should leave without work."""
+        """Whether the worker uses one accelerator; it should finish the device's work before it ends."""
         return self.spec.only is not None and self.spec.only.unit != "cpu"
 
     @property
     def is_mps_client(self) -> bool:
-        """Whether the worker is a client of MPS, as the server beside it."""
+        """Whether the worker is a client of MPS, like the server beside it."""
         on_cuda = self.spec.only is not None and self.spec.only.backend == "cuda"
         return on_cuda and beside_mps({**os.environ, **self.spec.env})
 
@@ -161,7 +161,7 @@ class Slot:
         return TEARDOWN if self._on_device else AFTERLIFE
 
     def _end(self, worker: Worker, ask: Callable[[], None] | None, grace: float) -> bool:
-        """End a worker and add up what it took; return False where it could not be killed."""
+        """End a worker and add its times to the totals; return False if the worker could not be killed."""
         ended = worker.end(ask=ask, grace=grace, afterlife=self._afterlife)
         self.wall_seconds += time.monotonic() - self._began
         known = self.processor_seconds is not None and worker.processor_seconds is not None
@@ -171,7 +171,7 @@ class Slot:
 
 @contextmanager
 def decoding(message: Mapping[str, Any]) -> Iterator[None]:
-    """Turn any error in reading `message` into a `LostError`."""
+    """Raise `LostError` for any error in reading `message`."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

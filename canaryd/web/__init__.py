@@ -1,1 +1,1 @@
-"""The HTTP server, and its TLS."""
+"""The HTTP server and its TLS."""

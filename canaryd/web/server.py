@@ -1,4 +1,4 @@
-"""The daemon's HTTP server: prepared answers, a thread for each client, and an end to every wait for one."""
+"""The daemon's HTTP server: prepared answers, a thread for each client, and a limit on every wait for a client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every answer: a browser runs and fetches nothing, whatever text a device puts into a page."""
+"""Headers of every answer. With them a browser runs and fetches nothing, whatever text a device puts into a page."""
 
 
 class Answer(NamedTuple):
@@ -40,31 +40,31 @@ class Answer(NamedTuple):
     content_type: str
     body: bytes
     headers: tuple[str, ...] = ()
-    """Further header lines, e.g. "Content-Encoding: gzip"."""
+    """Additional header lines, e.g. "Content-Encoding: gzip"."""
 
 
 Route = Callable[[Mapping[str, str]], Answer]
-"""Takes the request's headers by their names in lower case; returns the answer. It must not wait for anything."""
+"""Function that returns the answer to the request's headers (names in lower case). It must not wait for anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one client. Times in seconds; a client is cut off at most half a second later."""
+    """Limits for one client. Times are in seconds; a late client is cut off at most half a second later."""
 
     connections: int = 64
     head: float = 5.0
-    """From the connection to the blank line of its request, the handshake of TLS included."""
+    """Time from the connection to the blank line of the request, the handshake of TLS included."""
     write: float = 10.0
-    """For a whole answer."""
+    """Time for sending a whole answer."""
     patience: float = 1.0
-    """An answer that takes longer than this loses its connection when another client needs the place."""
+    """Time after which an unfinished answer loses its connection if another client needs the place."""
 
 
 _LIMITS = Limits()
 _MAX_HEAD = 32 * 1024
 _HTTPS = b"HTTP/1.0 400 Bad Request\r\n\r\nthis is an HTTPS server: write https:// for http://\n"
 _QUIET = 60.0
-"""Seconds between two log lines about clients that TLS refused, so that they do not fill the log (ours)."""
+"""Minimum seconds between two log lines about clients that TLS refused, so that they do not fill the log (ours)."""
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -84,7 +84,7 @@ class Server(socketserver.ThreadingTCPServer):
     ) -> None:
         """Bind to `host` (IPv4, IPv6 or a name) and `port` (0: any free one); `routes` maps paths to answers.
 
-        Raises `OSError` that names the address and what to do.
+        Raises `OSError` with a message that names the address and what to do.
         """
         self.routes, self.limits, self.tls = routes, limits, tls
         self._lock = threading.Lock()
@@ -108,20 +108,20 @@ class Server(socketserver.ThreadingTCPServer):
 
     @property
     def port(self) -> int:
-        """The port that is bound."""
+        """The port that the server is bound to."""
         return int(self.server_address[1])
 
     @property
     def local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         return ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
 
     def start(self) -> None:
-        """Start to answer, in threads of its own."""
+        """Start to answer requests, in separate threads."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and hang up on every client; takes up to half a second."""
+        """Stop listening and close the connections of all clients; takes up to half a second."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()
@@ -129,13 +129,13 @@ class Server(socketserver.ThreadingTCPServer):
         self._hang_up(lambda *_: True)
 
     def server_bind(self) -> None:
-        """Bind, to both families where no host is named."""
+        """Bind the socket, to IPv4 and IPv6 if no host is named."""
         if self._both:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Return the next connection; no wait for its client."""
+        """Return the next connection without waiting for its client."""
         try:
             request, address = super().get_request()
         except OSError:
@@ -146,7 +146,7 @@ class Server(socketserver.ThreadingTCPServer):
         return request, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread, or close it where all places are taken by answers."""
+        """Give a connection a thread, or close it if every place has an answer that is still being sent."""
         now = time.monotonic()
         if len(self._places) < self.limits.connections or self._hang_up(lambda gives, _: gives <= now, most=1):
             with self._lock:
@@ -156,9 +156,9 @@ class Server(socketserver.ThreadingTCPServer):
             self.shutdown_request(request)
 
     def turn(self, request: socket.socket, seconds: float, patience: float = 0.0) -> bool:
-        """Give a connection `seconds` for what comes next; False when it has lost its place.
+        """Give a connection `seconds` for its next step; return False if it has already lost its place.
 
-        Before `patience` is over it gives way to no other client.
+        For the first `patience` seconds the connection cannot lose its place to another client.
         """
         now = time.monotonic()
         with self._lock:
@@ -168,12 +168,12 @@ class Server(socketserver.ThreadingTCPServer):
             return True
 
     def service_actions(self) -> None:
-        """Cut off who is late; `serve_forever` calls this twice a second and after every new connection."""
+        """Cut off late clients. `serve_forever` calls this twice a second and after every new connection."""
         now = time.monotonic()
         self._hang_up(lambda _, ends: ends <= now)
 
     def _hang_up(self, which: Callable[[float, float], bool], most: int = sys.maxsize) -> bool:
-        """Make the threads of such connections give up at once, the longest unchanged first; False for none."""
+        """Shut down connections that match `which`, at most `most`, oldest change first; return False if none does."""
         with self._lock:
             found = [request for request, times in self._places.items() if which(*times)][:most]
             for request in found:
@@ -189,12 +189,12 @@ class Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (socketserver's signature)
-        """Log a mistake of ours; a client that is gone, or was cut off, is none."""
+        """Log an error of canaryd itself; a client that left or was cut off is not logged."""
         if not isinstance(sys.exc_info()[1], OSError):
             log.error("answering %s failed", client_address, exc_info=True)  # noqa: LOG014  (called while handling)
 
     def warn(self, client: str, why: str) -> None:
-        """Log a client that TLS refused, at most one a minute."""
+        """Log that TLS refused a client, at most once a minute."""
         now = time.monotonic()
         if now - self._warned >= _QUIET:
             self._warned = now
@@ -202,7 +202,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 class _Connection(BaseHTTPRequestHandler):
-    """One client, in a thread of its own. No wait has a limit here: the server cuts off who is late."""
+    """One client, in its own thread. No wait has a limit here: the server cuts off late clients."""
 
     server: Server
     rfile: io.BufferedReader
@@ -235,7 +235,7 @@ class _Connection(BaseHTTPRequestHandler):
         return True
 
     def _read_head(self, stream: io.BufferedReader) -> bytes:
-        """Return a request up to its blank line, or too much of it; b"" where the client hung up before."""
+        """Return a request up to its blank line, or more bytes than allowed; b"" if the client hung up before."""
         head = bytearray()
         while len(head) <= _MAX_HEAD:
             line = stream.readline(_MAX_HEAD + 1 - len(head))
@@ -282,8 +282,8 @@ class _Connection(BaseHTTPRequestHandler):
         self.wfile.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """Answer a bad request without a word of it; the standard library repeats it, in HTML."""
+        """Answer a bad request without repeating any of it; the standard library would repeat it in HTML."""
         self._reply(Answer(code, PLAIN_TEXT, f"bad request: {HTTPStatus(code).phrase}\n".encode()))
 
     def log_message(self, *_: object) -> None:
-        """Log no request: a scrape every 15 s would fill the journal."""
+        """Log no request, since a scrape every 15 s would fill the journal."""

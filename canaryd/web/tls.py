@@ -1,4 +1,4 @@
-"""TLS of the daemon's address: certificate, key and the authority of its clients, read again when they change."""
+"""TLS of the daemon's address: certificate, key and the authority of clients, which are read again when they change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Tls:
-    """The TLS context of new connections. While changed files cannot be used, the last good one stays in force."""
+    """The TLS context for new connections. While changed files cannot be used, the last good files stay in force."""
 
     def __init__(self, settings: TlsConfig) -> None:
-        """Read the files that the settings name; raises `ConfigError`."""
+        """Read the files that the settings name; raise `ConfigError` if they cannot be used."""
         if not (settings.cert_file and settings.key_file):
             raise ConfigError(["TLS needs both tls.cert_file and tls.key_file; name both, or nothing under tls"])
         self.problems: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Tls:
         """What new connections are made with."""
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; one thread at a time calls this."""
+        """Read the files again if they have changed; only one thread at a time may call this."""
         seen = self._look()
         if seen == self._seen and not self.problems:
             return
@@ -46,7 +46,7 @@ class Tls:
             log.info("%s: reloaded", ", ".join(map(str, self._files.values())))
 
     def _look(self) -> list[object]:
-        """Return what changes when a file is written, replaced or removed."""
+        """Return a value that changes when one of the files is written, replaced or removed."""
         found: list[object] = []
         for path in self._files.values():
             with contextlib.suppress(OSError):
