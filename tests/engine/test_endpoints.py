@@ -270,7 +270,7 @@ def test_baselines_survive_a_full_disk(host, monkeypatch):
     ask(engine)
     (known,) = engine.store.baselines("endpoint:main")
     other = dataclasses.replace(known, case="other")
-    monkeypatch.setattr(engine.store, "_commit", full_disk)
+    monkeypatch.setattr(engine.store, "commit", full_disk)
     assert not engine.store.set_baselines([other])
     assert {b.case for b in engine.store.baselines()} == {"story", "other"}
     monkeypatch.undo()
