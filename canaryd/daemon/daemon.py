@@ -48,11 +48,11 @@ SUM_UP = 60.0
 """Seconds between two searches for a past day that has no summary yet."""
 PRUNE = 3600.0
 STOP = 4.0
-"""Seconds that a stop may take; after that the process exits even if threads still run."""
+"""Maximum seconds for a stop; after that the process exits even if threads still run."""
 SAVE = 0.5
-"""Seconds at the end of `STOP` that are reserved for a last write if a worker does not end (ours)."""
+"""Last seconds of `STOP`: they are reserved for a final write if a worker does not end (ours)."""
 SWITCH = 0.001
-"""Seconds for which a thread keeps the interpreter while another waits, so that no scrape waits for a whole page."""
+"""Seconds for which a thread can keep the interpreter while another waits, so that no scrape waits for a whole page."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Daemon:
             self._publisher.changed()
 
     def _exposed(self) -> Iterator[str]:
-        """Yield a line for each thing that strangers may read: the address, the keys of endpoints, the evidence."""
+        """Yield a warning for each part that strangers can read: the address, the keys of endpoints, the evidence."""
         host, port = self.config.listen
         if not self._server.local and not self._publisher.tls:
             where = f"listening on {host or 'every interface'}, port {self._server.port or port}"
@@ -173,7 +173,7 @@ class Daemon:
     # The main thread
 
     def _watch(self) -> None:
-        """Handle signals, watch the clock and report to the manager until a stop. Only a reload uses the store here."""
+        """Handle signals, watch the clock and report to systemd until a stop. Only a reload uses the store here."""
         fed, reported = 0.0, self._publisher.summary
         while True:
             with contextlib.suppress(queue.Empty):
@@ -217,7 +217,7 @@ class Daemon:
         publisher.changed()
 
     def _stop(self, releases: threading.Thread) -> None:
-        """End all threads and store what is known; after `STOP` seconds, exit without the threads that still run.
+        """End all threads and store what is known. After `STOP` seconds, exit even if some threads still run.
 
         Every wait has a limit: a worker may be unkillable, or another process may hold the database.
         """
@@ -249,7 +249,7 @@ class Daemon:
     # The store
 
     def _refresh(self) -> None:
-        """Read what other processes stored. Then judge again and publish, unless a sweep has just done so."""
+        """Read what other processes stored. Then judge again and publish, unless a telemetry sweep has just done so."""
         if self._inventories.pending and not self.engine.halted:  # the inventory that was asked for failed
             self._inventories.look_around()
         self._look()
@@ -275,7 +275,7 @@ class Daemon:
             self._publisher.changed()
 
     def _follow_database(self) -> None:
-        """Take the locks of another database, which replaced the old one or was mounted after the start."""
+        """Take the locks of the present database, if it replaced the old one or was mounted after the start."""
         log.warning("%s is another database: taking its locks and looking for devices again", self.store.path)
         self._daemon_lock.close()
         self._take_lock()
@@ -283,7 +283,7 @@ class Daemon:
         self._inventories.look_around()
 
     def _take_lock(self) -> None:
-        """Take the lock by which `canaryd release` finds a running daemon; warn if another daemon holds it."""
+        """Take the lock that tells `canaryd release` that a daemon runs; warn if another daemon holds it."""
         self._generation = self.store.generation
         try:
             self._daemon_lock.enter_context(self.store.lock(DAEMON_LOCK))

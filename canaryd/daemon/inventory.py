@@ -18,8 +18,8 @@ log = logging.getLogger("canaryd")
 REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
-"""Seconds to the next inventory if one found nothing to test, or a device is missing or cannot compute yet. While a
-device stays away, the next wait is as long as the device was away so far, an hour at most."""
+"""Seconds to the next inventory if a device is missing, a device cannot compute yet, or there was nothing to test.
+While a device stays away, the next wait is as long as the device was away so far, an hour at most."""
 SWEEP = 5.0
 """Minimum time in seconds between two sweeps of telemetry."""
 LOG_RETRY = 60.0
@@ -62,7 +62,7 @@ class Inventories:
         """When one was added to them last, by the monotonic clock."""
 
     def look_around(self) -> None:
-        """Request an inventory now. If one is in progress it may be too old, so another one follows it."""
+        """Request an inventory now. An inventory in progress may be too old, so another one follows it."""
         self.pending = True
         self._jobs.every(REDISCOVER, self.discover, "discover", now=True)
 

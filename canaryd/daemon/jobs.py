@@ -16,7 +16,7 @@ from canaryd.daemon.logs import log_failure
 log = logging.getLogger("canaryd")
 
 CLOCK_JUMP = 5.0
-"""Seconds by which wall clock and monotonic clock may drift apart before all jobs are rescheduled."""
+"""Seconds by which wall clock and monotonic clock can drift apart before all jobs are rescheduled."""
 GENERAL, DEVICES = "default", "devices"
 """Names of the two thread pools: one for jobs that never wait for a device, one for jobs that do."""
 
@@ -33,7 +33,7 @@ class _Period(IntervalTrigger):  # type: ignore[misc]  # APScheduler has no type
 
 
 class Jobs:
-    """Functions that run periodically, each in a thread of its pool and never twice at the same time."""
+    """Functions that run periodically. A thread of the job's pool runs each one, and never twice at the same time."""
 
     def __init__(self) -> None:
         self.scheduler = BackgroundScheduler(
@@ -49,7 +49,7 @@ class Jobs:
     def every(
         self, seconds: float, what: Callable[[], object], name: str, *, now: bool = False, pool: str = GENERAL
     ) -> None:
-        """Run `what` every `seconds`, first after one period or `now`; this replaces a job of the same name."""
+        """Run `what` every `seconds`, first `now` or after one period. This replaces a job of the same name."""
 
         def run() -> None:
             with log_failure(name):

@@ -1,4 +1,4 @@
-"""The daemon's log: it names each problem once, and no logged failure ends a thread."""
+"""The daemon's log: it reports each problem once, and a thread that logs a failure goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Warnings:
 
 @contextlib.contextmanager
 def log_failure(what: str) -> Iterator[None]:
-    """Log an exception of the context's body with its traceback, and suppress it."""
+    """Log any exception that the body of the context raises, with its traceback, and suppress it."""
     try:
         yield
     except Exception:

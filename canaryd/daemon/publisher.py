@@ -57,7 +57,7 @@ class Publisher:
         """Number of the last change that is published."""
 
     def changed(self) -> None:
-        """Publish the present evidence; several threads that report changes at once share one page."""
+        """Publish the present evidence; if several threads report changes at once, one page serves them all."""
         with self._counting:
             self._changes += 1
             change = self._changes

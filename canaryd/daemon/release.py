@@ -20,7 +20,7 @@ PERIOD = 1.0
 
 
 class Releases:
-    """Obeys the requests of `canaryd release`."""
+    """Carries out the requests of `canaryd release`."""
 
     def __init__(
         self, engine: Engine, store: Store, *, changed: Callable[[], None], look_around: Callable[[], None]

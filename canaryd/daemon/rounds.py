@@ -27,12 +27,12 @@ from canaryd.store.store import Store
 log = logging.getLogger("canaryd")
 
 TICK = 5.0
-"""Seconds between two ticks of a device; a tick runs what is due."""
+"""Seconds between two ticks of a device; each tick runs the tests that are due."""
 TRIGGER_PAUSE, LONGEST_PAUSE = 600.0, 21_600.0
-"""Seconds after an extra test during which an event starts no other one, so that a crashing application cannot keep a
-device busy. The pause doubles while events continue, up to the second value."""
+"""Seconds after an extra test in which an event starts no other extra test, so that a crashing application cannot keep
+a device busy. The pause doubles while events continue, up to the second value."""
 ASIDE = {budget.DOUBT: "first retest", budget.RETEST: "retest"}
-"""Purpose → name, for runs that belong to no round."""
+"""Purpose → its name in log lines, for runs outside of rounds."""
 
 
 class _Round(NamedTuple):
@@ -162,14 +162,14 @@ class Rounds:
         return triggers.pop(uuid)
 
     def _put_back(self, uuid: str, trigger: str) -> None:
-        """Restore the event whose extra test could not finish, so that it requires the test again."""
+        """Restore the event `trigger` whose extra test could not finish, so that the event requires the test again."""
         if trigger:
             self._engine.watch.history.triggers.setdefault(uuid, trigger)
             half = self._triggered[uuid][1] / 2  # as if the test before had been as long ago as its pause
             self._triggered[uuid] = time.monotonic() - half, half
 
     def run_aside(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
-        """Run the retests in `plans`, unless the device has to wait."""
+        """Run the confirmations or retests in `plans`, unless the budget makes the device wait."""
         if plans and not self._waits(device, purpose):
             for plan in plans:
                 if plan.device.uuid == device.uuid or self.may(plan.device, purpose):
@@ -179,11 +179,12 @@ class Rounds:
     # The budget
 
     def within_budget(self, device: Device, names: list[str], periods: Mapping[str, float]) -> tuple[list[str], str]:
-        """Return the due probes that may run now, and the purpose that their time counts for.
+        """Return (probes among the due `names` that can run now, purpose to which the budget counts their time).
 
-        All probes that load the device wait together. A probe whose evidence would grow too old runs anyway, and alone.
-        A run without a result counts as evidence here, so a probe that never completes cannot escape the budget. The
-        first quick round of this process is forced too, because a verdict is needed soon after a start.
+        All probes that load the device wait together. A probe whose evidence would grow too old runs anyway, without
+        the others that load the device. A run without a result counts as evidence here, so a probe that never completes
+        cannot escape the budget. A probe's first quick run in this process is forced too, because a verdict is needed
+        soon after a start.
         """
         engine, policy = self._engine, self._engine.config.budget
         loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
@@ -210,7 +211,7 @@ class Rounds:
         return found is None
 
     def recall_spent(self, uuid: str) -> None:
-        """Count the last hour's runs of earlier processes, so that a restart cannot escape the budget."""
+        """Count the device time of the last hour's runs of earlier processes, so that a restart resets no budget."""
         engine, now = self._engine, time.time()
         for run in engine.evidence(uuid):
             age, entry = max(0.0, clock.age(run, now)), engine.entries.get(run.probe)
@@ -223,13 +224,13 @@ class Rounds:
         return (uuid, probe) not in self._last and self._engine.levels()[probe] == "quick"
 
     def _since(self, uuid: str, probe: str) -> float:
-        """Return the seconds since a probe last ran with any outcome, or infinity if it never ran."""
+        """Return the age in seconds of a probe's newest run with any outcome, or infinity if the probe never ran."""
         runs = (r for r in self._engine.evidence(uuid) if r.probe == probe and r.whole and not r.drill)
         now = time.time()
         return min((clock.age(r, now) for r in runs), default=math.inf)
 
     def _expected(self, uuid: str, names: tuple[str, ...]) -> float:
-        """Return the device seconds that a round of these probes should take, by their last round or last runs."""
+        """Return the device seconds that a round of these probes should take, estimated from earlier runs."""
         engine = self._engine
         if cost := engine.account.cost(uuid, names):
             return cost
@@ -248,7 +249,7 @@ class Rounds:
         )
 
     def _waits(self, device: Device, purpose: str, facts: budget.Conditions | None = None) -> bool:
-        """Return whether something that is due has to wait; if so, log, count and publish the reason."""
+        """Return whether the budget postpones tests of this `purpose`; if so, log, count and publish the reason."""
         found = budget.wait(self._engine.config.budget, facts or self._facts(device), purpose)
         if found and self._engine.account.withhold(device.uuid, found, time.time()):
             log.info("%s: put off: %s", device.name, found.text)
@@ -257,7 +258,7 @@ class Rounds:
         return found is not None
 
     def _stop_waiting(self, uuid: str) -> None:
-        """Record that nothing waits on a device any more: it has run, or nothing is left to run."""
+        """Record that no test of a device is postponed any more: it has run, or no test is left."""
         account = self._engine.account
         if account.withheld(uuid) and not self._engine.stopping:
             account.release(uuid)

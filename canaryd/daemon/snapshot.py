@@ -21,7 +21,8 @@ from canaryd.model import Ack, Cause, Device, Outcome, Run, State, Verdict
 from canaryd.store.store import Store
 
 STEADY = 5
-"""Number of newest runs whose recorded fingerprints must agree to be shown; as many are kept with recordings."""
+"""Number of newest runs whose recorded results must agree before their fingerprint is shown. As many runs are kept in
+memory with their recordings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Health:
 def device_view(
     engine: Engine, device: Device, verdict: Verdict | None, statements: Sequence[Ack], now: float
 ) -> families.DeviceView:
-    """Return the metrics page's data about a device; `statements` are all statements of operators."""
+    """Return the metrics page's data about a device; `statements` are all operators' statements on any device."""
     uuid = device.uuid
     runs = list(engine.evidence(uuid))
     plain = [r for r in runs if not r.drill]
@@ -68,17 +69,18 @@ def device_view(
 def last_success(runs: Iterable[Run]) -> dict[str, float]:
     """Return probe → start (epoch s) of its newest run that examined something and found nothing wrong.
 
-    `runs` are sorted, oldest first. The run may have given readings only.
+    `runs` are sorted, oldest first. A run that gave only readings counts too.
     """
     clean = (r for r in runs if r.outcome is Outcome.COMPLETED and not (r.wrong or r.unknown))
     return {r.probe: r.started for r in clean if has_looked(r)}
 
 
 def health(engine: Engine, now: float) -> Health:
-    """Return whether every device in place has fresh evidence, and whether this process has tested each device.
+    """Return a `Health`: healthy if all devices have fresh evidence, ready if this process has tested them all.
 
-    A device that waits for a server counts as tested. A device that was tested in earlier processes does not count if
-    torch no longer shows it or its runs skip everything: a release that cannot test must not replace one that could.
+    A device that waits for a server counts as tested. If earlier processes tested a device, runs that skip everything
+    do not count, and neither does a device that torch no longer shows: a release that cannot test must not replace one
+    that could.
     """
     reasons = [
         reason
@@ -127,7 +129,7 @@ def summary(engine: Engine, verdicts: Mapping[str, Verdict]) -> str:
 
 
 def newest_evidence(engine: Engine, uuid: str) -> dict[str, float | None]:
-    """Return probe → time (epoch s) of its last evidence on a device, or None if it gave none, for `status.gather`."""
+    """Return probe → time (epoch s) of its newest evidence on a device, or None for a probe that gave none."""
     found: dict[str, float | None] = dict.fromkeys(engine.periods(engine.devices[uuid]))
     for run in engine.evidence(uuid):
         if run.outcome is Outcome.COMPLETED and run.whole and not run.drill:
@@ -165,7 +167,7 @@ def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[st
 
 
 def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
-    """Yield the readings of each probe's newest whole run; on a CPU only of the CPU's own instruction set.
+    """Yield the readings of each probe's newest complete run; on a CPU, only runs on its own instruction set count.
 
     Readings of another instruction set, such as a slower kernel's time, would need their own label.
     """
@@ -178,7 +180,7 @@ def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
 def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> bool:
     """Return whether an acknowledgement covers the device's present state. It does not cover a later fault.
 
-    A fault whose cause becomes known later is still the same fault.
+    If the cause of a fault becomes known later, it is still the same fault.
     """
     if ack is None:
         return False
@@ -191,13 +193,13 @@ def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> b
 
 
 def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
-    """Return (probe, label) → the newest fingerprint of each instruction set, on the stack of its newest run.
+    """Return (probe, label) → newest fingerprint, for the software of the newest run of each instruction set.
 
-    Equal labels promise equal values on healthy devices of one model. The label is the stack's id with the probe's
-    version, since another version may have other cases. If recordings made the fingerprint, the label also stands for
-    the chain of each recording, since another kernel may round differently. Recorded bits may vary on a healthy device.
-    So there is no fingerprint if the newest `STEADY` runs with a label disagree, or if one of them gave two results for
-    a case.
+    Equal labels promise equal values on healthy devices of one model. The label is the id of the software stack with
+    the probe's version, since another version may have other cases. If recordings made the fingerprint, the label also
+    stands for the kernels behind each recording, since another kernel may round differently. Recorded bits can vary on
+    a healthy device. So there is no fingerprint if the newest `STEADY` runs with a label disagree, or if one of them
+    gave two results for a case.
     """
     stacks: dict[tuple[str, str], str] = {}
     newest: dict[tuple[str, str], tuple[str, str]] = {}
@@ -224,6 +226,6 @@ def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
 
 
 def _fingerprint(run: Run) -> int | None:
-    """Return a run's fingerprint, or None if the value under that name is not an integer that a float can hold."""
+    """Return a run's fingerprint, or None if it is missing or is no integer that a float holds exactly."""
     value = next((r.value for r in run.readings if r.name == FINGERPRINT), None)
     return value if type(value) is int and 0 <= value < 2**53 else None

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds that a message waits for a manager that does not read, so that the daemon does not hang with it (ours)."""
+"""Seconds that a message waits for a service manager that does not read it, so that the daemon does not hang too
+(ours)."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
@@ -58,5 +59,5 @@ def take(environment: MutableMapping[str, str]) -> Manager:
 
 
 def reloading() -> tuple[str, str]:
-    """Return the assignments that announce a reload; READY=1 ends the reload. systemd compares monotonic times."""
+    """Return the assignments that tell systemd of a reload: RELOADING=1 and the monotonic time. READY=1 ends it."""
     return "RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"

@@ -13,17 +13,17 @@ from canaryd.web.server import PLAIN_TEXT, Answer, Route
 log = logging.getLogger("canaryd")
 
 STARVED = 600.0
-"""Seconds without a successful reading of the store (`REFRESH`) after which the daemon counts as hung (ours). Normal
-waits are shorter: a statement waits 5 s for a lock, and so does every thread before it in the queue."""
+"""Seconds without a successful reading of the store after which the daemon counts as hung (ours). Normal waits are
+shorter: a statement waits 5 s for a lock, and so does each thread before it in the queue."""
 SILENT = 120.0
-"""Seconds without a successful reading of the store after which prepared pages are no longer served (ours): a page that
-never changes must not be believed."""
+"""Seconds without a successful reading of the store after which prepared pages are no longer served (ours), because
+nobody should trust a page that never changes."""
 ANSWER = 10.0
-"""Seconds that the HTTP server may take to close the connection of a client that hung up (ours)."""
+"""Seconds within which the HTTP server must close the connection of a client that hung up (ours)."""
 
 
 class Watchdog:
-    """A record of when the daemon last worked. All times are of the monotonic clock."""
+    """A record of the times (monotonic clock) at which the daemon last worked."""
 
     def __init__(self) -> None:
         self.looked = time.monotonic()
@@ -34,7 +34,7 @@ class Watchdog:
     def pulse(self, address: tuple[str, int] | None) -> None:
         """Check that the daemon works: the scheduler calls this, the store is read, and HTTP clients get answers.
 
-        docs/systemd.md lists the parts that may hang without effect on this check, and why.
+        docs/systemd.md lists the parts that can hang without effect on this check, and why.
         """
         since = time.monotonic() - self.looked
         if since > STARVED:
@@ -58,9 +58,9 @@ class Watchdog:
 
 
 def within_reach(host: str, port: int) -> tuple[str, int] | None:
-    """Return an address at which this process reaches its own server, or None if a firewall may be in between.
+    """Return an address where this process reaches its own server, or None if a firewall may be in between.
 
-    IPAddressAllow= may close a network address to this process too, and that is no reason for a restart.
+    The systemd option IPAddressAllow= can close a network address to this process too; that is no reason for a restart.
     """
     if host in ("", "0.0.0.0", "localhost") or host.startswith("127."):  # noqa: S104  compared, not bound
         return host if host.startswith("127.") else "127.0.0.1", port
@@ -68,7 +68,7 @@ def within_reach(host: str, port: int) -> tuple[str, int] | None:
 
 
 def served(address: tuple[str, int]) -> bool:
-    """Return whether the server accepts a silent client and lets it go; this works with TLS and passwords too."""
+    """Return whether the server accepts a silent client and closes its connection, even with TLS and passwords."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=ANSWER) as client:
         client.settimeout(ANSWER)
         client.shutdown(socket.SHUT_WR)

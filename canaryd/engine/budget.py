@@ -1,8 +1,8 @@
-"""Rules for when canaryd may load a device that serves requests, and an account of the device time that it used.
+"""Rules for when canaryd may load a device that serves requests, and an account of the device time that canaryd used.
 
-A round waits while its share of time is used up, the device is busy or hot, or quiet hours last. When its evidence
-would become too old, the round runs anyway, no larger than usual. Nothing runs if memory is short or the compute mode
-forbids it. docs/budget.md has the reasons.
+A round of tests waits in quiet hours, while the device is busy or hot, and while the hourly share of device time is
+used up. When the newest evidence would become too old, the round runs anyway, no larger than usual. Nothing runs if
+memory is short or the compute mode forbids it. docs/budget.md has the reasons.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _REASONS_FOR: Mapping[str, tuple[str, ...]] = {
 HOUR = 3600.0
 """Length in seconds of the period over which the share of device time is measured."""
 COVERAGE = 0.75
-"""A round is forced when its evidence has reached this fraction of the age at which evidence is stale. The rest of that
-age is time to wait for the device (ours)."""
+"""Fraction of the age at which evidence is stale. A round whose newest evidence is that old is forced to run; until
+then it can wait for a free device (ours)."""
 NICE = 10
 """Nice level of workers. A core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
 kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, and starting torch would take minutes
@@ -52,10 +52,11 @@ HEADROOM = 5.0
 REST = 3.0
 """Ratio of each pause to the burst before it, so that a round works for a quarter of its time (ours)."""
 UNHELD = 300 << 20
-"""Bytes of memory in use that still count as no other user of an accelerator (ours). An idle MI300X shows 284 MiB
-beyond what its driver calls reserved. A container sees the memory of outside processes, but not the processes."""
+"""Bytes of memory in use up to which an accelerator counts as free of other processes (ours). An idle MI300X shows 284
+MiB beyond what its driver calls reserved. A container sees the memory of outside processes, but not the processes."""
 TELL_USE = ("cuda", "rocm")
-"""Units on which used memory reveals other processes; an idle Ascend uses 3 GiB, and an Apple GPU draws the screen."""
+"""Kinds of devices (`Device.unit`) on which used memory reveals other processes. It does not on an idle Ascend, which
+uses 3 GiB, or on an Apple GPU, which draws the screen."""
 CONTEXT = 512 << 20
 """Bytes that a CUDA or HIP context with its kernels takes beside the memory that torch allocates (ours, generous)."""
 
@@ -82,7 +83,8 @@ class Conditions:
     processes: int | None = None
     """Number of processes that compute on the device."""
     held: int | None = None
-    """Bytes of device memory in use beyond the driver's part; None also if they reveal no other process."""
+    """Bytes of device memory in use, without the driver's part; None also if used memory reveals no process
+    (`TELL_USE`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def others(facts: Conditions) -> str:
 
 
 def wait(policy: BudgetConfig, facts: Conditions, purpose: str) -> Wait | None:
-    """Return the most binding reason to postpone a series, or None if the series may run."""
+    """Return the first of `REASONS` to postpone runs with this `purpose`, or None if they can start now."""
     for reason in _REASONS_FOR[purpose]:
         if text := _CHECKS[reason](policy, facts):
             return Wait(reason=reason, text=text)
@@ -176,9 +178,10 @@ _CHECKS: Mapping[str, Callable[[BudgetConfig, Conditions], str]] = {
 def facts(
     device: Device, own: Iterable[Reading], whole: Iterable[Reading] = (), *, now: float, spent: float, expected: float
 ) -> Conditions:
-    """Return the conditions that the fresh readings `own` of a device, and `whole` of its parent device, show.
+    """Return the conditions of a device: `own` are its fresh readings, `whole` those of its parent device.
 
-    An instance of a divided device has its own memory. It shares heat and the compute mode with the whole device.
+    An instance of a divided GPU has its own memory. It shares heat and the compute mode with the whole GPU. The result
+    repeats `now`, `spent` and `expected`.
     """
     mine, shared = _by_name(own), _by_name(whole)
     heat = mine if "temperature_celsius" in mine or not device.parent else shared
@@ -220,7 +223,7 @@ def _one(readings: Mapping[str, list[Reading]], name: str, **labels: str) -> flo
 
 
 def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
-    """Return the smallest distance (°C) of a sensor from its throttle or critical point, or None if it is unknown."""
+    """Return the smallest distance (°C) of any sensor from its throttle or critical point, or None if it is unknown."""
     thresholds = {
         r.labels.get("threshold", ""): float(r.value) for r in readings.get("temperature_threshold_celsius", ())
     }
@@ -234,16 +237,20 @@ def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
 
 
 def allowance(policy: BudgetConfig) -> dict[str, float]:
-    """Return a run's limits beside a server: seconds per burst, ratio of pause to burst, bytes to use and to leave."""
+    """Return the limits of a run that shares its device with a server, by name.
+
+    "burst": seconds of work before each pause. "rest": length of a pause, in bursts. "memory": bytes that the run can
+    use. "free": bytes that it must leave free.
+    """
     return {"burst": BURST, "rest": REST, "memory": policy.memory, "free": FREE}
 
 
 def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:
-    """Return the seconds of a device's time that a worker used.
+    """Return the seconds of a device's time that a worker used; `wall`: seconds that the worker lived, less pauses.
 
-    For a CPU this is the worker's processor time divided by the number of cores. For an accelerator it is the time that
-    `runs` report, measured by the device's own events if it has them. If a run that was not skipped reports no time (it
-    crashed or hangs), it is the worker's life without its pauses, minus the host's part that the runs report.
+    For a CPU this is `processor`, the worker's processor time, divided by the number of cores. For an accelerator it is
+    the time that `runs` report, measured by the device's own events if it has them. If a run crashed or hung, it
+    reports no time. The result is then `wall` minus the time that the runs report for work on the host.
     """
     if device.unit == "cpu" and processor is not None:
         return processor / (os.cpu_count() or 1)
@@ -259,7 +266,7 @@ def device_seconds(device: Device, wall: float, processor: float | None, runs: I
 
 
 def worked(seconds: float) -> float:
-    """Return an estimate of the seconds of work within a past run's wall time `seconds`; the rest was pauses."""
+    """Return the estimated seconds of work in a past run of `seconds` of wall time; the run paused for the rest."""
     return seconds / (1.0 + REST)
 
 
@@ -296,7 +303,7 @@ class Account:
                 self._recent.setdefault(device, deque()).append((self._clock(), seconds))
 
     def recall(self, device: str, seconds: float, age: float) -> None:
-        """Add time that an earlier process used `age` seconds ago to the hourly share, but not to the totals."""
+        """Count `seconds` that an earlier process used `age` seconds ago in the hourly share, but not in the totals."""
         with self._mutex:
             self._recent.setdefault(device, deque()).append((self._clock() - age, seconds))
 
@@ -319,12 +326,12 @@ class Account:
             self._withheld.pop(device, None)
 
     def release(self, device: str) -> None:
-        """Forget the postponed round of a device, because nothing waits on it any more."""
+        """Forget the postponed round of a device, because it has run or is no longer due."""
         with self._mutex:
             self._withheld.pop(device, None)
 
     def withhold(self, device: str, wait: Wait, now: float) -> bool:
-        """Record that a round is postponed; return whether this or its reason is news. A reason counts once a round."""
+        """Record that a round is postponed; return whether the reason is new. Each reason counts once in a round."""
         with self._mutex:
             held = self._withheld.setdefault(device, Withheld(since=now, wait=wait))
             news = wait.reason not in held.counted or held.wait.reason != wait.reason
@@ -340,7 +347,7 @@ class Account:
         return self._withheld.get(device)
 
     def totals(self, device: str) -> tuple[dict[str, float], dict[str, int]]:
-        """Return purpose → seconds used, and reason → number of postponed rounds, of one device (with zeros)."""
+        """Return (purpose → seconds used, reason → number of postponed rounds) of one device, zeros included."""
         with self._mutex:
             return (
                 {purpose: self._seconds[device, purpose] for purpose in PURPOSES},

@@ -1,6 +1,7 @@
-"""Find probe files without importing them: canaryd's own, those in the operator's directories, enabled entry points.
+"""Find probe files without importing them.
 
-Only a worker may import a probe file and read its `SPEC`; `load` joins files and specs.
+The files come from canaryd itself, from the operator's directories, and from enabled entry points. Only a worker
+imports a probe file and reads its `SPEC`. `load` joins the files with the specs that a worker read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The reason why a probe is missing from the catalogue; other probes are not affected."""
+    """The reason why one probe is missing from the catalogue; the other probes still work."""
 
     where: str
     """Path of the file or directory, or name of the entry point."""
@@ -63,10 +64,10 @@ def builtin_directory() -> Path:
 def find(
     directories: Iterable[Path], enabled: Collection[str] = (), *, builtin: Path | None = None
 ) -> tuple[list[ProbeFile], list[Problem]]:
-    """Return probe files and problems: built-in probes, those in `directories`, and `enabled` entry points.
+    """Return the probe files, and the problems of places and files that cannot be used. Nothing is imported.
 
-    An installed entry point is listed only if its name is in `enabled`. Nothing is imported. Of two probes with one
-    name the first is kept. `builtin` replaces canaryd's own directory.
+    The files are the built-in probes, those in `directories`, and installed entry points whose names are in `enabled`.
+    Of two probes with one name the first is kept. `builtin` replaces canaryd's own directory.
     """
     problems: list[Problem] = []
     found: dict[str, ProbeFile] = {}
@@ -90,7 +91,7 @@ def find(
 def load(
     files: Iterable[ProbeFile], described: Mapping[Path, ProbeSpec | str]
 ) -> tuple[dict[str, Entry], list[Problem]]:
-    """Return usable probes and problems; `described`: path → the spec that a worker read, or the error in the file."""
+    """Return (probe name → usable probe, problems); `described`: path → spec that a worker read, or error."""
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for file in files:
@@ -142,7 +143,7 @@ def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]
 
 
 def _unsafe_neighbours(directory: Path, probes: Collection[Path]) -> list[Problem]:
-    """Return a problem for each file beside the probes that another user could have written: a probe may read it."""
+    """Return a problem for each file beside `probes` that another user could have written: a probe may read it."""
     message = "the probes beside it may read it, so no probe in {} is used: {}"
     others = [Path(folder, name) for folder, below, names in os.walk(directory) for name in (*below, *names)]
     return [

@@ -69,13 +69,13 @@ NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of 
 EXACT = ("exact_attention", "exact_integer", "exact_matmul", "exact_units")
 """Probes that run again if a check has too few results; they give nearly all results."""
 LONGEST = 3
-"""A check may take at most this many times the duration of its first round to reach enough results."""
+"""Maximum total time of a check that repeats tests to reach enough results, in multiples of its first round's time."""
 ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives": "links"}
 """Probe → the part of a device that only this probe tests."""
 
 
 def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
-    """Return a gap for each part in `ONLY`, and for each probe that ran out of time, that some devices miss.
+    """Return the gaps in the tests: parts in `ONLY` and probes that ran out of time, with the devices concerned.
 
     `runs` maps a device's name to its runs.
     """
@@ -89,7 +89,7 @@ def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
 
 
 def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
-    """Return a gap for each part in `ONLY` that some devices miss; `done`: device name → probes that gave results."""
+    """Return a gap for each part in `ONLY` not tested on some devices; `done`: device name → probes with results."""
     gaps = []
     for probe, what in ONLY.items():
         without = [name for name, probes in done.items() if probe not in probes]
@@ -98,7 +98,7 @@ def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
 
 
 def all_gaps(level: str, found: Sequence[Gap], tested: Iterable[Device]) -> tuple[Gap, ...]:
-    """Return the gaps `found` and those that every check of this level leaves. No gap is listed twice.
+    """Return the gaps `found`, and those that every check of this `level` leaves. No gap is listed twice.
 
     `tested` are the devices that gave a result.
     """
@@ -144,9 +144,9 @@ class Result:
     planned: Counter[str] = field(default_factory=Counter)
     """Device → number of tests that were planned on it, without retests."""
     missed: dict[str, str] = field(default_factory=dict)
-    """Device → the reason why something that was asked for could not run on it."""
+    """Device → the reason why a test that was asked for could not run on it."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Device → the reason why its tests kept to the budget, as a sentence without the device's name."""
+    """Device → the reason why its tests ran with the limits beside a server; a sentence without the device's name."""
     rules_out: dict[str, dict[str, float]] = field(default_factory=dict)
     polls: dict[str, dict[str, Poll]] = field(default_factory=dict)
     """Device → telemetry probe → the state of its polls."""
@@ -162,12 +162,12 @@ class Result:
 
     @property
     def having_case(self) -> frozenset[str]:
-        """The names of the probes that have, or may have, one of the cases that were asked for."""
+        """The names of the probes that have one of the requested cases, or whose cases are unknown."""
         return frozenset(r.probe for runs in self.runs.values() for r in runs if r.reason is not Reason.NO_CASE)
 
     @property
     def without_case(self) -> list[Run]:
-        """All runs, if no probe has any of the cases that were asked for; else []."""
+        """All runs, if no probe has any of the requested cases; else []."""
         return [] if self.having_case or self.missed else [r for runs in self.runs.values() for r in runs]
 
 
@@ -227,9 +227,10 @@ def _complete(
     took: float,
     test: Callable[[Sequence[Entry], Sequence[Device], float], None],
 ) -> None:
-    """Repeat the exact probes through `test` on devices with too few results; `took`: seconds of the first round.
+    """Run the probes in `EXACT` again on devices with too few results, within `LONGEST` times `took` in all.
 
-    The judge then finds in `engine.compared` each device's number of results and the least number that it must reach.
+    `took` is the time of the first round in seconds. `test` runs probes on devices, with a factor for their duration.
+    `engine.compared` then holds, for each device, the number of results and the least number that is required.
     """
     exact = {name: entry for name, entry in engine.entries.items() if name in EXACT}
     counted = [d for d in _here(engine, devices) if _is_counted(engine, options, d)]
@@ -254,7 +255,7 @@ def _complete(
 
 
 def _is_counted(engine: Engine, options: Options, device: Device) -> bool:
-    """Return whether a check must reach a least number of results; it need not if a person chose what runs."""
+    """Return whether a check must reach a least number of results; it need not if the operator chose what runs."""
     chosen = options.probes or options.cases or options.intensity or options.instruction_set
     if chosen or options.seconds or options.drill or any(engine.settings(n).enabled is False for n in EXACT):
         return False
@@ -262,14 +263,14 @@ def _is_counted(engine: Engine, options: Options, device: Device) -> bool:
 
 
 def _is_asked(options: Options, entry: Entry) -> bool:
-    """Return whether a probe is part of a check. Probes that test groups take too long for a quick check."""
+    """Return whether a probe is part of a check. Probes that test devices together take too long for a quick check."""
     if options.probes:
         return entry.spec.name in options.probes
     return not entry.spec.group or options.level != "quick"
 
 
 def alarmed(result: Result) -> bool:
-    """Return whether any run saw the fault of a drill."""
+    """Return whether any run detected the injected fault of a drill."""
     return any(run.wrong or run.unknown for runs in result.runs.values() for run in runs)
 
 
@@ -279,7 +280,7 @@ def ended(result: Result) -> bool:
 
 
 def _here(engine: Engine, devices: Iterable[Device]) -> list[Device]:
-    """Return the devices in place that a probe can reach. Another device may be where a missing one was."""
+    """Return the devices that are present and can be tested. If a device is missing, another may be in its slot."""
     return [d for d in devices if d.uuid in engine.in_place and engine.reached(d)]
 
 
@@ -313,14 +314,14 @@ def _plans(
 
 
 def _in_groups(engine: Engine, options: Options, entries: Sequence[Entry], devices: Sequence[Device]) -> frozenset[str]:
-    """Return the uuids of the devices that must get results from the probes in `entries`, which test groups."""
+    """Return the uuids of the devices that must get results from probes in `entries`, which test devices together."""
     plans = [plan for entry in entries for plan in _plans_of_groups(engine, options, entry, devices)]
     cores = {d.uuid for d in devices for entry in entries if d.unit == "cpu" and schedule.applies(entry, d)}
     return frozenset(cores | {d.uuid for plan in plans for d in (plan.device, *plan.peers)})
 
 
 def _skipped_together(engine: Engine, result: Result) -> frozenset[str]:
-    """Return the devices whose group was not tested for lack of a library. Their links count as not checked."""
+    """Return the uuids of devices whose links count as not checked, because a library for testing them is missing."""
     backends = {
         engine.devices[uuid].backend
         for uuid, runs in result.runs.items()
@@ -365,7 +366,7 @@ def _carry_out(
 
 
 def _add(result: Result, device: Device, runs: Sequence[Run]) -> None:
-    """Add the runs of a plan for `device` to the result; some of the runs may be on its siblings."""
+    """Add the runs of a plan for `device` to the result; a plan can include runs on the device's siblings."""
     result.skipped.setdefault(device.uuid, [])
     for done in runs:
         result.runs.setdefault(done.device, []).append(done)
@@ -413,7 +414,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
 
 
 def _kept(who: str, options: Options, memory: int) -> str:
-    """Return a sentence: why the tests of a device kept to the budget, and which command avoids that."""
+    """Return a sentence that says why tests kept to the budget (`who` else uses the device) and how to avoid that."""
     command = "drill" if options.drill else "check"
     return (
         f"{who}, so the tests kept to the budget: at most {memory >> 20:,} MiB of its memory, pauses, low priority; "
@@ -422,7 +423,7 @@ def _kept(who: str, options: Options, memory: int) -> str:
 
 
 def _why(run: Run) -> tuple[str, str]:
-    """Return (outcome, reason) of a poll that gave nothing; the outcome is "" if the reason already says it."""
+    """Return (outcome, reason) of a poll without readings; the outcome is "" if the reason already names it."""
     if run.outcome is Outcome.COMPLETED:
         return "it gave no reading", next(iter(run.absent.values()), "")
     return "" if run.outcome is Outcome.SKIPPED else run.outcome.value, run.detail.partition("\n")[0]
@@ -438,7 +439,7 @@ def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
 
 
 def _incomplete(result: Result, uuid: str) -> str:
-    """Return the reason why a device's check is incomplete, and how far it came, or "" if the check is complete."""
+    """Return the reason why a device's check is incomplete, with the number of tests that ended, or "" if complete."""
     if not (why := result.missed.get(uuid, "")):
         return ""
     runs, planned = result.runs.get(uuid, []), result.planned[uuid]
@@ -447,7 +448,7 @@ def _incomplete(result: Result, uuid: str) -> str:
 
 
 def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Verdict:
-    """Return the verdict, plus a finding if the check missed something (`why`): older evidence is no substitute."""
+    """Return the verdict, with a finding if `why` says what the check missed: older evidence is no substitute."""
     if not why:
         return verdict
     finding = Finding(
@@ -482,7 +483,7 @@ def _command(options: Options, device: Device) -> str:
 
 
 def found(runs: Sequence[Run]) -> dict[str, int]:
-    """Return the numbers of results, wrong results, recordings and differing recordings of all runs, by name."""
+    """Return the totals of all runs: "results", "wrong" ones, "recordings", and those that "differ" from baselines."""
     return {
         "results": sum(r.trials for r in runs),
         "wrong": sum(c.wrong_trials for r in runs for c in r.comparisons),
@@ -498,7 +499,7 @@ def gave(run: Run) -> str:
 
 
 def compared(runs: Sequence[Run]) -> str:
-    """Return the number of exact results of all runs as text, or of recordings if there are none, as for endpoints."""
+    """Return the number of exact results of all runs as text, or of recordings if there are no exact results."""
     of = found(runs)
     if of["results"] or not of["recordings"]:
         return f"{count(of['results'], 'result')}, {of['wrong']:,} wrong"

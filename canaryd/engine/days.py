@@ -1,4 +1,4 @@
-"""Summaries of each device's days, and the findings from several weeks of summaries."""
+"""Daily summaries of each device, and the findings from several weeks of summaries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from canaryd.judge.brief import sign
 from canaryd.model import Device, Finding
 
 BACK = 14
-"""Days for which runs and polls are kept, so that each of these days can still be summed up."""
+"""Days for which runs and polls are kept, so that a summary of each of these days can still be made."""
 SEEN = 90 * DAY
 """Age in seconds up to which summaries are read; the rule in docs/judgement.md needs less."""
 
 
 class Days:
-    """The daily summaries of each device in memory, and the findings of today."""
+    """The daily summaries of each device in memory, and the findings from them."""
 
     def __init__(self, host: Host, acknowledgements: Acknowledgements) -> None:
         """Start empty; no summary is read yet."""
@@ -52,7 +52,7 @@ class Days:
         return False
 
     def _sum_up(self, uuid: str, day: int) -> bool:
-        """Store the summary of one day. Return False if the record is unreadable: a part must not replace the whole."""
+        """Store the summary of one day. Return False, and store nothing, if the store cannot be read completely."""
         store, begin, end = self._host.store, day * DAY, (day + 1) * DAY
         runs = [  # hour by hour: a whole day with comparisons and recordings takes tens of MiB
             replace(run, comparisons=(), recordings=(), readings=(*run.readings, *sign(run)))
@@ -73,7 +73,7 @@ class Days:
         return True
 
     def tested(self, uuid: str) -> dict[str, frozenset[int]]:
-        """Return probe → past days (since the epoch, UTC) on which it tested a device after its last repair."""
+        """Return probe → past days on which it tested a device after the last repair (UTC days since the epoch)."""
         self._refresh()
         if uuid not in self._tested:
             days_of: dict[str, set[int]] = defaultdict(set)
@@ -98,9 +98,10 @@ class Days:
         return max(self._host.clock() - SEEN, self._acks.evidence_since(uuid))
 
     def findings(self, device: Device) -> tuple[Finding, ...]:
-        """Return the findings from comparing a device's days with its earlier days and its siblings' days.
+        """Return the findings from comparing a device's days with its earlier days and with the days of its siblings.
 
-        The rule (docs/judgement.md) runs once a day and after an acknowledgement. Days before a repair are left out.
+        The findings are made once a day, and after an acknowledgement; docs/judgement.md has the rule. Days before a
+        repair are left out.
         """
         host, now = self._host, self._host.clock()
         self._refresh()

@@ -91,13 +91,13 @@ class Decisions:
         return self._decide(uuid, self._node(served=self._host.devices[uuid].is_endpoint), previous)
 
     def decide_drill(self, uuid: str, since: float) -> Verdict:
-        """Judge a device's drills since `since` (epoch s) by the same rules. The verdict is never stored."""
+        """Judge a device by its drills since `since` (epoch s), with the usual rules. The verdict is never stored."""
         self._look()
         served = self._host.devices[uuid].is_endpoint
         return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
 
     def keep(self, verdict: Verdict) -> None:
-        """Store a verdict, unless its only reason is that canaryd has just started, is stopping, or could not read."""
+        """Store a verdict, but not if its only reason is that canaryd starts, stops, or cannot read its records."""
         passing = self._host.stopping or self._host.store.unreadable
         if self._host.looked and (verdict.doubted or not passing):
             self._host.store.set_verdict(verdict)
@@ -120,7 +120,7 @@ class Decisions:
             self._evidence.add(run)
 
     def _look(self) -> dict[str, Verdict]:
-        """Read what other processes may have stored since the last call; return the stored verdicts by uuid."""
+        """Read what other processes have stored since the last call; return device uuid → newest stored verdict."""
         self._learning.refresh()
         with self._host.mutex:
             for run in self._host.store.news():
@@ -139,7 +139,7 @@ class Decisions:
     # -- the case for the judge ---------------------------------------------------------------------------------------
 
     def _decide(self, uuid: str, among: Node, previous: Verdict | None, *, drill: bool = False) -> Verdict:
-        """Ask the judge about one device, store the verdict if it is new, and return it."""
+        """Judge one device by the evidence in `among`, store the verdict if it is new, and return the verdict."""
         host = self._host
         with host.mutex:
             device = host.devices[uuid]
@@ -174,7 +174,7 @@ class Decisions:
             return verdict
 
     def _node(self, *, served: bool, drill: bool = False, since: float = 0.0) -> Node:
-        """Return the devices of this host, or its endpoints if `served`, with the evidence on each."""
+        """Return the devices of this host, or its endpoints if `served`, with their runs since `since` (epoch s)."""
         host = self._host
         with host.mutex:
             devices = {u: d for u, d in host.devices.items() if d.is_endpoint == served}
@@ -216,12 +216,12 @@ class Decisions:
         return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
-        """Return device uuid → the changes that the inventory noticed, for each other device of the same backend."""
+        """Return device uuid → its hardware and software changes, for every other device of the same backend."""
         others = (d for u, d in self._host.devices.items() if u != device.uuid and d.backend == device.backend)
         return {d.uuid: [e for e in self._watch.history.of(d) if e.kind == EventKind.CHANGE] for d in others}
 
     def _count(self, device: Device) -> tuple[int, int] | None:
-        """Return the numbers of accelerators found and expected, or None if no number is set or this is not the CPU."""
+        """Return (accelerators found, expected), or None if no number is configured or the device is not the CPU."""
         expected = self._host.config.devices.expected
         if expected is None or device.backend != "cpu":
             return None
@@ -230,7 +230,7 @@ class Decisions:
         return sum(UNDRIVEN not in d.detail for d in found), expected
 
     def _behind(self, device: Device) -> tuple[Behind, ...]:
-        """Return the devices that serve an endpoint, with the evidence on them."""
+        """Return the devices that serve an endpoint, each with its runs and whether it is in doubt."""
         parts = self._host.devices_behind(device)
         return tuple(
             Behind(d.name, tuple(r for r in self._evidence.of(d.uuid) if not r.drill), d.uuid in self._doubted)
@@ -238,7 +238,7 @@ class Decisions:
         )
 
     def _served_endpoints(self, device: Device, *, drill: bool) -> dict[str, tuple[int, Sequence[Finding]]]:
-        """Return the uuid of each endpoint that a device serves → (number of devices that serve it, its findings)."""
+        """Return uuid → (number of serving devices, findings), for each endpoint that a device serves."""
         host = self._host
         found: dict[str, tuple[int, Sequence[Finding]]] = {}
         for name, endpoint in endpoints.named(host.config).items():
@@ -266,7 +266,7 @@ class Decisions:
         return known
 
     def _record(self, device: Device, *, drill: bool) -> Record:
-        """Return a device's recordings and baselines, with those of every device that it can be compared with."""
+        """Return the recordings and baselines of a device, and those of every device that it can be compared with."""
         host = self._host
         of = {u: tuple(r for r in self._evidence.of(u) if has_looked(r)) for u in host.devices}
         return Record(

@@ -18,7 +18,8 @@ from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description
 
 VENDORS = ("host", *inventory.BACKEND_OF_MODULE)
-"""Modules of the worker that list devices, in the order of the search; each module has a probe NAME_telemetry."""
+"""Worker modules that list devices, in the order of the search. The telemetry probe of module NAME is
+NAME_telemetry."""
 
 
 class Discovery:
@@ -37,12 +38,12 @@ class Discovery:
         """Every device ever seen here, as it was read last."""
 
     def discover(self, on_wait: Callable[[str], None], *, keep: bool) -> None:
-        """Find probes and devices through workers, and record what changed; `on_wait` is called if a wait is long.
+        """Find probes and devices through workers, and record the changes; `on_wait` is called if a wait is long.
 
-        `keep`: tests follow at once, and may use the same worker if it found only a processor.
+        `keep`: tests follow at once. If the worker found only a processor, it is kept for these tests.
 
-        Unreadable data stays unchanged. A missing device stays known, as not present, while the judge watches a
-        suspect.
+        Data that cannot be read now stays unchanged. A missing device stays known, as not present, for as long as the
+        judge watches a suspect device.
         """
         host = self._host
         files, problems = catalogue.find(host.config.probes.directories, host.config.probes.enabled)
@@ -86,7 +87,7 @@ class Discovery:
             )
 
     def ignored(self, on_wait: Callable[[str], None]) -> list[str]:
-        """Return a line for each problem of the probes that the configuration names; canaryd's own files are not read.
+        """Return one line for each problem with a probe that the configuration names; built-in files are not read.
 
         `on_wait` is called if a wait is long.
         """
@@ -106,7 +107,7 @@ class Discovery:
         return {name: settings.settings for name, settings in named.items() if settings.enabled is not False}
 
     def _take_inventory(self, found: inventory.Found, here: Collection[str]) -> None:
-        """Store the devices that an inventory found; the uuids in `here` were present before it."""
+        """Store the devices that an inventory found; `here` are the uuids of the devices that were present before."""
         host, store = self._host, self._host.store
         now, known = host.clock(), self._known()
         devices = [d for d in found.devices if inventory.is_included(d, host.config)]
@@ -130,16 +131,16 @@ class Discovery:
         return {uuid: r.device for uuid, r in self._read().items()}
 
     def _read(self) -> Mapping[str, DeviceRecord]:
-        """Return every device ever seen here, by uuid. If the store is unreadable, those of earlier reads remain."""
+        """Return uuid → record of every device ever seen here. If the store is unreadable, earlier records remain."""
         store = self._host.store
         found = {r.device.uuid: r for r in store.devices()}
         self._records = self._records | found if store.unreadable else found
         return self._records
 
     def _remembered(self, now: float) -> list[DeviceRecord]:
-        """Return the devices that are still known. If the store is unreadable: those known before, and those present.
+        """Return the devices that are still known. If the store is unreadable, return those known before or present.
 
-        Only a readable store shows which devices are missing, and which were replaced or forgotten.
+        Only a readable store shows which devices are missing, replaced or forgotten.
         """
         host, store = self._host, self._host.store
         known = self._read().values()
@@ -183,7 +184,7 @@ class Discovery:
 def _loaded(
     files: Sequence[catalogue.ProbeFile], described: Description
 ) -> tuple[dict[str, catalogue.Entry], list[catalogue.Problem]]:
-    """Return usable probes by name, and problems, without files that are unread only because torch failed."""
+    """Return (usable probes by name, problems). A file that is unread only because torch failed is in neither."""
     reached = [f for f in files if not described.lost or f.path in described.probes]
     return catalogue.load(reached, described.probes)
 

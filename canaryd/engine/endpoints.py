@@ -69,7 +69,7 @@ def _here(url: str) -> bool:
 
 
 def settings(endpoint: EndpointConfig) -> dict[str, Any]:
-    """Return the settings of an endpoint for its probe: paths as text, and "" for a text that is not set."""
+    """Return the settings that an endpoint's probe gets: paths as text, and "" for a text that is not set."""
     return {
         "url": endpoint.url,
         "model": endpoint.model or "",

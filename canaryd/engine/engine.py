@@ -1,7 +1,8 @@
 """Carry out plans: `canaryd check`, `canaryd drill` and `canaryd run` all use this code to turn a plan into a verdict.
 
-A series runs under the lock of its device. Each run is stored, its device is judged, and wrong results are confirmed.
-Every wait for hardware happens in a worker, so this process cannot hang in a driver.
+A plan becomes a series: several runs in one worker, under the lock of the device. Each run is stored, its device is
+judged, and wrong results are confirmed. Every wait for hardware happens in a worker, so this process cannot hang in a
+driver.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest, new_run_id
 
 LEARNING = 2
-"""Number of extra runs that may follow an endpoint's run at once: one to learn a chain, one to compare with it."""
+"""Number of extra runs that can follow an endpoint's run at once: the first learns the results of new server software,
+the second is compared with them."""
 SHAPED = ("exact_matmul", "exact_attention")
 """Probes that also test with the sizes of the served models."""
 IDLE = (Outcome.COMPLETED, Outcome.SKIPPED, Outcome.ERRORED, Outcome.GARBLED)
-"""Outcomes of a run that may never have reached its device; other outcomes may come from the device or its driver."""
+"""Outcomes that are possible even if a run never reached its device; other outcomes come from the device or its
+driver."""
 CONFIRM_WAIT = 60.0
-"""Minimum time in seconds that a confirmation waits for a device that another process holds."""
+"""Minimum seconds for which a confirmation waits for a device that another process holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ Listener = Callable[[Progress], None]
 
 @dataclass
 class Engine(Host):
-    """The host, the evidence on it, and the means to test it.
+    """The host, the evidence on its devices, and the means to test them.
 
     The parts of the engine share this `Host` and its mutex, and each part owns what it keeps in memory.
     """
@@ -69,17 +72,19 @@ class Engine(Host):
     on_change: Callable[[], None] = lambda: None
     """Function that is called when the evidence changed for a reason other than a run."""
     may: Callable[[Device, str], bool] = lambda _, __: True
-    """Function (device, purpose) → whether the device may be loaded now; called before each confirmation."""
+    """Function (device, purpose) → whether a test is allowed to load the device now; called before each
+    confirmation."""
     beside: bool = False
-    """Whether servers may use the devices at the same time, so that runs keep to the budget. Runs of a daemon always
-    do, and runs of a check do on accelerators that other processes use."""
+    """Whether servers can use the devices at the same time, so that runs keep to the budget. In a daemon this is always
+    True. A check also keeps to the budget on each accelerator that another process uses."""
     drained: bool = False
     """Whether the operator says that no server uses the devices, even if processes are seen on them."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Accelerator on which a check kept to the budget → the sign that another process uses the accelerator."""
+    """Uuid of an accelerator on which a check kept to the budget → the sign that another process uses the
+    accelerator."""
     account: budget.Account = field(default_factory=budget.Account)
     room: Room = field(default_factory=lambda: Room(available))
-    """Limits the series that run at the same time to those that fit into this host's memory."""
+    """Memory of this host for series that run at the same time; a series waits until its part is free."""
     workers: Workers = field(init=False)
     watch: Watch = field(init=False)
 
@@ -110,21 +115,21 @@ class Engine(Host):
 
     @property
     def released(self) -> str:
-        """The reason why no device may be used at present, or "" if devices may be used."""
+        """The reason why no device must be used at present, or "" if devices can be used."""
         return self.workers.released
 
     @property
     def halted(self) -> str:
-        """The reason why no worker may be started at present, or "" if workers may be started."""
+        """The reason why no worker can be started at present, or "" if workers can be started."""
         return self.workers.halted
 
     @property
     def holds(self) -> bool:
-        """Whether a worker that may hold a device exists, including one that survived SIGKILL."""
+        """Whether a worker exists that is allowed to use a device, including one that survived SIGKILL."""
         return self.workers.hold_devices
 
     def stop(self, reason: str = "canaryd is shutting down") -> None:
-        """Kill every worker now and never start another; any thread may call this."""
+        """Kill every worker now and never start another; any thread can call this."""
         self.workers.stop(reason)
 
     def release(self, reason: str) -> None:
@@ -147,9 +152,9 @@ class Engine(Host):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def discover(self, on_wait: Callable[[str], None] = lambda _: None, *, keep: bool = False) -> None:
-        """Find probes and devices through workers, and record what changed; `on_wait` is called if a wait is long.
+        """Find probes and devices through workers, and record the changes; `on_wait` is called if a wait is long.
 
-        `keep`: the worker may be kept for a check that follows; the check then ends the worker.
+        `keep`: the worker is kept for a check that follows, if it fits. The check then ends the worker.
         """
         self._discovery.discover(on_wait, keep=keep)
 
@@ -161,16 +166,16 @@ class Engine(Host):
         return self._discovery.ignored(on_wait)
 
     def recall(self, *, runs: bool = True) -> None:
-        """Load the known devices and runs from the store. If `runs` is False, no device can be judged yet."""
+        """Load the known devices, and their runs if `runs`, from the store. Without runs no device can be judged."""
         self._discovery.recall(runs=runs)
 
     @property
     def unread(self) -> bool:
-        """Whether stored evidence may exist that this process has not read yet."""
+        """Whether the store can contain evidence that this process has not read yet."""
         return bool(self.store.unreadable) or self._evidence.outdated
 
     def sweep(self, *, hold: bool = False, due: bool = False, record: bool = False) -> None:
-        """Poll the telemetry of all devices once, and judge them; with `due`, only the polls whose period has passed.
+        """Poll the telemetry of all devices once, then judge them; with `due`, skip polls whose period has not passed.
 
         `hold` keeps the drivers open for the next sweep. `record` stores every poll, even if it shows nothing new.
         """
@@ -180,11 +185,11 @@ class Engine(Host):
         self.decide()
 
     def recall_telemetry(self, uuid: str) -> None:
-        """Load a device's last stored telemetry since its repair, to judge the device without a new poll."""
+        """Load the telemetry stored since a device's repair, so that the device can be judged without a new poll."""
         self.watch.recall(uuid, self.telemetry_periods(), self._acks.evidence_since(uuid))
 
     def read_log(self, *, until_end: bool) -> None:
-        """Read the kernel log from the last stored position, up to its end (`until_end`) or until canaryd stops."""
+        """Read the kernel log from the last stored position to its end if `until_end`, else until canaryd stops."""
         series = self.workers.start(numeric=False, uses_device=False)
         try:
             self.watch.read_log(series, self.in_place_first, until_end=until_end)
@@ -207,9 +212,9 @@ class Engine(Host):
     ) -> list[Run]:
         """Run a series, and the confirmations that its mismatches require; return all runs.
 
-        Each run is stored when it ends, and the device is judged after it. The series counts towards the budget of
-        `purpose`, its confirmations towards the budget of `DOUBT`. Raises `Busy` if another process still holds the
-        device after `wait` seconds, or at a stop.
+        Each run is stored when it ends, and its device is then judged. The time of the series counts towards the budget
+        of `purpose`, the time of its confirmations towards the budget of `DOUBT`. `Busy` is raised if canaryd stops, or
+        if another process still holds the device after `wait` seconds.
         """
         runs = self._run_locked(plan, purpose, wait, on_wait)
         for run in list(runs):
@@ -230,7 +235,7 @@ class Engine(Host):
     def _run_locked(
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
     ) -> list[Run]:
-        """Run a series under its device's lock, and return its runs; [] if it `confirms` and `may` forbids it."""
+        """Run a series under its device's lock and return its runs; [] if it `confirms` a run and `may` forbids it."""
         group = {d.physical: d for d in (plan.device, *plan.peers)}
         with contextlib.ExitStack() as held:
             for _, device in sorted(group.items()):  # in one order, so that no two series wait for each other
@@ -239,7 +244,7 @@ class Engine(Host):
             return [] if confirms and not self.may(plan.device, purpose) else self._run_series(plan, purpose)
 
     def _room_for(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """Wait until memory is free for the worker of a plan. An endpoint's worker loads no torch and never waits."""
+        """Return a context that waits for the memory of a plan's worker; an endpoint's worker does not wait."""
         if not plan.numeric or plan.device.is_endpoint:
             return contextlib.nullcontext()
         context = 0 if plan.device.unit == "cpu" else CONTEXT
@@ -248,20 +253,20 @@ class Engine(Host):
 
     @contextlib.contextmanager
     def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None], doing: str = "") -> Iterator[None]:
-        """Hold a device's lock; raise `Busy` if another process still holds it after `wait` seconds, or at a stop."""
+        """Hold a device's lock; raise `Busy` at a stop, or if another process still holds it after `wait` seconds."""
         with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted), doing):
             yield
 
     def _may_yield(self, plan: Plan) -> bool:
-        """Return whether a series would yield to a server on its device."""
+        """Return whether a series must yield to a server if one uses its device."""
         may = self.beside or (plan.device.unit != "cpu" and not self.drained)
         return may and plan.numeric and not plan.device.is_endpoint
 
     def _yields(self, plan: Plan) -> bool:
-        """Return whether a series yields to a server that uses the device; raise `Busy` if it must not even start.
+        """Return whether a series yields to a server that uses its device now; raise `Busy` if it must not even start.
 
-        A check asks the driver who uses the accelerator. It holds the device's lock meanwhile, so that no other canaryd
-        process runs there.
+        A check asks the driver which processes use the accelerator. The caller holds the device's lock, so no other
+        canaryd process runs there.
         """
         if self.beside or not self._may_yield(plan):
             return self._may_yield(plan)
@@ -295,7 +300,7 @@ class Engine(Host):
         return f"testing {plan.device.name} ({probes}) for at most {math.ceil(most)} s"
 
     def _run_series(self, plan: Plan, purpose: str) -> list[Run]:
-        """Run the steps of a plan in one series, store each run, and charge the time to `purpose`."""
+        """Run a plan's steps in one worker, store and return the runs, and count the time towards `purpose`."""
         runs: list[Run] = []
         probe = ""
 
@@ -342,7 +347,7 @@ class Engine(Host):
         return runs
 
     def _in_use(self, device: Device) -> dict[str, str]:
-        """Return the load of an accelerator by other work, for `Run.environment`; {} if it is low or unknown."""
+        """Return facts for `Run.environment` about other work's load on an accelerator; {} if it is low or unknown."""
         busy, limit = self._busy(device), self.config.budget.busy
         if device.unit == "cpu" or busy is None or busy < limit:
             return {}
@@ -360,9 +365,9 @@ class Engine(Host):
         return None if found.processes == 0 else found.busy
 
     def _request(self, device: Device, step: Step, *, yields: bool) -> tuple[RunRequest, float]:
-        """Return the request of a step to a worker, and the seconds after which the run is killed.
+        """Return (request to a worker to run a step, seconds after which that run is killed).
 
-        A run that `yields` to a server keeps to the budget, and may pause.
+        A run that `yields` to a server keeps to the budget, and can pause.
         """
         spec = step.entry.spec
         restricted = bool(step.cases or step.drill or step.intensity)
@@ -391,7 +396,7 @@ class Engine(Host):
         return request, self.timeout(spec, level) - spec.budget[level] + seconds + pauses
 
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
-        """Return a probe's settings, for an endpoint with its own, for `SHAPED` probes with the served models."""
+        """Return a probe's settings, with those of an endpoint, or with the served models for a probe in `SHAPED`."""
         own = self.settings(probe).settings
         if device.is_endpoint:
             return {**own, **endpoints.settings(self.endpoint(device))}
@@ -410,9 +415,9 @@ class Engine(Host):
         on_wait: Callable[[str], None] = lambda _: None,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask a module of the worker, under the stack under test, while the device is locked.
+        """Ask a module of the worker a question, under the stack under test, while the device is locked.
 
-        Returns the outcome, the answer, and the detail of the outcome. Raises `Busy` as `carry_out` does.
+        Returns (outcome, answer, detail of the outcome). Raises `Busy` like `carry_out`.
         """
         with self._locked(device, wait, on_wait):
             series = self.workers.start("", on_progress, device=device)
@@ -452,7 +457,7 @@ class Engine(Host):
         self._decisions.take(run)
 
     def evidence(self, uuid: str) -> Sequence[Run]:
-        """Return a device's runs that count, oldest first: clean runs in short form, drills only if recent."""
+        """Return a device's runs that count, oldest first: clean runs in short form, runs of drills only if recent."""
         return self._evidence.of(uuid)
 
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
@@ -464,7 +469,7 @@ class Engine(Host):
         return self._decisions.decide_all()
 
     def settle(self) -> None:
-        """Judge every device by all evidence, also after a restricted check, and store the verdicts."""
+        """Judge every device by all evidence and store the verdicts, even if the last check was restricted."""
         self.only, self.cases, self.intensity = frozenset(), (), ""
         for verdict in self.decide().values():
             self._decisions.keep(verdict)
@@ -474,12 +479,12 @@ class Engine(Host):
         return self._decisions.decide(uuid)
 
     def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
-        """Judge a device's drills since `since` (epoch s) by the same rules. The verdict is never stored."""
+        """Judge a device by its drills since `since` (epoch s), with the usual rules. The verdict is never stored."""
         return self._decisions.decide_drill(uuid, since)
 
 
 def choose(devices: Mapping[str, Device], wanted: Sequence[str]) -> tuple[list[Device], list[str]]:
-    """Return the devices that any of `wanted` (uuid, name or backend) names, and the words that name no device."""
+    """Return (chosen devices, words in `wanted` that match no device). Each word is a uuid, a name or a backend."""
     if not wanted:
         return list(devices.values()), []
     chosen = {d.uuid: d for d in devices.values() if any(w in (d.uuid, d.name, d.backend) for w in wanted)}

@@ -21,9 +21,10 @@ from canaryd.store.store import Store
 MEMORY = 31 * 86_400.0
 """Seconds for which events stay in memory; every rule looks back less far."""
 HOST, BUS = "host", "bus "
-"""Placeholder ids for events on unknown devices: the machine itself, or the start of an id for a place on the bus."""
+"""Placeholders for the uuid in events on unknown devices: the id for the machine itself, and the prefix of the ids for
+places on the bus."""
 LOST = (EventKind.OFF_BUS, "driver")
-"""Kind and name of the event that a poll records when the driver no longer reaches a device."""
+"""Kind and name of the event that a poll records when the driver can no longer reach a device."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Bucket = tuple[str, str, int]
 """Kind, name and hour (since the epoch) of an event."""
@@ -55,9 +56,10 @@ class EventHistory:
                 self._add(event)
 
     def of(self, device: Device) -> tuple[Event, ...]:
-        """Return the last month's events of a device, and of the device that it is an instance of, oldest first.
+        """Return the last month's events of a device and, for an instance, of its parent device, oldest first.
 
-        Events that were recorded for its place on the bus, or for the host, before the device was known are included.
+        Events that were recorded for the device's place on the bus, or for the host, before the device was known are
+        included.
         """
         bus_id = device.detail.get("bus_id", "")
         places = {f"{BUS}{bus_key(bus_id)}", f"{ON_THE_BUS}{bus_id}"} if bus_key(bus_id) else set()
@@ -79,13 +81,13 @@ class EventHistory:
         counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
         notes: Mapping[str, str] | None = None,
     ) -> None:
-        """Store events, counters and notes in one transaction, and add the events to those in memory."""
+        """Store events, counts (name, labels, increment) and notes in one transaction; keep the events in memory."""
         events = self._store.dated(events)
         self._store.add_events(events, counts, notes)
         self.remember(events)
 
     def record_changes(self, events: Sequence[Event]) -> None:
-        """Store the changes that a discovery found, and count them by component."""
+        """Store the changes that a discovery found, and count the changes of each component."""
         if events:
             counts = [("stack_changes", {"device": e.device, "component": e.name}, 1.0) for e in events]
             self.record(events, counts)
@@ -123,9 +125,9 @@ class EventHistory:
     # -- boots --------------------------------------------------------------------------------------------------------
 
     def record_boot(self, devices: Collection[str], now: float, *, boot_id: Path = BOOT_ID) -> None:
-        """Record a reboot since the last call, and whether the machine went down while the daemon ran.
+        """Record a reboot since the last call; the event says whether the machine went down while the daemon ran.
 
-        The event gets the time of the machine's start, so that it precedes everything that the kernel logged since.
+        The event has the time of the machine's start, so that it precedes everything that the kernel logged since.
         """
         with contextlib.suppress(OSError):
             current = _boot(boot_id)
@@ -160,9 +162,10 @@ class EventHistory:
 
 
 def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:
-    """Return whether an event of a place on the bus concerns the device there now: kernel lines, and new reboots.
+    """Return whether an event of a place on the bus is about the device that is there now.
 
-    A device that the driver could not identify is no longer of interest once the driver can.
+    Such an event is a line of the kernel log, or a reboot that is not in `booted`, the reboots that the device itself
+    recorded. What was noted about a device that its driver could not identify does not count once the driver can.
     """
     if event.kind == EventKind.BOOT:
         return event.after not in booted
@@ -172,7 +175,7 @@ def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:
 def _boot(boot_id: Path) -> str:
     """Return the id of this boot of the machine, or "" if a container manager hides it.
 
-    Container managers (systemd-nspawn, LXC) mount their own file over it, with a new id for each container.
+    Container managers (systemd-nspawn, LXC) mount their own file over `boot_id`, with a new id for each container.
     """
     return "" if os.path.ismount(boot_id) else boot_id.read_text().strip()
 

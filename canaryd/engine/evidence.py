@@ -19,13 +19,13 @@ from canaryd.model import Ack, Outcome, Run
 NEWEST = 50
 """Number of clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
 RECORD = 3000
-"""The same number for a device with a mismatch and for its siblings. Their failure rates and their behaviour since the
-mismatch decide; this many runs cover more than the time for which the judge watches a suspect."""
+"""The same limit as `NEWEST`, but for a device with a mismatch and for its siblings. These runs show how often the
+device fails, before and after the mismatch; so many cover more than the time for which the judge watches a suspect."""
 FAILURES = 100
-"""Number of mismatches of one probe and instruction set that stay in memory. The same limit holds separately for runs
-that hung or ended with a device error, and for clean confirmations: none of these may ever push out a mismatch."""
+"""Number of mismatches of one probe and instruction set that stay in memory. Runs that hung or ended with a device
+error have their own limit of this number, and so do clean confirmations: none of them can ever push out a mismatch."""
 STOPPED = HANGS | {Outcome.DEVICE_ERROR}
-"""Outcomes that count for as long as a device is watched, because they may happen again days later."""
+"""Outcomes that count for as long as the judge watches a device, because they can happen again days later."""
 DEVICE_FAILURES = 400
 """Number of mismatches of one device that stay in memory; if more than four kinds of runs fail, fewer of each kind stay
 (ours). 100 runs of each kind prove a device's fault no better than 50, and take as much memory as eight devices."""
@@ -45,9 +45,10 @@ class Acknowledgements:
         """Rises whenever `read` finds a change."""
 
     def read(self) -> None:
-        """Read all acknowledgements from the store. Those that are dated in the future become void for good.
+        """Read all acknowledgements from the store. Acknowledgements dated in the future become void for good.
 
-        Nobody deletes one: one that the store lacks still holds, since another database took the place of the first.
+        Nobody deletes an acknowledgement. If the store lacks a known one, the database was replaced: it is stored
+        again.
         """
         store = self._host.store
         found = tuple(store.acks())
@@ -66,7 +67,7 @@ class Acknowledgements:
             self.version += 1
 
     def in_force(self, uuid: str) -> tuple[Ack, ...]:
-        """Return the acknowledgements of a device that count now; one dated in the future may count later."""
+        """Return the acknowledgements of a device that count now. One dated in the future counts only later."""
         return acks.heeded(self._of.get(uuid, ()), self._host.clock())
 
     def evidence_since(self, uuid: str) -> float:
@@ -96,14 +97,14 @@ class Evidence:
 
     @property
     def outdated(self) -> bool:
-        """Whether a readable database waits to be read: it was locked before, or it replaced the previous one."""
+        """Whether the database has runs to read: it was locked and is readable now, or it replaced the previous one."""
         store = self._host.store
         return self._generation not in (None, store.generation) and not store.unreadable
 
     def recall(self) -> None:
-        """Read from the store the runs of new devices, and of devices that could not be read before.
+        """Read from the store the runs of devices that are new, or whose runs could not be read before.
 
-        If another database is in use, the runs of all devices are read; runs in memory from before stay.
+        If the database was replaced, the runs of all devices are read, and the runs in memory stay.
         """
         store, devices = self._host.store, self._host.devices
         onsets, generation = store.onsets(), store.generation
@@ -124,14 +125,14 @@ class Evidence:
         self._recalled, self._generation = set(devices), -1 if store.unreadable else generation
 
     def of(self, uuid: str) -> Sequence[Run]:
-        """Return a device's runs that count, oldest first: clean runs in short form, drills only if recent."""
+        """Return a device's runs that count, oldest first: clean runs in short form, runs of drills only if recent."""
         with self._host.mutex:
             runs, now = self._runs.get(uuid, ()), self._host.clock()
             since = self._acks.evidence_since(uuid) if uuid in self._host.devices else 0.0
             return tuple([run for run in runs if run.started > since and not (run.drill and expired(run, now))])
 
     def dated(self, run: Run) -> Run:
-        """Return a run whose `started` is the time of storing, if the clock is behind the stored records.
+        """Return the run; if the clock is far behind the stored records, `started` becomes the time of storing.
 
         Otherwise a mismatch would look older than the runs before it.
         """
@@ -139,7 +140,7 @@ class Evidence:
         return run if at == run.started else replace(run, started=at, clock=run.started)
 
     def add(self, run: Run) -> None:
-        """Add a run, unless it is already there: a run that has just ended may have been read from the store."""
+        """Add a run, unless it was already added: a run that has just ended can also come from the store."""
         runs = self._runs.setdefault(run.device, [])
         if any(known.id == run.id for known in runs):
             return
@@ -159,13 +160,13 @@ class Evidence:
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)], self._brief.get(run.device, frozenset()))
 
     def _limit(self, uuid: str) -> int:
-        """Return how many clean runs of one kind count for a device: more if it or a sibling has a mismatch."""
+        """Return the number of clean runs per kind that count for a device: more if it or a sibling has a mismatch."""
         return RECORD if self._host.kin(uuid) & self._mismatched else NEWEST
 
     def _load(self, uuid: str, before: Iterable[Run] = ()) -> list[Run]:
         """Return a device's stored runs that the judge needs: all failures, the newest other runs, and recent drills.
 
-        The runs `before`, which were in memory already, are included.
+        The result includes the runs `before`, which were in memory already.
         """
         store = self._host.store
         # What passed long ago by a probe that is switched off is not shown beside what is tested now.
@@ -219,7 +220,7 @@ class Evidence:
 
 
 def _most(kinds: int) -> int:
-    """Return how many failures of each kind stay in memory for a device whose failures are of `kinds` kinds."""
+    """Return the number of failures of each kind that stay in memory for a device with `kinds` kinds of failures."""
     return max(FEWEST, min(FAILURES, DEVICE_FAILURES // max(1, kinds)))
 
 
@@ -229,12 +230,12 @@ def _kind(run: Run) -> object:
 
 
 def _failed(run: Run) -> bool:
-    """Return whether a run counts as a failure, as in `RunTables.failures`."""
+    """Return whether a run counts as a failure; the runs of `RunTables.failures` are chosen in the same way."""
     return not run.drill and run.failed
 
 
 def last_pass(runs: Iterable[Run]) -> float | None:
-    """Return the start (epoch s) of the newest clean run that tested everything, or None if there is no such run."""
+    """Return the start (epoch s) of the newest clean run of a whole probe, or None if there is no such run."""
     clean = (r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and not (r.wrong or r.drill))
     return max((r.started for r in clean if r.trials), default=None)
 

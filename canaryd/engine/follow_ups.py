@@ -1,4 +1,4 @@
-"""Plans that earlier runs require: confirmations of a mismatch, and retests of a suspect."""
+"""Plans for runs that earlier runs require: confirmations of a mismatch, and retests of a suspect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canaryd.judge.findings import UNCHARACTERISED
 from canaryd.model import INTENSITIES, Device, Outcome, Run, State, Verdict
 
 TRIES = 3
-"""Confirmations that do not complete are given up after this many times the wanted number of confirmations."""
+"""Maximum number of attempts to confirm a mismatch, in multiples of the wanted confirmations: some do not complete."""
 
 
 class FollowUps:
@@ -79,7 +79,7 @@ class FollowUps:
         return []
 
     def _behind_a_departed_endpoint(self, device: Device) -> list[Plan]:
-        """Return a deep test of a device that serves a doubted endpoint, or [] if none is needed or it was done."""
+        """Return a deep test of a device that serves an endpoint in doubt; [] if the test is not needed or was done."""
         host = self._host
         mine = self._evidence.of(device.uuid)
         for endpoint in (d for d in host.devices.values() if d.is_endpoint and device in host.devices_behind(d)):
@@ -93,9 +93,10 @@ class FollowUps:
         return []
 
     def _next_sibling(self, device: Device, turn: int) -> list[Device]:
-        """Return [the sibling to retest with a device in this turn], or [] if all have used up their daily share.
+        """Return [the sibling that gets the same retest as a device], or [] if none can be retested today.
 
-        Each device begins with the sibling after it, so that several suspects do not all load the same sibling.
+        `turn` counts the retests: each one takes the next sibling. The list of siblings begins after the device itself,
+        so that several suspects do not all load the same sibling.
         """
         siblings, now = self._host.siblings(device), self._host.clock()
         after = [*(s for s in siblings if s.uuid > device.uuid), *(s for s in siblings if s.uuid < device.uuid)]
@@ -104,6 +105,6 @@ class FollowUps:
 
 
 def _in_doubt(verdict: Verdict) -> bool:
-    """Return whether an endpoint's answers are suspect, or whether it is unproven that it can give right answers."""
+    """Return whether an endpoint is suspect or worse, or whether nothing proves that it can give correct answers."""
     unproven = any(f.rule == UNCHARACTERISED for f in verdict.findings)
     return verdict.state.severity >= State.SUSPECT.severity or unproven

@@ -16,7 +16,7 @@ from canaryd.probe import ProbeSpec
 from canaryd.store.store import Store
 
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
-"""Facts about devices and the host that may change the numbers that a server computes."""
+"""Names of facts about devices and the host that can change the numbers that a server computes."""
 
 
 @dataclass
@@ -30,19 +30,20 @@ class Host:
     entries: dict[str, Entry] = field(default_factory=dict)
     """Probe name → the probe's file and spec."""
     only: frozenset[str] = frozenset()
-    """Names of the probes that a restricted check asked for; its verdicts are about these alone and are not stored."""
+    """Names of the probes that a restricted check asked for. Its verdicts are about these probes alone and are not
+    stored."""
     cases: tuple[str, ...] = ()
     """The cases that a restricted check asked for."""
     intensity: str = ""
     """The intensity that a restricted check asked for."""
     together: frozenset[str] = frozenset()
-    """Devices that a check also tests in groups; empty for a daemon, which never tests groups."""
+    """Uuids of the devices that a check also tests together, as a group; empty for a daemon, which never does that."""
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Device → (results that a check of a whole level compared, least number required); empty for a daemon."""
+    """Uuid of a device → (number of results in a check of a whole level, least number required); empty for a daemon."""
     problems: list[str] = field(default_factory=list)
     """Problems of the probes or of the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
-    """Vendor with installed software, or "torch" → the reason why its devices could not be listed."""
+    """Vendor whose software is installed, or "torch" → the reason why its devices could not be listed."""
     unloaded: frozenset[str] = frozenset()
     """Names of the probes whose files exist but could not be loaded."""
     looked: bool = False
@@ -54,15 +55,15 @@ class Host:
     ran: set[str] = field(default_factory=set)
     """Devices on which this process has run a probe."""
     tried: set[str] = field(default_factory=set)
-    """Devices in `ran` with a run that gave a result, or that the device itself ended."""
+    """Uuids of the devices in `ran` with a run that gave a result, or that the device itself seems to have stopped."""
     in_place: set[str] = field(default_factory=set)
-    """Devices that the last successful discovery found; the discovery may be from before a restart."""
+    """Uuids of the devices that the last successful discovery found; that discovery may be from before a restart."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
     """Guards everything that the parts of the engine keep in memory. No thread holds it while it waits for a worker."""
 
     @property
     def restricted(self) -> bool:
-        """Whether a check asked for a part only; its result proves nothing about the rest."""
+        """Whether a check asked for only some probes, cases or an intensity; its result says nothing about the rest."""
         return bool(self.only or self.cases or self.intensity)
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -72,18 +73,18 @@ class Host:
         return self.config.probes.each.get(probe, ProbeSettings())
 
     def is_enabled(self, spec: ProbeSpec) -> bool:
-        """Return whether a probe is enabled: the configuration decides, else the probe's own default."""
+        """Return whether a probe is enabled: by the configuration or, if that says nothing, by the probe's default."""
         enabled = self.settings(spec.name).enabled
         return not spec.opt_in if enabled is None else enabled
 
     def levels(self, level: str | None = None) -> dict[str, str]:
-        """Return probe → level: `level` for every probe, or if it is None, each probe's own setting."""
+        """Return probe → level. This is `level` for every probe; if `level` is None, it is each probe's own setting."""
         return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}
 
     def periods(self, device: Device) -> dict[str, float]:
-        """Return probe → period in seconds for each probe that tests a device; telemetry is left out.
+        """Return probe → period in seconds, for each probe that tests a device. Telemetry probes are left out.
 
-        A divided GPU is tested through its instances, because CUDA cannot use it as a whole.
+        The result is {} for a divided GPU: its instances are tested, because CUDA cannot use the whole GPU.
         """
         divided = self.is_divided(device)
         return {
@@ -117,11 +118,11 @@ class Host:
             return sorted(self.devices.values(), key=lambda d: d.uuid not in self.in_place)
 
     def reached(self, device: Device) -> bool:
-        """Return whether probes can run on a device. The CPU counts even without torch: its runs report the lack."""
+        """Return whether probes can run on a device. A CPU always counts: without torch, its runs report that."""
         return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
 
     def unreached(self) -> set[str]:
-        """Return the devices that are present and wanted but not visible to torch: their fabric may not be ready."""
+        """Return the uuids of present, wanted devices that torch does not see: their links may not be ready yet."""
         return {
             uuid
             for uuid, device in self.devices.items()
@@ -149,7 +150,7 @@ class Host:
         return endpoints.behind(self.endpoint(device), self.devices.values())
 
     def stack_behind(self, device: Device, run: Run) -> dict[str, str]:
-        """Return the software under an endpoint: of the server, by `run`, and of its devices and this host."""
+        """Return fact → value about an endpoint's software: of its server (from `run`), its devices, and this host."""
         parts = self.devices_behind(device)
         parts += [d for d in self.devices.values() if d.backend == "cpu" and d not in parts]
         found: dict[str, set[str]] = {}

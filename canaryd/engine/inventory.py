@@ -39,15 +39,19 @@ from canaryd.supervisor.protocol import Description, Listing, Reach
 BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
-"""Parts of the stack under test whose changes the inventory reports."""
+"""Keys of `Description.stack` whose changes the inventory reports."""
 OF_NOW = (UNSEEN, UNSEEN_CODE, SHARED, UNIDENTIFIED)
 """Keys of `Device.detail` that are valid for one inventory only."""
 UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
-"""Keys of `Device.detail` whose change makes no event: a reboot has its own event, and a cpuset is no hardware."""
+"""Keys of `Device.detail` whose change makes no event: a reboot has its own event, and the usable cores are no
+hardware."""
 
 
 def is_included(device: Device, config: Config) -> bool:
-    """Return whether `devices.include` names a device or is empty, and its runtime or endpoint is configured."""
+    """Return whether the configuration includes a device.
+
+    `devices.include` must name it or be empty. The runtime or endpoint that it belongs to must be configured.
+    """
     if device.is_endpoint and device.uuid.partition(":")[2] not in endpoints.named(config):
         return False
     if device.runtime != TORCH and device.runtime not in config.worker.runtimes.each:
@@ -66,11 +70,11 @@ def remembered(
     *,
     verdict: Verdict | None,
 ) -> bool:
-    """Return whether a device is still known: it is `here`, or it disappeared recently and not on purpose.
+    """Return whether a device is still known: its uuid is in `here`, or it disappeared recently and not on purpose.
 
     A device that the configuration leaves out is not known. `acknowledged` are the operators' acknowledgements,
-    `verdict` is the device's newest, `now` is in seconds since the epoch. "Recently" ends when the daemon has tested
-    other devices here on as many days as the judge watches a suspect.
+    `verdict` is the newest on the device, `now` is in seconds since the epoch. "Recently" ends when the daemon has
+    tested other devices here on as many days as the judge watches a suspect.
     """
     device = record.device
     if not is_included(device, config):
@@ -88,9 +92,9 @@ def remembered(
 
 
 def _outlived(record: DeviceRecord, store: Store, here: Collection[str], now: float, policy: JudgePolicy) -> bool:
-    """Return whether the devices `here` were tested for a full `policy.watch` since a device was last seen.
+    """Return whether the devices `here` were tested for `policy.watch` seconds since the device was last seen.
 
-    Days of tests count, as in `is_over`: a machine that was off, or a clock that jumped, forgets no device.
+    Only days with tests count: a machine that was off, or a clock that jumped, does not make a device forgotten.
     """
     if now - record.last_seen < policy.watch:
         return False
@@ -127,11 +131,10 @@ def merge(
     here: Collection[str] = (),
     runtimes: Mapping[str, Reach] | None = None,
 ) -> Found:
-    """Return one list of the devices that torch and the vendors' libraries see, then those of each other runtime.
+    """Return the devices that torch and the vendors' libraries see in one list, then the devices of other runtimes.
 
-    Of the `known` devices, those `here` were present before or are missed.
-
-    A device that both sources see gets the vendor's index and identity, torch's number, and the facts of both. Known
+    `known` are the devices of earlier inventories; those with uuids in `here` were present at the last one. A device
+    that both torch and a vendor see gets the vendor's index and identity, torch's number, and the facts of both. Known
     facts that cannot be read now are kept.
     """
     from_torch = list(described.devices)
@@ -191,9 +194,10 @@ def merge(
 
 
 def on_its_card(device: Device, others: Iterable[Device]) -> Device:
-    """Return a device of another runtime with the uuid of torch's or the vendor's device on the same card, if known.
+    """Return a device of another runtime, with `card` set to the uuid of the device in `others` on the same card.
 
-    The match is by uuid, by PCI address, or because a Mac has one GPU. A processor's runtime names the card itself.
+    The match is by uuid, by PCI address, or because a Mac has one GPU. A processor's runtime sets the card itself.
+    Without a match, the identity is marked as weak.
     """
     if device.card:
         return device
@@ -224,7 +228,7 @@ def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: M
 
 
 def _same(device: Device, other: Device) -> bool:
-    """Return whether a vendor's device and torch's are the same: by uuid without its prefix, or by bus address."""
+    """Return whether a vendor's device and torch's device are the same, by uuid without prefix or by bus address."""
     if device.backend != other.backend:
         return False
     if device.uuid.partition("-")[2].lower() == other.uuid.partition("-")[2].lower():
@@ -246,9 +250,9 @@ def changes(
 ) -> list[Event]:
     """Return the changes since the last discovery: one event per component, with its values before and after.
 
-    Of the `known` devices, those `here` were present then. The first discovery on a machine reports no change. A
-    component that could not be read is not a change. A device disappeared at an unknown time after it was last seen, so
-    its event lasts from that time to `now`.
+    `known` are the devices before it; those with uuids in `here` were present then. The first discovery on a machine
+    reports no change. A component that could not be read is not a change. A device in `gone` disappeared at an unknown
+    time after it was last seen, so its event lasts from that time to `now`.
     """
     events = []
     for device in found:

@@ -25,13 +25,14 @@ from canaryd.supervisor.series import Series
 OWN = frozenset({"xid", EventKind.OFF_BUS, "amdgpu", "intel", "driver"})
 """Kinds of records that are always about an accelerator."""
 OF_PROCESSES = frozenset({"application", "either"})
-"""Natures of Xids that a process killed at work can cause; other Xids at that moment are the device's."""
+"""Natures of Xids (NVIDIA's error numbers) that a process can cause when it is killed at work; other Xids at that
+moment count against the device."""
 FOREIGN = frozenset({"aer", "pcie", "nvme"})
-"""Kinds of records that any part on the bus can cause."""
+"""Kinds of records that any component on the bus can cause."""
 MINOR = frozenset(
     {*("mismatch", "soft-recovered", "reset", "fault", "ras-corrected", "ras-deferred"), *("correctable", "link-down")}
 )
-"""Names of records that are at most a note about a device; for an unknown device they mean nothing."""
+"""Names of records that are at most a note about a device; if the device is unknown, they mean nothing."""
 
 
 class KernelLog:
@@ -54,7 +55,7 @@ class KernelLog:
     ) -> None:
         """Read the log from the last stored position; `problem` then holds the reason why reading ended.
 
-        If the log is not `owned`, another process reads it: then only that process's problem is looked up.
+        If the log is not `owned`, another process reads it: then `problem` only repeats what that process stored.
         """
         if not owned:
             self.problem = self._store.note(LOG_PROBLEM_NOTE)
@@ -91,14 +92,14 @@ class KernelLog:
         self.set_problem(ended.partition("\n")[0], stopped=series.stopped)
 
     def set_problem(self, problem: str, *, stopped: bool = False) -> None:
-        """Set the reason why the log is not read; the store gets it only if canaryd did not end the reading itself."""
+        """Set the reason why the log is not read. It is also stored, unless canaryd `stopped` the reading itself."""
         self.problem = problem
         note = "" if stopped else problem
         if self._store.note(LOG_PROBLEM_NOTE) != note:
             self._store.set_note(LOG_PROBLEM_NOTE, note)
 
     def _record(self, records: Sequence[LogRecord], position: LogPosition, devices: Sequence[Device]) -> None:
-        """Store the events of records, their counters, and the log position after them in one transaction."""
+        """Store the events of records, the counters, and the log `position` after these records in one transaction."""
         note = {LOG_NOTE: f"{position.boot}:{position.sequence}"}
         if not records:
             if self._store.note(LOG_NOTE) != note[LOG_NOTE]:
@@ -117,20 +118,20 @@ def _present_boot() -> str:
 
 
 def _may_be(note: str, present: str) -> bool:
-    """Return whether a stored position is from this boot; one damaged character in its boot id is tolerated.
+    """Return whether the stored position `note` is from this boot, whose id is `present`.
 
-    The ids of two boots are random: they differ in about 30 places.
+    One damaged character in the stored id is tolerated. Ids of boots are random: two differ in about 30 places.
     """
     return len(note) >= len(present) and sum(map(ne, note, present)) <= 1
 
 
 def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
-    """Return the uuid of the device that a record is about; if it is unknown, its place on the bus or `HOST`.
+    """Return the uuid of the device that a record is about, or of the host's CPU.
 
-    If several of the `devices` were at one place after each other, the first of them counts.
-
-    A GPU's fault is never the host's, even if the GPU is not watched. Faults of other parts belong to the host, and so
-    does a driver's message that names none of several devices.
+    If the GPU at a place is unknown, return the id of the place on the bus. If the CPU is unknown, return `HOST`. If
+    several of the `devices` were at one place after each other, the first of them counts. A GPU's fault is never the
+    host's. Faults of other parts belong to the host, and so does a driver's message that does not say which of several
+    devices it means.
     """
     parts = _parts(record)
     whole = [d for d in devices if d.is_whole]
@@ -143,12 +144,12 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
 
 
 def _parts(record: LogRecord) -> set[str]:
-    """Return the bus addresses of the parts that a record may be about: one part, or all parts below a port."""
+    """Return the bus addresses of the devices that a record can be about: one device, or all devices below a port."""
     return {bus_key(place) for place in record.fields.get("below", record.bus_id).split()} - {""}
 
 
 def _is_only(place: str, devices: Sequence[Device]) -> bool:
-    """Return whether the device at a place is the only one of its kind; else a record may be about a lost one."""
+    """Return whether the device at a place is the only one of its backend; else a record may be about another."""
     whole = [d for d in devices if d.is_whole]
     here = next((d for d in whole if bus_key(d.detail.get("bus_id", "")) == bus_key(place)), None)
     return here is None or sum(d.backend == here.backend for d in whole) == 1

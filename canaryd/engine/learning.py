@@ -1,4 +1,4 @@
-"""Baselines of recorded results: which runs they are learnt from, and what they still lack."""
+"""Baselines of recorded results: which runs they are learnt from, and which baselines are still incomplete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canaryd.model import Outcome, Run, State
 
 
 class Learning:
-    """The baselines in memory, which follow the store."""
+    """The baselines in memory; they are read again when the store changes."""
 
     def __init__(self, host: Host, evidence: Evidence, acknowledgements: Acknowledgements, met: MetClasses) -> None:
         """Start empty; `refresh` reads the baselines."""
@@ -59,16 +59,17 @@ class Learning:
             self.version += 1
 
     def lacks_baseline(self, uuid: str, probe: str) -> bool:
-        """Return whether a probe has no recordings yet, or its newest recordings lack a complete baseline."""
+        """Return whether a device has no recordings of a probe, or its newest recordings lack a complete baseline."""
         self.refresh()
         newest = {s.case: key_of(r, s) for r in self._evidence.of(uuid) if r.probe == probe for s in r.recordings}
         known = self.of(uuid)
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
 
     def steps_to_repeat(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
-        """Return the steps to run again at once: their run met an unknown chain, or has just learnt one.
+        """Return the steps to run again at once: their run met unknown software, or has just learnt its results.
 
-        Otherwise the endpoint stays unknown until the next round: only a later recording is compared with a chain.
+        Otherwise the endpoint stays unknown until the next round: only a later recording is compared with what was
+        learnt.
         """
         whole = {r.probe: r for r in runs if r.recordings and r.whole and not r.drill}
         found = []
@@ -82,7 +83,7 @@ class Learning:
     def take_in(self, run: Run) -> tuple[Run, Collection[Baseline]]:
         """Compare a run's recordings with the baselines, and learn from the run if its device is trusted.
 
-        Returns the run with the results of the comparison, and the baselines that changed.
+        Returns (the run with the results of the comparison, the baselines that changed).
         """
         trusted = self._is_trusted(run)
         self.refresh()
@@ -99,10 +100,11 @@ class Learning:
         return run, learnt.values()
 
     def _is_trusted(self, run: Run) -> bool:
-        """Return whether baselines may learn from a run: no finding may accuse its device.
+        """Return whether baselines may learn from a run: it must be complete, and no finding may accuse its device.
 
-        A bad device must not become its own standard. An endpoint that departed on an old chain may still learn a new
-        one, or it could never clear. It may not learn while one of its devices has findings of its own.
+        A bad device must not become its own standard. An endpoint whose results differ from those of its old software
+        can still learn those of its new software, or its finding could never end. It cannot learn while one of its
+        devices has findings of its own.
         """
         if run.wrong or run.drill or run.cases or run.intensity or run.outcome is not Outcome.COMPLETED:
             return False

@@ -1,4 +1,4 @@
-"""The classes of exact cases that devices of this host, and imported ones, have met: learnt from every run."""
+"""Classes of exact cases that a device has computed correctly, here or on another host: learnt from every run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canaryd.model import Run
 
 
 class MetClasses:
-    """The records of met classes in memory, which follow the store."""
+    """Records of each device's correctly computed classes of cases, as they are in the store."""
 
     def __init__(self, host: Host) -> None:
         """Start empty; `read` fills it."""
@@ -21,14 +21,14 @@ class MetClasses:
 
     @property
     def claims(self) -> Claims:
-        """All records, in a form that can be asked about one class."""
+        """All records, in a form that answers whether a class of cases is proven to be exact."""
         with self._host.mutex:
             if self._claims is None:
                 self._claims = Claims(self._records.values())
             return self._claims
 
     def read(self) -> None:
-        """Read all records from the store, including those learnt here that wait to be stored."""
+        """Read all records from the store, including those of this process that are not on disk yet."""
         store = self._host.store
         found = {met.line: met for met in store.met()}
         if store.unreadable:
@@ -37,9 +37,10 @@ class MetClasses:
             self._records, self._claims = found, None
 
     def learn(self, runs: Iterable[Run]) -> list[Met]:
-        """Learn the classes that runs met; return the records to store, usually few or none.
+        """Add the classes of cases that `runs` computed correctly; return the changed records, which the caller stores.
 
-        A record is also stored once a day while its software is in use: it must outlive the mismatches it explains.
+        A record changes at least once a day while its software is in use: it must outlive the mismatches that it
+        explains.
         """
         changed: dict[Line, Met] = {}
         with self._host.mutex:

@@ -36,7 +36,7 @@ from canaryd.supervisor.series import Series
 KEEP = 300.0
 """Seconds after which a poll is stored even if it shows nothing new."""
 RECALLED = 20
-"""Number of completed polls that are read at the start: a value missing in the newest may be in an older one."""
+"""Number of completed polls that are read at the start, because the newest may lack a value that an older one has."""
 EARLY = 0.7
 """Fraction of its period after which a poll is due, because sweeps do not start at exact times."""
 BACKOFF = 600.0
@@ -46,7 +46,7 @@ TAKEN_DOWN = (Outcome.TIMED_OUT, Outcome.CRASHED, Outcome.UNKILLABLE, Outcome.GA
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A telemetry probe to be run once on one device."""
+    """One run of a telemetry probe on one device."""
 
     request: RunRequest
     timeout: float
@@ -57,7 +57,7 @@ class Task:
 
 @dataclass
 class _Lane:
-    """The polls of one telemetry probe on one device."""
+    """The state of the polls of one telemetry probe on one device."""
 
     period: float
     since: float
@@ -78,7 +78,7 @@ class _Lane:
     kept: Run | None = None
     """The newest completed poll that was stored."""
     mark: tuple[tuple[str, float | str], ...] | None = None
-    """The values of `kept` whose change makes another poll worth storing."""
+    """The values in `kept` that are compared: a poll with other values is worth storing."""
     stored: float = -math.inf
     """Start (epoch s) of the newest stored poll, completed or not."""
     uncounted: Counter[Outcome] = field(default_factory=Counter)
@@ -91,7 +91,7 @@ class _Lane:
         return now >= self.rest_until and not (due and now - self.polled < period * EARLY)
 
     def events(self, run: Run) -> list[Event]:
-        """Return the events that `run`, a new poll, shows since the polls before it."""
+        """Return the events that the new poll `run` shows, compared with the polls before it."""
         if (reason := signals.lost_because(run)) and not signals.lost_because(self.newest):
             # An event, because the loss no longer shows once the driver answers again.
             at = run.started
@@ -102,7 +102,7 @@ class _Lane:
         return []
 
     def recall(self, polls: Sequence[Run]) -> None:
-        """Continue from the completed `polls` on record (oldest first), if they are newer than the polls in memory."""
+        """Continue from the completed `polls` in the store (oldest first), if they are newer than those in memory."""
         if polls and (self.recorded is None or polls[-1].started > self.recorded.started):
             self.kept = self.recorded = polls[-1]
             self.mark = None
@@ -110,7 +110,7 @@ class _Lane:
                 self._know(run)
 
     def take(self, run: Run, *, recorded: bool) -> None:
-        """Make `run` the newest poll; `recorded` says whether this process records the events since the one before."""
+        """Make `run` the newest poll; `recorded`: this process records the events since the poll before it."""
         completed = run.outcome is Outcome.COMPLETED
         self.newest, self.failures = run, 0 if completed else self.failures + 1
         if completed:
@@ -164,12 +164,10 @@ class Watch:
         due: bool,
         record: bool,
     ) -> None:
-        """Poll devices through one worker; with `due`, only those whose period has passed.
+        """Poll devices through one worker; with `due`, only devices whose period has passed.
 
-        `record` stores every poll, even if it shows nothing new.
-
-        `hold` keeps the worker, and with it the drivers' handles, even if the drivers persist. A device whose polls
-        crash or hang the worker is polled less and less often.
+        `record` stores every poll, even if it shows nothing new. `hold` keeps the worker after the sweep, and with it
+        the drivers' handles. A device whose polls crash or hang the worker is polled less and less often.
         """
         with self._sweeping:
             self.own()
@@ -191,7 +189,7 @@ class Watch:
                 self._let_go()
 
     def look(self, todo: Iterable[Task], *, stopped: Callable[[], bool]) -> tuple[Reading, ...]:
-        """Return the present telemetry readings for one decision; they are neither stored nor judged.
+        """Return fresh telemetry readings for one decision; they are neither stored nor judged.
 
         A driver that hung in a recent poll is not asked.
         """
@@ -212,10 +210,10 @@ class Watch:
         return tuple(found)
 
     def own(self) -> bool:
-        """Make this process the one that records telemetry in the state directory; return False if another one is.
+        """Let this process record the telemetry in the state directory; return False if another process does.
 
-        Two processes would count every rise of a counter and every line of the log twice. The other processes use this
-        one's readings, and read events from the store.
+        Two recorders would count every rise of a counter and every line of the log twice. The other processes use the
+        readings of the recording process, and read events from the store.
         """
         with self._mutex:
             if self._owned is None:
@@ -228,7 +226,7 @@ class Watch:
             return self._owned is not None
 
     def disown(self) -> None:
-        """Let another process record telemetry."""
+        """Stop recording telemetry, so that another process can."""
         with self._mutex:
             if self._owned is not None:
                 self._owned.close()
@@ -259,9 +257,9 @@ class Watch:
     def recall(self, device: str, periods: Mapping[str, float], since: float) -> None:
         """Load a device's last stored telemetry of each probe in `periods` (probe → s), without polling the device.
 
-        Polls from before `since` (a repair) do not count. A poll that shows nothing new is stored only once in `KEEP`
-        seconds, so a stored poll counts as fresh for that long. The time without any poller is no gap. If the newest
-        poll failed, there is a gap since the last one that completed.
+        Polls from before `since`, the time of a repair, do not count. A poll that shows nothing new is stored only once
+        in `KEEP` seconds, so a stored poll counts as fresh for that long. Time in which no process polled is no gap in
+        the record. If the newest poll failed, there is a gap since the last completed one.
         """
         for probe, period in periods.items():
             polls = self._store.polls(device, probe, since, limit=RECALLED)
@@ -273,7 +271,7 @@ class Watch:
                 lane.since = (lane.completed or polls[0]).started
 
     def _lane(self, device: str, probe: str, period: float, known_since: float = 0.0) -> _Lane:
-        """Return the lane of a probe on a device; a new lane begins with the polls stored since `known_since`."""
+        """Return the state of a probe's polls on a device. A new one starts with polls stored since `known_since`."""
         with self._mutex:
             if (device, probe) not in self._lanes:
                 lane = _Lane(period=period, since=self._clock())
@@ -285,7 +283,7 @@ class Watch:
             return lane
 
     def _take(self, run: Run, lane: _Lane, *, record: bool) -> None:
-        """Count a poll, find the events since the poll before, and store the poll if it shows something new."""
+        """Count a poll, find the events since the previous poll, and store the poll if it shows something new."""
         with self._mutex:
             if lost := unread(run, lane.known):  # on record too: polls that had it are forgotten
                 run = replace(run, unread=lost)
@@ -306,7 +304,7 @@ class Watch:
         self.history.remember(events)
 
     def polls(self, device: str) -> dict[str, Poll]:
-        """Return telemetry probe → state of its polls on a device, for probes that this process polled or recalled."""
+        """Return telemetry probe → state of its polls on a device; probes without a poll in memory are left out."""
         with self._mutex:
             return {
                 probe: Poll(
@@ -323,9 +321,10 @@ class Watch:
             }
 
     def recorded(self, device: str, periods: Mapping[str, float], since: float) -> dict[str, Poll]:
-        """Return `polls` for the judge, plus stored polls of probes not polled yet, minus everything before `since`.
+        """Return telemetry probe → state of its polls, for the judge. Everything before `since` is left out.
 
-        So a device's reports count from the first verdict after a start, also if it is gone and cannot be polled.
+        Stored polls stand in for probes that this process has not polled yet. A device's reports thus count from the
+        first verdict after a start, even if the device is gone and cannot be polled.
         """
         with self._mutex:
             for probe in periods.keys() - {probe for uuid, probe in self._lanes if uuid == device}:
@@ -349,7 +348,7 @@ class Watch:
         )
 
     def uncounted(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return the counts of polls that the store has not counted yet, in the form of its `counters`."""
+        """Return counter → number of polls that the store has not counted yet, with the keys of `Store.counters`."""
         with self._mutex:
             return {
                 ("probe_runs", frozenset({"device": uuid, "probe": probe, "outcome": outcome.value}.items())): float(n)
@@ -366,7 +365,10 @@ class Watch:
 
 
 def poll_tasks(host: Host, uuids: Collection[str] = ()) -> list[Task]:
-    """Return a task for each telemetry probe on each device in place; with `uuids`, every probe on only these."""
+    """Return a task for each telemetry probe on each device in place, or only on the devices in `uuids` if given.
+
+    With `uuids`, probes that a restricted check left out are included.
+    """
     periods = host.telemetry_periods()
     devices = sorted((d for u, d in host.devices.items() if u in host.in_place), key=lambda d: d.uuid)
     return [

@@ -13,7 +13,7 @@ WAIT = 1.0
 
 
 class Room:
-    """Admits a series if memory is free for it, or if no other series runs."""
+    """Admits a series of runs if enough memory is free for it, or if no other series runs."""
 
     def __init__(self, available: Callable[[], int | None]) -> None:
         """Begin empty. `available` returns the bytes that could be taken now; None if unknown, which limits nothing."""

@@ -13,19 +13,20 @@ from canaryd.facts import TRIALS, Comparison, Place, Reading
 from canaryd.model import INTENSITIES, Device, Outcome, Run
 
 JITTER = 0.1
-"""Fraction of its period by which a run may shift, so that hosts do not all run at the same time."""
+"""Maximum shift of a run, as a fraction of its period, so that hosts do not all run at the same time."""
 CONFIRMED_UNKNOWN = 8
-"""Number of cases with unknown bits that one confirmation run repeats: all cases of an endpoint's quick run."""
+"""Number of cases that one confirmation run repeats because their recorded bits differ from the baseline: all cases of
+an endpoint's quick run."""
 CONFIRMED_CASES = 3
 """Wrong cases that one confirmation run repeats; more cases prove nothing new and make the repro command unreadable."""
 ROUNDS = (0.0, 3600.0, 21_600.0)
-"""Seconds before each round of retests; a round has every intensity once. The first rounds come soon (ours), while the
-conditions of the mismatch may still hold."""
+"""Seconds before each round of retests; a round retests once at every intensity. The first rounds come soon (ours),
+while the conditions of the mismatch may still hold."""
 DAY = 86_400.0
-"""Seconds between two retests after `ROUNDS`, which take the intensities in turn; also the time over which
+"""Seconds between two retests after `ROUNDS`; each of them takes the next intensity. Also the period over which
 `RETEST_SHARE` is measured."""
 RETEST_SHARE = 0.05
-"""Fraction of a device's time that its retests and their confirmations may use before another retest starts (ours).
+"""Fraction of a device's time: once its retests and their confirmations have used it, no other retest starts (ours).
 Three rounds of the longest probe fit into a day, and a serving node keeps the rest."""
 UNSETTLED = 3600.0
 """Seconds after which a mismatch is retested even if some of its confirmations did not complete (ours)."""
@@ -45,7 +46,7 @@ class Step:
     intensity: str = ""
     """Intensity of a retest, one of `INTENSITIES`, or "" for a normal run."""
     longer: float = 1.0
-    """Factor by which the run's time budget is multiplied."""
+    """Factor for the run's time budget, e.g. 2.0 for twice the time."""
 
     @property
     def effort(self) -> str:
@@ -62,7 +63,7 @@ class Plan:
     """Instruction set of the CPU, or "" for other devices."""
     steps: tuple[Step, ...]
     peers: tuple[Device, ...] = ()
-    """The other devices of a group that is tested together; each end of a link gets its own run."""
+    """The other devices of a group that is tested together. Each device at an end of a link gets its own run."""
 
     @property
     def numeric(self) -> bool:
@@ -76,7 +77,7 @@ def new_seed() -> int:
 
 
 def applies(entry: Entry, device: Device) -> bool:
-    """Return whether a probe supports the device's backend and runtime; the backend "*" does not include endpoints."""
+    """Return whether a probe supports a device's backend and runtime. Endpoints are not part of the backend "*"."""
     spec = entry.spec
     if device.runtime not in spec.runtimes and "*" not in spec.runtimes:
         return False
@@ -84,7 +85,10 @@ def applies(entry: Entry, device: Device) -> bool:
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:
-    """Return the instruction sets of a round: at level quick the one in turn, else all; ("",) if there are none."""
+    """Return the instruction sets that a round tests; ("",) if the device has none.
+
+    At level quick this is one, the next with each `turn`. At other levels it is all.
+    """
     if not device.instruction_sets:
         return ("",)
     if level == "quick":
@@ -105,12 +109,12 @@ def plan_round(
     intensity: str = "",
     longer: float = 1.0,
 ) -> list[Plan]:
-    """Return the series of one round on one device: every probe that applies, once per instruction set.
+    """Return the series of one round on one device: every probe in `entries` that applies, once per instruction set.
 
-    Probes without torch form their own series; telemetry is not part of a round. `levels` maps probe name → level. A
-    probe that does not depend on the instruction set runs only with the first. Every instruction set gets the same
-    seed, so that the results can be compared. A probe that tests a group is part of the round only on a processor,
-    whose cores are the group.
+    Probes without torch form their own series; telemetry is not part of a round. `levels` maps probe name → level.
+    `sets` are the instruction sets. They all get the same seed, so that the results can be compared. A probe that does
+    not depend on the instruction set runs only with the first. A probe that tests devices together is part of the round
+    only on a processor, where the cores are tested together.
     """
     plans = []
     chosen = (e for e in entries if applies(e, device) and not e.spec.telemetry)
@@ -138,7 +142,7 @@ def plan_round(
 
 
 def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan]:
-    """Return the series that test the devices of each backend together; a backend with fewer than two has none."""
+    """Return a series for each backend with at least two devices; it tests the backend's devices together."""
     # Instances of a divided GPU have no links of their own.
     whole = (d for d in devices if d.unit != "cpu" and not d.parent and applies(entry, d))
     of_backend: dict[str, list[Device]] = defaultdict(list)
@@ -149,10 +153,10 @@ def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan
 
 
 def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
-    """Return the run of a group as one run for each of its devices, with the links of that device.
+    """Return the run of a group as one run for each device, with the comparisons of that device's links.
 
-    The numbers of a link's ends, which count within the group, become the devices' indices. A run without comparisons
-    stays one run, of the device that led the group.
+    The two ends of a link are numbered within the group; the result has the devices' indices instead. A run without
+    comparisons stays one run, of the device that led the group.
     """
     group = (plan.device, *plan.peers)
     if not plan.peers or not run.comparisons:
@@ -170,7 +174,10 @@ def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
 
 
 def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Comparison:
-    """Return a comparison of a link as one end sees it; a result that all devices contributed to is the device's."""
+    """Return the comparison of a link as the device `number` of the group has it.
+
+    A comparison to which all devices contributed counts for the device itself.
+    """
     ends = comparison.place.numbers
     if len(ends) == 1:
         return replace(comparison, place=Place(unit="device"))
@@ -194,9 +201,9 @@ def due(last: Mapping[str, float], periods: Mapping[str, float], *, now: float, 
 
 
 def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Device], count: int) -> list[Plan]:
-    """Return the confirmations of a run with a mismatch or unknown bits.
+    """Return the plans that confirm a run with wrong results, or with recordings that differ from the baseline.
 
-    These are `count` runs on the same device, each with its own worker and upload, and one run with the same bytes on
+    These are `count` plans for the same device, each with its own worker and upload, and one with the same bytes for
     every sibling. The list is empty if nothing was wrong or the run is itself a confirmation. A retest is confirmed at
     its own intensity, because a fault that shows only under load would not show without load.
     """
@@ -218,7 +225,7 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
 
 
 def cases_to_repeat(run: Run) -> tuple[str, ...]:
-    """Return the cases of a run to repeat: wrong cases, then cases with unknown bits; without these, all cases."""
+    """Return the cases of a run to repeat: wrong ones, then ones that differ from the baseline, or else all."""
     if not (run.wrong or run.unknown):
         return run.cases
     # Different ones each time: a run with many unknown vectors is repeated until all were.
@@ -229,19 +236,19 @@ def cases_to_repeat(run: Run) -> tuple[str, ...]:
 
 
 def can_be_retested(entry: Entry, device: Device) -> bool:
-    """Return whether a probe can be used for retests: it is numeric, and canaryd can load this one device with it."""
+    """Return whether a probe can be used for retests of a device: it is numeric and loads only this device."""
     return entry.spec.numeric and not (entry.spec.group or device.is_endpoint) and applies(entry, device)
 
 
 def retests(
     run: Run, intensity: str, entries: Mapping[str, Entry], device: Device, *, seed: int, turn: int = 0
 ) -> list[Plan]:
-    """Return one retest of a run with a mismatch or unknown bits, on its device or a sibling; [] if impossible.
+    """Return the plans of one retest of `run`, on its own device or on a sibling; [] if no retest is possible.
 
     "repeated", "steady", "pulsed" and "idle" repeat the same cases with the same bytes, for the time of a deep run.
     "content" runs the whole probe at level deep from the new `seed`: all contents, shapes and layouts. On CPUs it also
-    uses another instruction set, the next one with each `turn`. If nothing was wrong but recorded bits were unknown,
-    all other numeric probes run too: the exact ones distinguish a fault from a changed stack.
+    uses another instruction set, the next one with each `turn`. If no result was wrong, but recordings differ from the
+    baseline, all other numeric probes run too: exact results distinguish a fault from a changed stack.
     """
     entry = entries.get(run.probe)
     if entry is None or run.drill or not can_be_retested(entry, device):
@@ -266,7 +273,7 @@ def retests(
 
 
 def deep_test(entries: Mapping[str, Entry], device: Device, *, trigger: str) -> list[Plan]:
-    """Return one run of every numeric probe at level deep, on all instruction sets of a device."""
+    """Return the plans that run every numeric probe once at level deep, on all instruction sets of a device."""
     asked = [e for e in entries.values() if can_be_retested(e, device)]
     return plan_round(
         device,
@@ -280,20 +287,20 @@ def deep_test(entries: Mapping[str, Entry], device: Device, *, trigger: str) -> 
 
 
 def may_be_retested(runs: Iterable[Run], now: float) -> bool:
-    """Return whether the retests of the last day used less than `RETEST_SHARE`; `runs` are the runs of one device."""
+    """Return whether retests used less than `RETEST_SHARE` of the last day; `runs` are the runs of one device."""
     took = sum(r.seconds for r in runs if r.intensity and not r.drill and 0 <= now - r.started < DAY)
     return took < RETEST_SHARE * DAY
 
 
 def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tuple[Run, str]]:
-    """Return the mismatches of one suspect to retest now, each with its intensity; the most urgent comes first.
+    """Return (mismatch, intensity) for the retests of one suspect that are due now; the most urgent comes first.
 
-    `runs` are those of the device, of probes that can be retested. The newest mismatch of each probe and instruction
-    set is retested after its confirmations: every intensity once immediately, again after one and after six hours, then
-    one a day in turn. A retest that did not complete counts, because one that crashes under load must not be repeated
-    forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent evidence. No retest
-    starts while the retests of the last day used `RETEST_SHARE`. Drills are not retested. A run dated in the future
-    (the clock was set back) is ignored until that time.
+    `runs` are the device's runs of probes that can be retested. The newest mismatch of each probe and instruction set
+    is retested after its confirmations. Every intensity runs once immediately, again after one hour and after six
+    hours; then one intensity runs each day. A retest that did not complete counts, because one that crashes under load
+    must not be repeated forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent
+    evidence. No retest starts if the retests of the last day used `RETEST_SHARE`. Drills are not retested. A run dated
+    in the future (the clock was set back) is ignored until that time.
     """
     if not may_be_retested(runs, now):
         return []
@@ -318,7 +325,7 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
 
 
 def _pause(retests: int) -> float:
-    """Return the seconds between the newest retest and the next, after `retests` retests."""
+    """Return the least seconds between the newest retest and the next, if there were `retests` retests so far."""
     rounds, within = divmod(retests, len(INTENSITIES))
     if rounds >= len(ROUNDS):
         return DAY

@@ -1,4 +1,4 @@
-"""Sums of clean runs: the runs of a few hours become one run, so that a long record costs little memory and time."""
+"""Sums of clean runs: the runs of six hours become one run, so that a long history costs little memory and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canaryd.store.runs import Counted
 SLOT = 6 * 3600.0
 """Seconds within which clean runs are added up (ours). It divides a UTC day, because the judge counts days of tests."""
 Onsets = Mapping[str, Sequence[float]]
-"""Probe → start times of mismatches, ascending. Clean runs before and after such a time are never added up."""
+"""Probe → start times of mismatches, ascending. A run before and a run after the same mismatch are never added up."""
 
 
 def can_sum(run: Run) -> bool:
@@ -24,7 +24,10 @@ def can_sum(run: Run) -> bool:
 
 
 def add_up(runs: Iterable[Run], onsets: Onsets) -> list[Run]:
-    """Return clean runs (oldest first), those of the same lane, software and slot as one run with the newest's date."""
+    """Return the sums of clean runs, oldest first: one run for each kind and `SLOT`, dated like its newest run.
+
+    Runs are of one kind if probe, version, instruction set and software are equal.
+    """
     groups: dict[object, list[Run]] = defaultdict(list)
     for run in runs:
         kind = run.probe, run.probe_version, run.instruction_set, run.stack_id
@@ -33,7 +36,7 @@ def add_up(runs: Iterable[Run], onsets: Onsets) -> list[Run]:
 
 
 def of_counts(counted: Iterable[Counted], onsets: Onsets, read: Callable[[str], Run | None]) -> list[Run]:
-    """Return the sums of runs from stored counts; `read` loads the newest run of a lane and software as a pattern."""
+    """Return the sums of clean runs, from stored counts; `read` loads a kind's newest run by id, as a pattern."""
     lanes: dict[object, list[Counted]] = defaultdict(list)
     for c in counted:
         lanes[c.probe, c.probe_version, c.instruction_set, c.stack_id].append(c)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Starts and ends series of runs. `stop` and `release` may be called from any thread."""
+    """Starts and ends series of runs. Any thread can call `stop` and `release`."""
 
     def __init__(self, host: Host) -> None:
         """Start no worker yet; `host` supplies the settings of workers."""
@@ -33,12 +33,12 @@ class Workers:
 
     @property
     def halted(self) -> str:
-        """The reason why no worker may be started at present, or "" if workers may be started."""
+        """The reason why no worker can be started at present, or "" if workers can be started."""
         return self._host.stopping or self.released
 
     @property
     def hold_devices(self) -> bool:
-        """Whether a worker that may hold a device exists, including one that survived SIGKILL."""
+        """Whether a worker exists that is allowed to use a device, including one that survived SIGKILL."""
         with self._mutex:
             return any(self._series.values()) or bool(process.stuck())
 
@@ -53,7 +53,7 @@ class Workers:
         uses_device: bool = True,
         nice: int = 0,
     ) -> Series:
-        """Return a new series, under the stack under test if `numeric`, else under canaryd's own interpreter.
+        """Return a new series of runs. It uses the stack under test if `numeric`, else canaryd's own interpreter.
 
         The stack under test is that of the `device`, or of the `runtime` if no device is given.
         """
@@ -77,7 +77,7 @@ class Workers:
     def _take_over(
         self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None
     ) -> Series | None:
-        """Return the spare series for tests of the processor, or None if it does not fit or there is none."""
+        """Return the spare series if it fits a test of the processor; None if it does not or there is no spare."""
         spare = self._spare
         if spare is None or spec.only is None or spec.only.backend != "cpu":
             return None  # another runtime on the processor may reach accelerators that torch does not
@@ -104,7 +104,7 @@ class Workers:
             self._series.pop(series, None)
 
     def ask(self, question: Callable[[Series], T], *, numeric: bool, runtime: str = TORCH) -> T:
-        """Start a series, put a question to it, and return the answer."""
+        """Return the answer of `question`, a function that is called with a new series; the series is then closed."""
         series = self.start(numeric=numeric, runtime=runtime)
         try:
             return question(series)
@@ -119,7 +119,7 @@ class Workers:
                 series.kill(reason)
 
     def release(self, reason: str) -> None:
-        """Kill every worker that may use a device, and start no such worker until `take_back`."""
+        """Kill every worker that is allowed to use a device, and start no other one until `take_back` is called."""
         with self._mutex:
             self.released = reason
             for series, uses_device in self._series.items():

@@ -1,7 +1,7 @@
-"""The two exposition formats of Prometheus, written from families and series as prepared bytes.
+"""The two text formats of Prometheus for metrics, written from families and series as prepared bytes.
 
 Written by hand: a node with 8 GPUs has thousands of series. The client library's writer parses every label again and
-would take a third of the daemon's processor time. Its choice of a format also raises on an Accept header such as
+would take a third of the daemon's processor time. When it chooses a format, it also raises on an Accept header such as
 "application/openmetrics-text;version=x".
 """
 
@@ -23,9 +23,9 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """Media type of OpenMetrics 1.0: the same series, with exemplars and units."""
 UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
-"""Units that a metric's name may end with, before `_total`."""
+"""Units with which a metric's name can end, before `_total`."""
 LEVEL = 1
-"""Compression level of gzip, the fastest: the scraper waits for it, and the page already shrinks to a twentieth."""
+"""Compression level of gzip. It is the fastest, because the scraper waits; the page already shrinks to a twentieth."""
 OF_DEVICE = ("device", "index", "model")
 """Label names of metrics about a device."""
 OF_PROBE = (*OF_DEVICE, "probe")
@@ -41,7 +41,7 @@ class Family(NamedTuple):
 
 
 class Exemplar(NamedTuple):
-    """The run that increased a counter last."""
+    """The newest run that increased a counter."""
 
     run: str
     """The run's id, far shorter than the 128 characters that OpenMetrics allows for an exemplar."""
@@ -66,19 +66,19 @@ class Page:
         """Family → index of its line → exemplar."""
 
     def add(self, name: str, value: float, *labels: str, exemplar: Exemplar | None = None) -> None:
-        """Add one series; only OpenMetrics shows its exemplar."""
+        """Add one series with the values of its labels; an `exemplar` is shown only in OpenMetrics."""
         lines = self._lines[name]
         if exemplar:
             self._exemplars.setdefault(name, {})[len(lines)] = exemplar
         lines.append(self._templates[name] % (*map(_escaped, labels), _number(value)))
 
     def add_set(self, name: str, chosen: enum.Enum, *labels: str) -> None:
-        """Add one series for each member of the enumeration of `chosen`: 1 for `chosen`, 0 for the others."""
+        """Add one series for each member of the enumeration of `chosen`: 1 for `chosen`, 0 for all others."""
         for member in type(chosen):
             self.add(name, member is chosen, *labels, member.value)
 
     def text(self) -> bytes:
-        """Return all families that have series, in their order, in the text format; HELP and TYPE precede each."""
+        """Return all families that have series in the text format; lines for HELP and TYPE precede each family."""
         return "".join(
             f"# HELP {name} {self._families[name].help}\n# TYPE {name} {self._families[name].type}\n{''.join(lines)}"
             for name, lines in self._lines.items()
@@ -86,7 +86,7 @@ class Page:
         ).encode()
 
     def openmetrics(self) -> bytes:
-        """Return the same families as OpenMetrics, without the final line because more families may follow."""
+        """Return all families that have series as OpenMetrics. The final line is left out: more families may follow."""
         return "".join(self._openmetrics(name, lines) for name, lines in self._lines.items() if lines).encode()
 
     def _openmetrics(self, name: str, lines: list[str]) -> str:
@@ -107,7 +107,7 @@ def _template(name: str, labels: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _escaped(label: str) -> str:
-    """Return a label's value with escapes and without lone surrogates, since one of them would break the whole page."""
+    """Return a label's value with escapes. Lone surrogates are replaced, since one would break the whole page."""
     clean = label.encode("utf-8", "replace").decode()
     return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
@@ -119,7 +119,7 @@ def _number(value: float) -> str:
 
 
 class Prepared:
-    """The first part of a body, which is the same for every request until the evidence changes."""
+    """The prepared part of a body, with which every answer begins until the evidence changes."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -174,7 +174,7 @@ def takes_gzip(accept_encoding: str) -> bool:
 
 
 def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
-    """Return the lower-case values of a header with their settings, e.g. of "text/plain;version=0.0.4;q=0.5, */*"."""
+    """Return (lower-case value, settings) for each choice in a header, e.g. "text/plain;version=0.0.4;q=0.5, */*"."""
     found = []
     for choice in header.lower().split(","):
         value, *settings = (part.strip() for part in choice.split(";"))
@@ -184,6 +184,6 @@ def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def _weight(settings: Mapping[str, str]) -> float:
-    """Return the weight of a choice in a header, or 0 if it is not a number as in RFC 9110."""
+    """Return the weight `q` of a choice in a header: 1 if it is missing, 0 if RFC 9110 does not allow it."""
     weight = settings.get("q", "1")
     return float(weight) if re.fullmatch(r"[01](\.[0-9]{0,3})?", weight) else 0.0

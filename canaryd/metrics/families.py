@@ -30,7 +30,7 @@ from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.web.server import Answer
 
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
-"""The parts of a stack that `canaryd_stack_info` names; the `stack` label stands for all of them."""
+"""Parts of a software stack that `canaryd_stack_info` shows; the `stack` label stands for all parts."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -174,13 +174,14 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (), "When the configuration in use was read, since the epoch."
     ),
 }
-"""Every metric that `render` may write, in this order. docs/metrics.md repeats them; a test compares the two."""
+"""Every metric that `render` can write, in this order. docs/metrics.md repeats them; a test compares the two."""
 
 
 XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", "95", "119", "120", "140", "143", "154")
-"""Xids with a series from 0 on for every NVIDIA device, so that `increase()` sees the first one; others start later."""
+"""Xids (NVIDIA's error numbers) with a series that starts at 0 on every NVIDIA device, so that `increase()` sees the
+first such error. Series of other Xids start with their first error."""
 COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
-"""Components whose changes have a series from 0 on for every device."""
+"""Components with a series of changes that starts at 0 on every device."""
 
 Counters = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 """The store's persistent counters: (name, label items) → count."""
@@ -228,11 +229,11 @@ class DeviceView:
     last_success: Mapping[str, float]
     """Probe → start (epoch s) of its newest run that found nothing wrong."""
     fault_rate: Mapping[str, float]
-    """Probe → upper bound of wrong results per compared result."""
+    """Probe → upper bound of the fraction of its compared results that are wrong."""
     fingerprints: Mapping[tuple[str, str], int]
-    """(probe, stack label) → an integer that a float holds exactly; only values with equal keys can be compared."""
+    """(probe, stack label) → an integer that a float holds exactly. Only values with equal keys can be compared."""
     periods: Mapping[str, float] = field(default_factory=dict)
-    """Probe planned for the device → seconds between two runs. Its counters show 0 before the first run, so that
+    """Probe planned for the device → seconds between two runs. The probe's counters are 0 before its first run, so that
     `increase()` sees a first mismatch."""
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Stack id → software under the newest run of each instruction set."""
@@ -249,7 +250,8 @@ class DeviceView:
     budget: BudgetView | None = None
     """Use of the budget, or None for an endpoint, which has no budget."""
     readings: Sequence[Reading] = ()
-    """Readings of fresh polls and the newest runs; readings that are no metric, or have other labels, are ignored."""
+    """Readings of fresh polls and the newest runs. A reading is ignored if it is no metric or has other labels than its
+    metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +273,7 @@ class Snapshot:
     handles_held: bool = False
     released: bool = False
     share: float | None = None
-    """Fraction of an hour that rounds may take, or None if there is no budget."""
+    """Maximum fraction of an hour for rounds of tests, or None if there is no budget."""
 
 
 def render(snapshot: Snapshot) -> Exposition:
@@ -348,7 +350,7 @@ def _add_verdict(page: Page, view: DeviceView, labels: Labels) -> None:
 def _add_tallies(
     page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: Labels
 ) -> None:
-    """Add the counters of events; those known in advance start at 0. A counter with damaged labels is left out."""
+    """Add the counters of events. Those in `XIDS` and `COMPONENTS` start at 0; one with damaged labels is left out."""
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
     components = {key: 0.0 for key in COMPONENTS if key in device.detail}
     for name, of, count in tallies:
@@ -446,7 +448,8 @@ ProcessCollector(registry=_PROCESS)
 def answer(page: Exposition, headers: Mapping[str, str]) -> Answer:
     """Return the prepared page as the answer to a scrape, in the format and encoding that the headers ask for.
 
-    The daemon's own `process_*` metrics are read now and follow it: that takes about 0.06 ms and waits for no device.
+    The daemon's own `process_*` metrics are read now and follow the page: that takes about 0.06 ms and waits for no
+    device.
     """
     if wants_openmetrics(headers.get("accept", "")):
         media, prepared = OPENMETRICS, page.openmetrics

@@ -1,7 +1,7 @@
 """The database: one SQLite file, and a copy of it in memory while the file cannot be written.
 
-One connection answers at a time: that of the file, or that of the copy. Rows that the file refuses go to the copy and
-to a third, small database (`_waiting`), whose rows move to the file as soon as it can be written again.
+One connection serves all queries at a time: to the file, or to the copy. Rows that cannot be written to the file go to
+the copy and to a third, small database (`_waiting`). They move to the file as soon as it can be written again.
 """
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
@@ -32,7 +32,7 @@ from canaryd.store.rows import ADD_RUN, COPIED, MET, NOTE, RUN, VERDICT, add_met
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
 OPEN_LOCK = f"{DATABASE}.lock"
-"""Name of the file that is locked while the database is opened, created, migrated or renamed."""
+"""Name of the file that a process locks while it opens, creates, migrates or renames the database."""
 BUSY_TIMEOUT = 5.0
 """Seconds that a statement waits for the end of another process's transaction."""
 CACHE = 512
@@ -42,14 +42,16 @@ OPEN_TIMEOUT = 10.0
 BATCH = 100
 """Number of runs that move to disk in one transaction, so that another process never waits long."""
 LOST_NOTE = "history lost"
-"""Name of the note about the last loss of a database: its time (epoch s) and what is left, as "seconds path"."""
+"""Name of the note about the last loss of a database. Its text is "seconds path": the time (epoch s), and the path of
+what is left."""
 PASSED_NOTE = "aged"
 """Name of the note with the latest time known to be past (epoch s); see `Database.passed`."""
 LOGS = ("-wal", "-shm", "-journal")
-"""Suffixes of SQLite's files beside a database; SQLite would use those of a lost database for the next one."""
+"""Suffixes of the files that SQLite keeps beside a database. Those of a lost database would be used for the next
+one."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
 WAL = b"\2\2"
-"""Bytes 18 and 19 of the file of a database with a write-ahead log (sqlite.org/fileformat.html)."""
+"""Bytes 18 and 19 of a database file that has a write-ahead log (sqlite.org/fileformat.html)."""
 T = TypeVar("T")
 
 
@@ -58,7 +60,7 @@ class StoreTooNew(RuntimeError):
 
 
 class _Replaced(OSError):
-    """Another file has replaced the file that was just written."""
+    """Another file replaced the database file during a write."""
 
 
 REFUSED = (OSError, sqlite3.Error, StoreTooNew)
@@ -133,7 +135,7 @@ class Database:
         return list(self.said.values())
 
     def changes(self) -> object:
-        """Return a value that changes whenever another process has written, or another file is in use.
+        """Return a value that changes whenever another process has written, or another database file is in use.
 
         Checks whether the file was removed or replaced, and tries again to write the waiting rows. Never raises.
         """
@@ -153,7 +155,7 @@ class Database:
     # For the tables
 
     def _read(self, query: str, *args: Any) -> list[Any]:
-        """Return the rows of a query. If the file cannot be read, return those in memory and set `problem`."""
+        """Return the rows of a query. If the file cannot be read, return the rows in memory and set `problem`."""
         with self._lock:
             try:
                 return self._attempt(lambda db: db.execute(query, args).fetchall(), reads=True)
@@ -161,7 +163,7 @@ class Database:
                 return self._lose(error).execute(query, args).fetchall()
 
     def _write(self, write: Callable[[sqlite3.Connection], object]) -> bool:
-        """Execute `write` in one transaction. Return False if the rows are only in memory; `problem` says why."""
+        """Execute `write` in one transaction. Return False if its rows are only in memory; `problem` says why."""
         with self._lock:
             why: Exception | None = None
             try:
@@ -179,7 +181,7 @@ class Database:
             return False
 
     def _forget(self, table: str, order: str, most: int) -> bool:
-        """Drop waiting rows of a table, the first in `order`, so that at most `most` remain; always return False."""
+        """Drop waiting rows of a table, the first by `order`, so that at most `most` stay; always return False."""
         with self._lock:
             if self._waiting is not None and self._copy is not None:
                 (count,) = self._waiting.execute(f"SELECT count(*) FROM {table}").fetchone()
@@ -195,7 +197,7 @@ class Database:
             return False
 
     def _decode(self, kind: type[T], rows: Iterable[tuple[str, bytes]]) -> list[T]:
-        """Return the objects of (name, packed body) rows. A damaged row is skipped, and `problems` reports it."""
+        """Return the objects in `rows` of (name, packed object). Damaged rows are skipped; `problems` reports it."""
         found = []
         for name, body in rows:
             try:
@@ -214,9 +216,10 @@ class Database:
         return str(rows[0][0]) if rows else ""
 
     def parsed_note(self, name: str, parse: Callable[[str], T], absent: T) -> T:
-        """Return `parse` of a note's text; `absent` if there is no note, or with a problem if it is damaged.
+        """Return the result of `parse` for a note's text, or `absent` if there is no note or its text is damaged.
 
-        `parse` raises `LookupError`, `TypeError` or `ValueError` for a text that canaryd never writes.
+        Damage is also reported as a problem. `parse` raises `LookupError`, `TypeError` or `ValueError` for a damaged
+        text.
         """
         text = self.note(name)
         try:
@@ -239,21 +242,21 @@ class Database:
 
     @property
     def passed(self) -> float:
-        """Latest time known to be past (epoch s), even if the clock shows an earlier one; 0.0 if none is known yet."""
+        """Latest time known to be past (epoch s), even if the clock shows an earlier time; 0.0 if none is known yet."""
         return self.note_time(PASSED_NOTE)
 
     def date(self, at: float) -> float:
-        """Return the time `at`; if it is more than a day before `passed`, return the time of storing instead."""
+        """Return `at`, or the time of storing if `at` is more than a day before `passed` (all in epoch s)."""
         return at if at >= self.passed - DAY else self._stamp()
 
     def _stamp(self) -> float:
-        """Return the time of storing (epoch s): the clock's, but never earlier than `passed`."""
+        """Return the time of storing (epoch s): the time of the clock, or `passed` if that is later."""
         return max(self._now(), self.passed)
 
     # The file
 
     def commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
-        """Write all waiting rows to disk, then execute `write` there in one transaction; raise `REFUSED` on failure."""
+        """Write the waiting rows to disk, then do `write` in one transaction; return its result, or raise `REFUSED`."""
 
         def work(db: sqlite3.Connection) -> T:
             self._settle(db)
@@ -263,14 +266,15 @@ class Database:
             return self._attempt(work)
 
     def look(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Execute `work` on the file, outside of a transaction; raise `REFUSED` on failure."""
+        """Return the result of `work` on the file, outside of a transaction; raise `REFUSED` on failure."""
         with self._lock:
             return self._attempt(work)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
-        """Return the result of `work`; if the file is damaged or replaced, try once more with the next file.
+        """Return the result of `work`; if the file is damaged or was replaced, try once more with the next file.
 
-        Work that only `reads` uses the copy if there is one, and does not check whether the file is still in its place.
+        Work that only `reads` uses the copy in memory if there is one, and does not check whether the file is in its
+        place.
         """
         with owners_rights(self.state_dir):
             for again in (True, False):
@@ -289,7 +293,7 @@ class Database:
         raise AssertionError
 
     def _settle(self, db: sqlite3.Connection) -> None:
-        """Move the rows that wait in memory to disk, and drop the copy."""
+        """Move the rows that wait in memory to disk, and drop the copy of the file in memory."""
         if self.for_reading:
             return
         if self._read_only:
@@ -367,7 +371,7 @@ class Database:
     # Opening it
 
     def _on_open(self, db: sqlite3.Connection) -> None:
-        """Prepare the tables after another file was opened; a subclass does the work."""
+        """Prepare the tables after another file was opened. Subclasses override this; here it does nothing."""
 
     def _connect(self) -> sqlite3.Connection:
         """Return the connection to the file; open it if it is closed, replaced, or now writable."""
@@ -519,7 +523,7 @@ class Database:
         return version
 
     def _set_aside(self, why: str, name: str = "") -> None:
-        """Rename the remaining files of an unusable or missing database; the caller holds the open lock."""
+        """Rename the files that are left of an unusable or missing database; the caller holds the open lock."""
         stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         base = f"{DATABASE}.{name or f'corrupt-{stamp}'}"
         names = (f"{base}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
@@ -553,7 +557,7 @@ class Database:
         return (there.st_dev, there.st_ino) != self._identity
 
     def _why_missing(self) -> str:
-        """Return the sign that a database was at its path and is gone, or "" if one is there or none ever was."""
+        """Return the sign that the database file is gone, or "" if it exists or there never was one."""
         if _exists(self.path):
             return ""
         if self._identity is not None:
@@ -569,7 +573,7 @@ class Database:
 
 
 def connect(uri: str) -> sqlite3.Connection:
-    """Return a new SQLite connection with explicit transactions, for several threads that share one of our locks."""
+    """Return a new SQLite connection with explicit transactions, for threads that take turns under one lock."""
     db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
     db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # Rotten text must not look like a failed operation.
     return db
@@ -586,7 +590,7 @@ def _memory() -> sqlite3.Connection:
 
 
 def _new(path: Path) -> sqlite3.Connection:
-    """Create a database that keeps no other file beside it, replacing the remains of a killed process."""
+    """Create a database without any file beside it; replace what a killed process left at the path."""
     path.unlink(missing_ok=True)
     os.close(make(path))
     db = connect(f"{_uri(path)}?mode=rw")
@@ -595,12 +599,12 @@ def _new(path: Path) -> sqlite3.Connection:
 
 
 def _kept(path: Path, version: int) -> Path:
-    """Return the path where a database is kept in its state from before the conversion from `version`."""
+    """Return the path of the copy that is made of a database before it is converted from `version`."""
     return Path(f"{path}.version-{version}")
 
 
 def _keep(db: sqlite3.Connection, kept: Path) -> None:
-    """Copy a database completely or not at all, so that the release that wrote it can be installed again."""
+    """Copy a database completely or not at all, so that its old release can be installed again."""
     new = Path(f"{kept}.new")
     with contextlib.closing(_new(new)) as copy:
         db.backup(copy)
@@ -608,7 +612,7 @@ def _keep(db: sqlite3.Connection, kept: Path) -> None:
 
 
 def _pour(source: sqlite3.Connection, target: sqlite3.Connection, limit: int) -> int:
-    """Add the rows of `source`, but only the oldest `limit` runs, to `target`; return the last run's number."""
+    """Add the rows of `source` to `target`, of runs only the oldest `limit`; return the last run's number."""
     runs = source.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {limit}").fetchall()
     target.executemany(ADD_RUN, [row[1:] for row in runs])
     for table, (columns, add) in COPIED.items():
@@ -626,7 +630,7 @@ def _has_locks(state_dir: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a file exists; True also if this cannot be checked, because its directory is out of reach."""
+    """Return whether a file exists; True also if this is unknown, because its directory cannot be searched."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -644,7 +648,7 @@ def _expect_file(path: Path) -> None:
 
 
 def _is_resting(path: Path) -> bool:
-    """Return whether no process has a database with a write-ahead log open. Raises errors that prevent reading.
+    """Return whether a database in write-ahead mode is open in no process; raise an error if it is unreadable.
 
     The last process that closes such a database removes its log.
     """

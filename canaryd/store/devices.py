@@ -13,7 +13,7 @@ from canaryd.store.database import Database
 from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack, time_of
 
 VOID_NOTE = "void acks"
-"""Name of the note with device, kind and time of the operators' statements dated in the future, as JSON."""
+"""Name of the note that lists the operators' statements dated in the future: device, kind and time of each, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class DeviceTables(Database):
         return {}
 
     def see_device(self, device: Device, now: float) -> bool:
-        """Store that `device` was there at `now` (epoch s). Return False if this is only in memory so far."""
+        """Store that a device was present at `now` (epoch s). Return False if this is only in memory so far."""
         row = (device.uuid, now, now, True, pack(device))
         return self._write(lambda db: db.execute(ADD_DEVICE, row))
 
     def set_present(self, uuids: Collection[str], now: float, unseen: Collection[str] = ()) -> bool:
-        """Store that exactly `uuids` of all known devices were there at `now`. Return False if only in memory so far.
+        """Store that of all known devices only `uuids` were present at `now`; return False if only in memory so far.
 
-        The devices `unseen` also count as there, because nobody looked for them.
+        The devices in `unseen` also count as present, because nobody looked for them.
         """
         with self._lock:
             rows = []
@@ -67,7 +67,7 @@ class DeviceTables(Database):
     def set_verdict(self, verdict: Verdict) -> bool:
         """Make `verdict` the newest of its device. Return False if it is only in memory so far.
 
-        The history gains an entry if state or cause changed; otherwise its last entry is replaced.
+        If the state or the cause changed, the history gains an entry; otherwise its last entry is replaced.
         """
         row = (verdict.device, verdict.drill, verdict.state.value, verdict.cause.value, verdict.decided, pack(verdict))
         return self._write(lambda db: add_verdict(db, row))
@@ -79,7 +79,7 @@ class DeviceTables(Database):
         return {v.device: v for row in rows for v in self._decode_verdict(*row)}
 
     def verdict(self, device: str) -> Verdict | None:
-        """Return the newest verdict on one device (its uuid) from real evidence, or None if there is none."""
+        """Return the newest verdict on one device (its uuid), or None if there is none. Drills do not count."""
         query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number DESC LIMIT 1"
         return next((v for row in self._read(query, device) for v in self._decode_verdict(*row)), None)
 

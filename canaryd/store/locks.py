@@ -22,11 +22,11 @@ FULL = 1024 * 1024
 
 
 class Busy(TimeoutError):
-    """Another process held the lock for longer than the timeout; the message names this process."""
+    """Another process held the lock for longer than the timeout; the message names that process."""
 
 
 class Unreadable(OSError):
-    """The record cannot be read; the message says why, and which command to type."""
+    """The store cannot be read. The message has the reason and a command that helps."""
 
 
 def user_name() -> str:
@@ -38,7 +38,7 @@ def user_name() -> str:
 
 
 def reason(path: Path, error: Exception) -> str:
-    """Return the reason why a file could not be used; it names the other file if the error is about another one.
+    """Return the reason why a file could not be used; it names another file if the error is about that one.
 
     If the disk is full, the reason says so, because SQLite may call that an I/O error.
     """
@@ -54,7 +54,7 @@ def reason(path: Path, error: Exception) -> str:
 
 
 def refusal(path: Path, error: Exception) -> str:
-    """Return what cannot be read and why, and the command that helps if another user may read it."""
+    """Return a sentence that says what cannot be read, why, and which command helps, if there is one."""
     if not isinstance(error, PermissionError):
         # Exactly this class is what SQLite raises for a damaged file (`database.py`).
         aside = "; canaryd check keeps it under another name and begins a new record"
@@ -63,7 +63,7 @@ def refusal(path: Path, error: Exception) -> str:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds the lock of `path`; raise `OSError` if this is unknown. Creates nothing."""
+    """Return whether a process holds the lock of `path`; raise `OSError` if this is unknown. No file is created."""
     try:
         fd = open_plain(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -82,7 +82,7 @@ def _is_held(fd: int) -> bool:
 
 
 class Flag:
-    """A sign for other processes: a lock on a directory. It needs no write permission and ends with its process."""
+    """A sign to other processes: a lock on a directory. It needs no write permission and ends with its process."""
 
     def __init__(self, directory: Path) -> None:
         """Begin with the flag lowered."""
@@ -90,7 +90,7 @@ class Flag:
         self._fd: int | None = None
 
     def fly(self, raised: bool) -> None:
-        """Raise or lower the flag. If the directory cannot be opened or locked, the flag stays lowered."""
+        """Raise the flag if `raised`, else lower it. If the directory cannot be locked, the flag stays lowered."""
         if raised and self._fd is None:
             with contextlib.suppress(OSError):
                 fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -119,7 +119,7 @@ def make(path: Path) -> int:
 
 
 def may_make(path: Path) -> bool:
-    """Return whether this user may create a directory that does not exist yet."""
+    """Return whether this user can create the directory `path`, which does not exist yet."""
     above = next(p for p in path.absolute().parents if os.path.exists(p))  # noqa: PTH110  never raises
     return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
@@ -133,7 +133,7 @@ def flock(
     stopped: Callable[[], bool] = lambda: False,
     doing: str = "",
 ) -> Iterator[None]:
-    """Hold the lock of a file in the state directory `home`; the file names its holder and what that is `doing`.
+    """Hold the lock of file `name` in the state directory `home`. The file names its holder and the text `doing`.
 
     Waits `timeout` seconds, or until `stopped`. Raises `Busy`, or `OSError` if lock files cannot exist.
     """
@@ -176,7 +176,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _name() -> str:
-    """Return a text that identifies this process in a lock file."""
+    """Return the text with which a lock file names this process as its holder."""
     return f"pid {os.getpid()}: {shlex.join(sys.argv)}"
 
 

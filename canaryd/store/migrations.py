@@ -44,7 +44,8 @@ SCHEMA = """
     CREATE TABLE met (device TEXT, line TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, line))"""
 
 MIGRATIONS: dict[int, str] = {10: SCHEMA}
-"""Version (ascending) → SQL statements, separated by ";", that convert a database of the version before."""
+"""Version of the schema, ascending → SQL statements (separated by ";") that convert a database of the version
+before."""
 
 
 def migrate(db: sqlite3.Connection, version: int) -> None:

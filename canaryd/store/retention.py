@@ -1,4 +1,4 @@
-"""Rules for how long records are kept, and which go first if the file is too large."""
+"""Rules for how long records are kept, and which records are deleted first if the file is too large."""
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
@@ -15,33 +15,37 @@ BATCH = 100
 """Number of rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
 FEW = 16
-"""Number of wrong runs of a probe on one device up to which its clean runs are kept longer. More wrong runs make the
-device suspect without any clean runs (ours)."""
+"""Number of wrong runs of a probe on one device up to which the probe's clean runs are kept longer. If there are more,
+the device is suspect without any clean runs (ours)."""
 RATED = (
     "drill = '' AND (device, probe) IN (SELECT device, probe FROM runs WHERE failed = 1 AND drill = '' AND wrong > 0"
     f" GROUP BY device, probe HAVING count(*) <= {FEW})"
 )
-"""Runs of a probe that was seldom wrong on the device. They show how often it fails, and so when a suspect clears."""
+"""SQL condition for runs of a probe that was seldom wrong on the device. They show how often the probe fails there, and
+so when a suspect is cleared."""
 LONGER = 90 * DAY
-"""Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. It clears after three times the
-tests of the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Twice that is kept (ours)."""
+"""Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. A suspect is cleared after three
+times the tests of the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Twice that is kept
+(ours)."""
 KEPT = 100
-"""Number of newest failures of each kind on each device that stay however large the file is: all that the judge looks
-at. Without them one device that fails all day would make another healthy, whose few failures are older."""
+"""Number of newest failures of each kind on each device that stay, however large the file is; the judge looks at no
+more. Otherwise one device that fails all day would push out the older failures of another, which would then look
+healthy."""
 DRILLS = 1 * DAY
 """Seconds for which runs with an injected fault are kept, whatever their outcome."""
 POLLS = 14 * DAY
 """Seconds for which telemetry polls are kept; events have their own limit. The newest completed poll is kept as long as
-a failure: flags that the device set in it hold for 30 days, even if the driver hangs meanwhile."""
+a failure, because flags that the device set in that poll hold for 30 days, even if the driver hangs meanwhile."""
 SPARE = "number NOT IN (SELECT max(number) FROM polls WHERE completed GROUP BY device, probe)"
 """SQL condition for polls other than the newest completed poll of each device and probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How long runs are kept, in seconds since they were stored: `StoreConfig` in canaryd/config/settings.py sets it.
+    """Seconds for which runs are kept after they were stored; `StoreConfig` in canaryd/config/settings.py sets them.
 
-    A failure is a run with wrong results or unknown bits, or one that did not complete and was not skipped.
+    A failure is a run with wrong results or with recordings that differ from the baseline, or a run that did not
+    complete and was not skipped.
     """
 
     successes: float = StoreConfig().keep_successes
@@ -54,8 +58,8 @@ DEFAULT = Retention()
 def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> None:
     """Delete the runs that `keep` no longer covers, then polls and old successes, until the file is below `max_bytes`.
 
-    Failures are deleted early only if nothing else is left, and then with a problem. The newest failures of each kind
-    always stay. `now` is in seconds since the epoch. Raises `REFUSED`.
+    Failures are deleted early only if nothing else is left; this is reported as a problem. The newest failures of each
+    kind always stay. `now` is in seconds since the epoch. Raises one of `REFUSED`.
     """
     for condition, age in (
         ("drill != ''", DRILLS),
@@ -96,7 +100,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
 
 
 def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:
-    """Delete the oldest `BATCH` rows and return their number; the newest run stays, so its number is not reused."""
+    """Delete the oldest `BATCH` rows that match; return their count. The newest run stays: its number stays unique."""
     if table == "runs":
         condition = f"({condition}) AND number < (SELECT max(number) FROM runs)"
     oldest = f"SELECT number FROM {table} WHERE {condition} ORDER BY number LIMIT {BATCH}"
@@ -105,7 +109,7 @@ def _delete(database: Database, condition: str, *args: float, table: str = "runs
 
 
 def used(db: sqlite3.Connection) -> int:
-    """Return the bytes that the database needs, without the pages that it could give back."""
+    """Return the bytes that the database needs, without the free pages in its file."""
     pages, free, size = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size"))
     return int((pages - free) * size)
 

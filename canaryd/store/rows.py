@@ -28,7 +28,7 @@ END = 253_370_764_800.0
 """Time (epoch s) in the year 9999, the last year of the calendar; a later number cannot be a time."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
 RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
-"""Columns of a run; `brief` is the part of it that the judge needs (`judge.brief`), packed like `body`."""
+"""Columns of a run; `brief` is the short form of the run for the judge (`judge.brief`), packed like `body`."""
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 21)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
@@ -87,7 +87,7 @@ def baseline_key(baseline: Baseline) -> str:
 
 
 def refused(constant: str) -> float:
-    """Raise `ValueError` for a NaN or an infinity in JSON."""
+    """Raise `ValueError` for `constant`, a NaN or an infinity in JSON."""
     raise ValueError(f"{constant} is not a number")
 
 
@@ -104,7 +104,7 @@ def pack(value: Run | Device | Verdict | Baseline | Ack | Day | Met) -> bytes:
 
 
 def unpack(kind: type[T], body: bytes) -> T:
-    """Return the object that was given to `pack`; raise `ValueError`, `TypeError` or `zlib.error` if damaged."""
+    """Return the `kind` object that `pack` packed; raise `ValueError`, `TypeError` or `zlib.error` if damaged."""
     text = zlib.decompress(body)
     data = json.loads(text, parse_constant=refused)
     data = whole(data) if b"\\ud" in text else data
@@ -200,12 +200,12 @@ def encode_labels(labels: Mapping[str, str]) -> str:
 
 
 def met_row(met: Met, last: float) -> tuple[Any, ...]:
-    """Return the row of a record of classes; `last` is the time (epoch s) at which pruning counts it as last needed."""
+    """Return the row of a record of classes; pruning counts the record as last needed at `last` (epoch s)."""
     return met.device, json.dumps(met.line, separators=(",", ":")), last, pack(met)
 
 
 def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
-    """Merge records of classes into the stored records of their lines, which another process may have changed."""
+    """Merge records of classes into the stored records with the same key, which another process may have changed."""
     for device, line, last, body in rows:
         stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
         merged = body
@@ -217,7 +217,7 @@ def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
-    """Add a verdict, or update the device's newest verdict if state and cause are the same."""
+    """Add a verdict. If state and cause are those of the device's newest verdict, replace that one instead."""
     device, drill, state, cause, decided, body = row
     last = db.execute(
         "SELECT number, state, cause FROM verdicts WHERE device = ? AND drill = ? ORDER BY number DESC LIMIT 1",

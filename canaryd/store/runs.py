@@ -33,19 +33,22 @@ from canaryd.store.rows import (
 BACKLOG = 10_000
 """Number of runs kept in memory while the disk refuses them; each takes about 5 KiB."""
 KIND = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
-"""SQL columns that are equal for failures of one kind."""
+"""SQL columns whose values are equal for failures of one kind."""
 CLEAN = "probe, outcome"
-"""SQL columns that are equal for clean runs of one kind."""
+"""SQL columns whose values are equal for clean runs of one kind."""
 BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body ELSE ifnull(brief, body) END"
-"""SQL expression: a run as the judge needs it; `turn` counts runs of one kind from the newest."""
+"""SQL expression for a run in the form that the judge needs; `turn` numbers the runs of one kind, the newest is 1."""
 PLAIN = "whole = 1 AND outcome = 'completed'"
-"""SQL condition for clean runs of which later only the counts matter."""
+"""SQL condition for clean runs that the judge later needs only as counts."""
 FOREVER = 1e18
-"""Time of last need for a record that is never pruned."""
+"""Time of last use (epoch s) that is stored for a record that is never pruned."""
 
 
 def _ranked(of: str, which: str) -> str:
-    """Return SQL for a device's runs with `place`, the rank within `of`, and `turn`, the rank within its kind."""
+    """Return SQL for a device's runs that match the condition `which`, numbered from the newest (1) on.
+
+    `place` numbers the runs with equal values in the columns `of`, `turn` the runs of one kind.
+    """
     rank = "row_number() OVER (PARTITION BY {} ORDER BY number DESC)"
     places = f"{rank.format(of)} AS place, {rank.format(f'{KIND}, whole, outcome')} AS turn"
     # Ranked in an index that has all these columns, and joined afterwards: a sort would copy every body.
@@ -54,7 +57,7 @@ def _ranked(of: str, which: str) -> str:
 
 
 class Counted(NamedTuple):
-    """The counts of a clean run, and the properties that runs must share to be added up."""
+    """The counts of a clean run, and the properties that must be equal for runs to be added up."""
 
     id: str
     started: float
@@ -76,22 +79,21 @@ class RunTables(Database):
     """The tables of runs, baselines and days."""
 
     _passed: int | None = None
-    """Number of the newest run on disk that `news` has covered."""
+    """Number of the newest run on disk that `news` has considered."""
 
     @functools.cached_property
     def _own(self) -> set[str]:
-        """Ids of runs that this process has stored and `news` has not covered yet."""
+        """Ids of runs that this process has stored since the last call of `news`, which leaves them out."""
         return set()
 
     def add_run(self, run: Run, baselines: Iterable[Baseline] = (), met: Iterable[Met] = ()) -> bool:
-        """Store and count a run, with the `baselines` and classes `met` that it changed, in one transaction.
+        """Store and count a run, with the `baselines` and classes (`met`) that it changed, in one transaction.
 
-        Never raises.
+        Returns True if the run is on disk and survives `kill -9`. Returns False if the run waits in memory; `problem`
+        says why. Never raises.
 
-        True: the run is on disk and survives `kill -9`.
-
-        False: the run waits in memory and `problem` says why. At most `BACKLOG` runs wait. Beyond that the oldest
-        successes are dropped, and failures only if nothing else is left. Dropped runs stay counted.
+        At most `BACKLOG` runs wait. Beyond that the oldest successes are dropped, and failures only if nothing else is
+        left. Dropped runs stay counted.
         """
         with self._lock:
             row, counts = run_row(run, self._stamp()), run_counts(run)
@@ -120,8 +122,8 @@ class RunTables(Database):
     ) -> list[Run]:
         """Return the runs that match, in the order of storing, newest last; an argument of `None` does not filter.
 
-        `since` and `until` (exclusive) compare with the time of storing (epoch s). That time never runs backwards,
-        unlike the clock that gave `Run.started`. `failed` is as in `Retention`. `limit` keeps the newest.
+        `since` and `until` (exclusive) are compared with the time of storing (epoch s). That time never runs backwards,
+        unlike the clock that gave `Run.started`. `failed` is as in `Retention`. `limit` keeps only the newest runs.
         """
         times = {"stored >= ?": since, "stored < ?": until}
         terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed, "outcome = ?": outcome}
@@ -141,8 +143,8 @@ class RunTables(Database):
     def news(self) -> list[Run]:
         """Return the runs that other processes have stored since the last call, or since this file was opened.
 
-        They come in the order on disk: a run that waited in another process's memory was stored later than its time
-        says. While this process works in memory, the list is empty.
+        They come in the order on disk: a run that waited in another process's memory was written later than its time of
+        storing says. While the disk refuses writes, the list is empty.
         """
         with self._lock:
             if self._copy is not None:
@@ -156,30 +158,31 @@ class RunTables(Database):
             return self._decode(Run, others)
 
     def failures(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest failures in short form, at most `limit` of each kind, without drills.
+        """Return a device's newest failures in short form, at most `limit` of each kind. Drills are left out.
 
-        A kind is one probe, instruction set and intensity, with mismatch, incomplete run and confirmation separate.
+        Failures are of one kind if they have the same probe, instruction set and intensity, are both mismatches or both
+        incomplete runs, and are both confirmations or both not.
         """
         return self._brief(KIND, "failed = 1", 1, limit, device)
 
     def kinds_of_failures(self, device: str) -> int:
-        """Return the number of kinds of a device's failures, without drills."""
+        """Return the number of kinds (see `failures`) of a device's failures, without drills."""
         query = f"SELECT DISTINCT {KIND} FROM runs WHERE device = ? AND drill = '' AND failed = 1"
         return len(self._read(query, device))
 
     def newest_clean(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest clean runs in short form, at most `limit` of each kind in `CLEAN`, without drills.
+        """Return a device's newest clean runs in short form, at most `limit` of each kind. Drills are left out.
 
-        Many runs of one probe must not hide the last run of another probe with a longer period. Many skipped runs must
-        not hide the last completed one.
+        Runs of one kind have equal values in the columns `CLEAN`. So many runs of one probe do not hide the last run of
+        another probe with a longer period, and many skipped runs do not hide the last completed one.
         """
         return self._brief(CLEAN, "failed = 0", 1, limit, device)
 
     def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
-        """Return a device's clean runs older than the newest `skip` of each kind: some in short form, others as counts.
+        """Return (runs in short form, counts of others): a device's clean runs without the newest `skip` per kind.
 
-        The judge needs the short form of runs that tested a part of a probe, did not complete, or come from an older
-        release; at most the newest `limit` of each kind.
+        Runs in short form are those that tested only a part, did not complete, or come from an older release: the judge
+        needs them. They are taken from the newest `limit` runs of each kind.
         """
         looked_into = self._brief(CLEAN, "failed = 0", skip + 1, limit, device, but=PLAIN)
         ranked = _ranked(CLEAN, "failed = 0")
@@ -188,12 +191,16 @@ class RunTables(Database):
         return looked_into, [found for found in counted if found.is_sound]
 
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
-        """Return the `first` to `last` newest runs of each kind `of`, oldest first, in the form for the judge."""
+        """Return a device's runs in short form, oldest first: the `first` to `last` newest of each kind.
+
+        Runs of one kind are equal in the columns `of`. The SQL conditions `which` and `but` choose runs and leave runs
+        out.
+        """
         query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
-        """Return (device, probe, first start, newest start) of the mismatches on each software stack, except drills."""
+        """Return (device, probe, first start, newest start) of the mismatches on each software stack; no drills."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
         rows = self._read(f"{query} GROUP BY device, probe, stack_id")
         return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in rows]
@@ -220,7 +227,7 @@ class RunTables(Database):
     # Classes of exact cases
 
     def set_met(self, records: Iterable[Met]) -> bool:
-        """Add classes that were met or accepted. Return False if they are only in memory so far."""
+        """Add records of correctly computed or accepted classes of cases. Return False if only in memory so far."""
         with self._lock:
             rows = self._met_rows(records)
             return self._write(lambda db: add_met(db, rows))
@@ -230,7 +237,7 @@ class RunTables(Database):
         return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
 
     def met(self) -> list[Met]:
-        """Return the records of the classes that each device has met."""
+        """Return the records of the classes of cases that each device has computed correctly."""
         rows = self._read("SELECT device, line, body FROM met ORDER BY device, line")
         return self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in rows])
 
@@ -247,6 +254,6 @@ class RunTables(Database):
         return self._decode(Day, [(f"{device} {day}", body) for day, body in rows])
 
     def summed(self, device: str, since: float) -> set[int]:
-        """Return the numbers (since the epoch) of a device's days that ended at `since` or later and have a summary."""
+        """Return the days (since the epoch) that ended at `since` (epoch s) or later and have a summary of a device."""
         rows = self._read("SELECT day FROM days WHERE device = ? AND day >= ?", device, int(since // DAY))
         return {day for (day,) in rows}

@@ -26,10 +26,11 @@ from canaryd.store.runs import RunTables
 from canaryd.store.telemetry import TelemetryTables
 
 STEP = 2 * HOUR
-"""Maximum seconds by which one prune moves `Store.passed` after the clock: twice the daemon's hour, so that an hour of
-a wrong clock costs no more than two (ours)."""
+"""Maximum seconds by which one prune moves `Store.passed` towards the clock: twice the hour between the daemon's
+prunes. If the clock is wrong for an hour, it thus costs no more than two hours (ours)."""
 BELIEVED = 24
-"""Number of successive prunes that find the clock a day behind `Store.passed` before the clock is believed (ours)."""
+"""Number of successive prunes that must find the clock a day behind `Store.passed` before the clock is trusted
+(ours)."""
 
 
 class Store(RunTables, TelemetryTables, DeviceTables):
@@ -53,7 +54,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
 
         `for_reading` opens it read-only: no file is ever created, repaired, migrated or renamed. New rows stay in
-        memory. If there never was a record, the store is empty; neither is a problem.
+        memory. A store that does not exist is empty. Neither counts as a problem.
 
         Raises only `StoreTooNew`. A damaged database is renamed (see `problems`). If nothing can be stored, the store
         works from memory and `problem` says why.
@@ -85,9 +86,9 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             self._refuse(error)
 
     def _advance(self, now: float) -> float:
-        """Move `passed` towards the clock `now`, and return it: the time by which the age of records is measured.
+        """Move `passed` towards the clock's time `now` and return it (epoch s); ages of records are measured by it.
 
-        It moves back only if the clock is behind it for a day. After an outage, records are thus kept longer.
+        `passed` moves back only after the clock was behind it for a day. After an outage, records are thus kept longer.
         """
         before = self.passed or now
         if before < EPOCH:
@@ -126,7 +127,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             yield
 
     def is_locked(self, device_uuid: str) -> bool:
-        """Return whether a process holds a device's lock; raise `Unreadable` if this user may not know it."""
+        """Return whether a process holds a device's lock; raise `Unreadable` if this user has no right to see it."""
         try:
             with owners_rights(self.state_dir):
                 return is_held(self.state_dir / _lock_file(device_uuid))
@@ -134,7 +135,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             raise Unreadable(refusal(self.path, error)) from error
 
     def may_lock(self, device_uuid: str) -> bool:
-        """Return whether this user may take a device's lock."""
+        """Return whether this user has the right to take a device's lock."""
         path = self.state_dir / _lock_file(device_uuid)
         with owners_rights(self.state_dir):
             return allowed(path, os.R_OK) if path.exists() else allowed(path.parent, os.W_OK)

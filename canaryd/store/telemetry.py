@@ -32,10 +32,10 @@ class TelemetryTables(Database):
     """The tables of polls, events and counters."""
 
     def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
-        """Store one poll, its events, and the number of polls since the last stored one, by outcome.
+        """Store one poll and its `events`, and add `outcomes` (outcome → number of polls) to the counters.
 
         One transaction stores all of it, so that after a kill the next poll is compared with the last poll whose events
-        are stored. Return False if it is only in memory so far.
+        are stored. Returns False if it is only in memory so far.
         """
         of = {"device": poll.device, "probe": poll.probe}
         counts = [("probe_runs", encode_labels({**of, "outcome": o.value}), float(n)) for o, n in outcomes.items()]
@@ -81,8 +81,8 @@ class TelemetryTables(Database):
     ) -> bool:
         """Store events, increase counters by (name, labels, increment), and set notes, all in one transaction.
 
-        Counters outlive restarts and pruned runs. A position in a log thus advances exactly when the records before it
-        are counted. Return False if it is only in memory so far.
+        Counters outlive restarts and pruned runs. A note with the position in a log thus moves exactly when the records
+        before that position are counted. Returns False if this is only in memory so far.
         """
         rows = [event_row(e) for e in events]
         counters = [(name, encode_labels(labels), by) for name, labels, by in counts]
@@ -101,14 +101,14 @@ class TelemetryTables(Database):
         return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
 
     def dated(self, events: Iterable[Event]) -> list[Event]:
-        """Return the events; those of a clock that was far behind get the time of storing (`date`)."""
+        """Return the events. An event from a clock that was far behind gets the time of storing (see `date`)."""
         dates = [(event, self.date(event.last)) for event in events]
         return [event if at == event.last else replace(event, first=at, last=at) for event, at in dates]
 
     # Counters
 
     def counters(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return (name, set of label items) → value of every counter."""
+        """Return (name, set of (label, value)) → value of every counter."""
         return {
             (str(name), frozenset(parse_qsl(labels, keep_blank_values=True))): value
             for name, labels, value in self._read("SELECT name, labels, value FROM counters")

@@ -1,4 +1,4 @@
-"""The worker's modules that answer questions other than probes: canaryd's own, and those of other distributions."""
+"""Modules of the worker that answer questions other than test runs: canaryd's own, and those of other packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 GROUP = "canaryd.answers"
-"""Entry-point group of other distributions: question → a module with a function `answer`, which the worker imports."""
+"""Entry-point group for other packages: question → a module with a function `answer`, which the worker imports."""
 OWN = {"reproducer": "canaryd.worker.numeric.reproducer"}
 
 
@@ -21,7 +21,7 @@ class Answerer(NamedTuple):
 
 
 def answerer(question: str) -> Answerer:
-    """Return the module that answers a question; raise `LookupError` if no installed module does."""
+    """Return the worker's module that answers a question; raise `LookupError` if no installed module does."""
     if question in OWN:
         return Answerer(OWN[question], None)
     for point in metadata.entry_points(group=GROUP, name=question):

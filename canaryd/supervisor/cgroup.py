@@ -14,9 +14,11 @@ from pathlib import Path
 DAEMON, WORKERS = "daemon", "workers"
 CONTROLLERS = ("cpu", "memory", "pids")
 MEMORY_KEPT = 256 << 20
-"""Bytes of the service's memory limit that are reserved for the daemon: four times what the daemon may take (ours)."""
+"""Bytes of the service's memory limit that are reserved for the daemon: four times what the daemon needs at most
+(ours)."""
 TASKS_KEPT = 256
-"""Tasks of the service's limit that are kept for the daemon: 64 clients, 32 device queues, and some spare (ours)."""
+"""Number of tasks of the service's limit that are reserved for the daemon: 64 clients, 32 device queues, and some spare
+(ours)."""
 WEIGHT = 50
 """CPU weight of the workers. The daemon keeps the kernel's default of 100, so that it answers scrapes while all workers
 compute (ours)."""
@@ -60,7 +62,8 @@ def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = 
     """Return whether workers have their own scheduling group, so that the idle policy applies only among them.
 
     `group` is the control group of workers. If it has no CPU controller, each worker is in the group of its session,
-    unless this process is in a control group with one (sched(7), "The autogroup feature"). False if unknown.
+    but only if this process is in no control group with a CPU controller (sched(7), "The autogroup feature"). The
+    result is False if this is unknown.
     """
     if group is not None and (group / "cpu.weight").exists():
         return True
@@ -81,7 +84,7 @@ def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = 
 
 
 def _delegated(group: Path) -> bool:
-    """Return whether systemd (251 or newer) marked a group as delegated; the group's owner alone is no proof."""
+    """Return whether systemd (251 or newer) marked a group as delegated. That canaryd owns the group is no proof."""
     try:
         return os.getxattr(group, "user.delegate") == b"1"
     except OSError:
@@ -89,7 +92,7 @@ def _delegated(group: Path) -> bool:
 
 
 def _limit(own: Path) -> None:
-    """Limit the workers to the limits of the service minus the daemon's part. Absent controllers have no files."""
+    """Limit the workers to the limits of the service minus the daemon's part. Limits without a file are skipped."""
     workers = own / WORKERS
     for name, kept in (("memory.max", MEMORY_KEPT), ("pids.max", TASKS_KEPT)):
         if (workers / name).exists():

@@ -13,8 +13,8 @@ INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "strict": {},
     "tf32": {"MLX_ENABLE_TF32": "1"},
 }
-"""Execution path → environment that makes the runtime take it. On a CPU, "" and "native" leave the choice to torch's
-libraries. On MLX, "strict" keeps float32 in float32, and "tf32" is MLX's default, which servers use."""
+"""Name of an execution path → environment variables that select it. On a CPU, "" and "native" leave the choice to
+torch's libraries. On MLX, "strict" computes float32 in float32, and "tf32" is MLX's default, which servers use."""
 STRICT = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi; otherwise the fastest device comes first
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -29,9 +29,9 @@ STRICT = {
 }
 """Environment of every worker. Libraries read these variables only when they start, so a probe cannot set them."""
 BELOW_NORMAL = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-"""Environment of a worker with low priority: its kernels wait for the server's if both are clients of MPS (NVIDIA
-Multi-Process Service, "Client Priority Level Control"). torch's streams have the lowest priority anyway, and stream
-priorities count only within one process."""
+"""Environment of a worker with low priority. If worker and server are both clients of MPS, the worker's kernels wait
+for the server's (NVIDIA Multi-Process Service, "Client Priority Level Control"). torch's streams have the lowest
+priority anyway, but stream priorities count only within one process."""
 SCRUBBED = (
     # Not set to 0 either: that would keep the tfloat32 cases, which allow TF32 themselves, off its units.
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
@@ -48,11 +48,11 @@ SCRUBBED = (
 )
 """Environment variables that no worker inherits, because they would silently change numbers or times."""
 MPS = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's own default
-"""Directory of the pipes of MPS's control daemon, unless CUDA_MPS_PIPE_DIRECTORY names another."""
+"""Default directory of the pipes of NVIDIA's MPS daemon; the variable CUDA_MPS_PIPE_DIRECTORY can name another."""
 
 
 def beside_mps(environment: Mapping[str, str]) -> bool:
-    """Return whether processes share this host's NVIDIA devices through MPS.
+    """Return whether a process with this environment shares this host's NVIDIA devices through MPS.
 
     A client that is killed at work may end the other clients too (NVIDIA Multi-Process Service, "Limitations").
     """

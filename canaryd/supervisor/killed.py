@@ -1,4 +1,4 @@
-"""A record of workers that canaryd itself has killed: errors that a driver then reports about them are no faults."""
+"""A record of the workers that canaryd has killed: a driver's errors about such a worker are no fault of the device."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from collections import deque
 
 LATE = 60.0
-"""Seconds after a kill within which a driver removes the worker's context and reports its last errors (ours)."""
+"""Seconds after a kill in which a driver can still report errors, while it removes the worker's context (ours)."""
 _killed: deque[tuple[int, float]] = deque(maxlen=256)
 
 
 def note(pid: int) -> None:
-    """Record that a worker that was still running is killed now."""
+    """Record that canaryd now kills the worker `pid`, which is still running."""
     _killed.append((pid, time.time()))
 
 
 def was_killed(pid: int, at: float) -> bool:
-    """Return whether canaryd killed the process `pid` shortly before `at` (epoch s)."""
+    """Return whether canaryd killed the process `pid` in the last `LATE` seconds before `at` (epoch s)."""
     return any(pid == other and -1.0 <= at - when <= LATE for other, when in tuple(_killed))

@@ -29,25 +29,25 @@ from canaryd.supervisor.remote import BOOTSTRAP, ENTRY, PACKAGE, TEMPORARY, own_
 
 log = logging.getLogger(__name__)
 CHATTER = 65_536
-"""Number of bytes kept of a worker's printed output, the newest."""
+"""Number of bytes of a worker's printed output that are kept; older output is dropped."""
 MAX_LINE = 16 * 1024 * 1024
 """Longest line of the protocol, in bytes; a longer line makes the run garbled."""
 MAX_RUN = 64 * 1024 * 1024
 """Maximum protocol bytes of a numeric run; more bytes make the run garbled."""
 MAX_TOLD = 16 * 1024 * 1024
-"""Maximum protocol bytes of any other run, whose length servers or drivers decide. An endpoint's longest run sends
-about 5 MB (probes/endpoint_canary.py)."""
+"""Maximum protocol bytes of a run that is not numeric, because a server or driver decides its length. An endpoint's
+longest run sends about 5 MB (probes/endpoint_canary.py)."""
 LONGEST_INTEGER = 40
-"""Maximum characters of an integer in a message. No device reports a longer one; some JSON readers cannot hold it."""
+"""Maximum characters of an integer in a message. No device reports more, and some JSON readers cannot hold more."""
 TICK = 0.1
 """Longest time, in seconds, between two checks of the worker's process."""
 AWAY = 2.0
-"""If more seconds than this pass between two checks, this process was stopped or the machine was asleep. The worker's
+"""Seconds between two checks of a worker above which this process was stopped, or the machine was asleep. The worker's
 deadline then moves by that time (ours)."""
 AFTERLIFE = 1.0
 """Seconds within which a worker must end after SIGKILL, or after it closed its protocol pipe."""
 WAKE = 30.0
-"""Seconds within which a worker must end after SIGKILL if it only waits for a core and is not blocked in the kernel: a
+"""Seconds within which a worker must end after SIGKILL if it is not blocked in the kernel but waits for a core. A
 low-priority worker gets little time on a busy core (ours)."""
 
 
@@ -62,7 +62,7 @@ def stuck() -> int:
 
 
 class _Abandoned:
-    """Workers in uninterruptible sleep: they are counted, and reaped without waiting when they end."""
+    """Workers that survived SIGKILL: they are counted, and removed from the process table when they end."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -184,7 +184,7 @@ class Worker:
         self._write_later()
 
     def begin(self, most: int = MAX_RUN) -> None:
-        """Start a new run: forget what was printed and received so far, and accept at most `most` bytes."""
+        """Start a new run: forget earlier output and the count of received bytes, and accept at most `most` bytes."""
         self.chatter.clear()
         self._received, self._most = 0, most
         self._looked, self._away = time.monotonic(), 0.0
@@ -209,9 +209,10 @@ class Worker:
         return f"{self._shipped[path.parent]}/{path.name}"
 
     def receive(self, deadline: float, stopped: Callable[[], str]) -> dict[str, Any]:
-        """Return the next message; raise `LostError` if none comes before `deadline`, or none can come.
+        """Return the next message; raise `LostError` at `deadline`, or earlier if no message can come any more.
 
-        The deadline moves by the time during which this process itself did not run.
+        `stopped` returns the reason why canaryd stops, or "". The deadline moves by the time in which this process did
+        not run.
         """
         while not self.unreceived:
             if reason := stopped():
@@ -235,14 +236,14 @@ class Worker:
         return self.unreceived.popleft()
 
     def be_lenient(self, seconds: float) -> None:
-        """From now on extend the deadline by the time that the worker waits for a core, by at most `seconds`."""
+        """From now on, move the deadline by the time that the worker waits for a core, but by at most `seconds`."""
         self._lenience, self._waited_before = seconds, _waited(self._process.pid)
 
     def _starved(self) -> float:
         return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
 
     def exited(self) -> bool:
-        """Return whether the process has ended. It is not reaped yet, so that its process group's id stays reserved."""
+        """Return whether the process has ended. It stays a zombie, so that no other process group gets its id."""
         if self._reaped:
             return True
         try:
@@ -260,10 +261,10 @@ class Worker:
                     os.killpg(self._process.pid, number)
 
     def end(self, *, ask: Callable[[], None] | None, grace: float, afterlife: float) -> bool:
-        """End the whole process group; return False if the worker survived and was abandoned.
+        """End the worker and its children; return False if the worker survived SIGKILL and was abandoned.
 
-        `ask` asks the worker to end. SIGKILL follows when the worker has ended, or after `grace` seconds. After SIGKILL
-        the worker must end within `afterlife` seconds.
+        `ask` is called first and asks the worker to end. SIGKILL follows when the worker has ended, or after `grace`
+        seconds. After SIGKILL the worker must end within `afterlife` seconds.
         """
         if ask is not None:
             ask()
@@ -297,7 +298,7 @@ class Worker:
         self._stdin.close()
 
     def _note_processor_time(self) -> None:
-        """Save the processor time of the worker before it is reaped, because the kernel forgets the time then."""
+        """Save the worker's processor time; the kernel forgets it when this process collects the exit status."""
         if not (self._remote or self._reaped):
             self.processor_seconds = _processor_seconds(self._process.pid)
 
@@ -472,7 +473,7 @@ def _waited(pid: int) -> float:
 
 
 def _stat(process: Path) -> list[str]:
-    """Return the fields of proc_pid_stat(5) after a process's or thread's name; raise `OSError` if it has ended."""
+    """Return the fields of proc_pid_stat(5) after the name of a process or thread; raise `OSError` if it ended."""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 

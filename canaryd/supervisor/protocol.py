@@ -19,7 +19,7 @@ FACT_TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Compa
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """The way to start a worker."""
+    """The command, environment and priority with which a worker is started."""
 
     python: str = sys.executable
     """Path of the interpreter of the stack under test; Python 3.10 or newer."""
@@ -28,9 +28,9 @@ class WorkerSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that override all variables that canaryd sets or removes."""
     nice: int = 0
-    """Nice level of a worker that yields to a server and is the first to be killed for memory; 0 for other workers."""
+    """Nice level. Above 0, the worker yields to a server and is the first to be killed if memory is short."""
     only: Device | None = None
-    """The only device that the worker may see, or None if it may see all devices."""
+    """The only device that the worker can see, or None if it can see all devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ class RunRequest:
     budget: float | None = None
     """Seconds of work to aim at, or None for the probe's own budget at this level."""
     beside: Mapping[str, float] = field(default_factory=dict)
-    """Limits of a run beside a server (`canaryd.engine.budget.allowance`); empty if there is no server."""
+    """Limits of a run that shares its device with a server (`canaryd.engine.budget.allowance`); empty if there is no
+    server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +70,13 @@ class Description:
     torch_reason: str = ""
     """The reason why there is no torch, or why the worker failed."""
     lost: str = ""
-    """The interpreter that did not answer about torch and devices, or "" if it answered; `torch_reason` says why."""
+    """The interpreter that gave no answer about torch and devices, or "" if it answered; `torch_reason` has the
+    reason."""
     devices: tuple[Device, ...] = ()
     stack: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[Path, ProbeSpec | str] = field(default_factory=dict)
-    """Probe file → its spec, or its error as text. Files that could not be loaded because of `lost` are missing."""
+    """Probe file → its spec, or its error as text. Files that could not be loaded because `lost` is set are left
+    out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class Listing:
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Vendor module → the reason why it failed."""
     failing: Mapping[str, str] = field(default_factory=dict)
-    """The part of `unavailable` for vendors with installed software: there the failure is a problem."""
+    """The entries of `unavailable` for vendors whose software is installed: their failure is a problem."""
     facts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -114,7 +117,7 @@ class Answer:
     outcome: Outcome
     seconds: float
     paused: float = 0.0
-    """Part of `seconds` during which the run paused for a server."""
+    """Seconds, out of `seconds`, in which the run paused for a server."""
     detail: str = ""
     reason: Reason = Reason.NONE
     stack: Mapping[str, str] = field(default_factory=dict)
@@ -129,7 +132,7 @@ class Answer:
 MOST = 2**63
 """Limit (exclusive) for numbers in messages, because the store holds only smaller ones (SQLite's INTEGER)."""
 MOST_READ = 2**64
-"""Limit (exclusive) for readings; larger, because drivers set all 64 bits of a counter that they do not know."""
+"""Limit (exclusive) for readings, larger than `MOST`: drivers set all 64 bits of a counter that they do not know."""
 
 
 def parse_text(value: object) -> str:
@@ -140,9 +143,10 @@ def parse_text(value: object) -> str:
 
 
 def parse_fact(item: Any) -> Reading | Absent:
-    """Return the fact in [name, value, unit, labels] or [name, reason, code]; raise `ValueError` for anything else.
+    """Return a reading from [name, value, unit, labels], or a missing one from [name, reason, code].
 
-    Written by hand, because telemetry sends about 2,000 facts at a time and `from_json` takes ten times as long.
+    Raises `ValueError` for anything else. Written by hand, because telemetry sends about 2,000 facts at a time and
+    `from_json` takes ten times as long.
     """
     if isinstance(item, list) and len(item) == 3:
         name, reason, code = item
@@ -175,7 +179,7 @@ class RunFacts:
     codes: dict[str, int] = field(default_factory=dict)
     """Name of a missing reading → the driver's error code for it, if there is one."""
     counted: int = 0
-    """Number of results and uploads in the comparisons so far."""
+    """Number of results and uploads in all comparisons that have arrived."""
 
     def add(self, kind: str, message: Mapping[str, Any]) -> None:
         """Add the facts in a message; raise `LookupError`, `TypeError` or `ValueError` for a malformed message."""

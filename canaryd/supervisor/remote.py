@@ -1,4 +1,4 @@
-"""Functions that send the worker's files to an interpreter elsewhere (`worker.command`)."""
+"""Functions that prepare the files for a worker in another container or on another host (`worker.command`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def own_files() -> dict[str, str]:
 
 
 def pack(directory: Path, into: str) -> dict[str, str]:
-    """Return all files of a probe directory, data too: path below `into` → content in base64."""
+    """Return all files of a probe's directory, data included: path below `into` → content in base64."""
     files, size = {}, 0
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)

@@ -1,8 +1,8 @@
 """Run probes in workers, with a limit on every wait, and report the outcome. No worker can hang canaryd.
 
 A worker is one process in its own session. Requests go to its standard input. Answers come through a separate pipe, or
-through standard output behind `worker.command`. Of everything else that it prints, the last part is kept. One thread
-owns a `Series`; only `Series.kill` may be called from another thread.
+through standard output behind `worker.command`. Of all other output, the last part is kept. One thread owns a `Series`;
+other threads can only call `Series.kill`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from canaryd.supervisor.protocol import (
 from canaryd.supervisor.slot import Slot, decoding
 
 STARVED = 4.0
-"""A low-priority worker may wait this many times its timeout longer for a core before it counts as hung (ours)."""
+"""Limit on the extra time for which a low-priority worker can wait for a core before it counts as hung, in multiples of
+its timeout (ours)."""
 IMPORT = 120.0
-"""Seconds that the import of torch may take: ten times a slow import, from a cold disk or on a loaded host (ours)."""
+"""Maximum seconds for the import of torch: ten times a slow import, from a cold disk or on a loaded host (ours)."""
 PATIENCE = 10.0
 """Seconds of a long wait after which `on_wait` is called (ours)."""
 SILENCE = 30.0
-"""Seconds without a message after which the reader of the kernel log is killed (ours)."""
+"""Seconds without a message after which canaryd kills the worker that reads the kernel log (ours)."""
 
 
 class Series:
     """Several runs on one device that share a worker, so that the worker starts only once.
 
-    After a failed run (a skipped run is none) the next run gets a new worker, because the failure may have damaged the
-    device's context or the process.
+    After a failed run the next run gets a new worker, because the failure may have damaged the process or its context
+    on the device. A skipped run is no failure.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Series:
         grace: float = 2.0,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        """Start no worker. `grace`: s from SIGTERM to SIGKILL. Raises `ValueError` for an unknown `instruction_set`."""
+        """Start no worker; `grace`: seconds before SIGKILL. Raises `ValueError` for an unknown `instruction_set`."""
         if instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
@@ -81,18 +82,18 @@ class Series:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds from the start of its workers to their ends, without the pauses of their runs."""
+        """Seconds for which the workers of this series have lived, without the pauses of their runs."""
         return self._slot.wall_seconds
 
     @property
     def processor_seconds(self) -> float | None:
-        """Processor seconds of its workers that have ended, or None if one of them is unknown."""
+        """Processor seconds of the series' ended workers, or None if the time of one of them is unknown."""
         return self._slot.processor_seconds
 
     def serve(self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None) -> bool:
-        """Use the same worker for another purpose from now on; return False if the purpose needs another worker.
+        """Use the running worker for the runs of `spec` from now on; return False if they need another worker.
 
-        The worker still sees the same devices: the caller knows that these are no more than `spec.only`.
+        The worker still sees the same devices. The caller must know that these are no more than `spec.only`.
         """
         if replace(spec, only=None) != self._slot.spec or INSTRUCTION_SETS[instruction_set]:
             return False
@@ -107,12 +108,12 @@ class Series:
         import_timeout: float = IMPORT,
         on_wait: Callable[[str], None] = lambda _: None,
     ) -> Description:
-        """Ask for torch, the devices and the specs of the probes at `paths`.
+        """Return what the worker finds: the version of torch, the devices, and the specs of the probes at `paths`.
 
         Never raises because of a worker. `timeout` limits each single answer, in seconds. `import_timeout` limits the
-        import of torch, which comes first; `on_wait` is called once if that takes long. If torch hangs or crashes at
-        import, probes that do not need torch are still described. A probe that crashes or hangs the worker is described
-        by that failure, and the other probes are asked for again.
+        import of torch, which comes first; `on_wait` is called once if the import takes long. If torch hangs or crashes
+        at import, probes that do not need torch are still described. If a probe crashes or hangs the worker, this
+        failure becomes its description, and a new worker is asked for the other probes.
         """
         probes: dict[Path, ProbeSpec | str] = {}
         python = lost_torch = ""
@@ -146,7 +147,7 @@ class Series:
                     return Description(torch_reason=reason, lost=f"{where} failed", probes=probes)
 
     def _await_import(self, worker: Worker, timeout: float, on_wait: Callable[[str], None]) -> None:
-        """Wait until the worker has tried to import torch; raise `LostError` if the worker did not survive that."""
+        """Wait until the worker has tried to import torch; raise `LostError` if the worker does not survive that."""
         what = f"torch of {self._slot.where} to import"
         message = self._receive_patiently(worker, timeout, what, on_wait)
         with decoding(message):
@@ -167,9 +168,9 @@ class Series:
             return self._slot.receive(worker, begun + timeout)
 
     def reach(self, runtime: str, timeout: float = IMPORT, *, on_wait: Callable[[str], None] = lambda _: None) -> Reach:
-        """Ask for the devices of a runtime other than torch. Never raises because of a worker.
+        """Return the devices that a runtime other than torch finds. Never raises because of a worker.
 
-        `timeout`: seconds that its import and the search may take; `on_wait` is called once if they take long.
+        `timeout`: seconds that import and search may take; `on_wait` is called once if they take long.
         """
         what = f"{runtime} of {self._slot.where} to import and to list its devices"
         try:
@@ -186,7 +187,7 @@ class Series:
             return Reach(problem=f"{self._slot.where} failed: {self._slot.discard(lost, brief=True)[1]}")
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
-        """Ask vendor modules for the devices of this machine; `settings` maps each module to its probe's settings.
+        """Return the devices of this machine that vendor modules find; `settings`: module → its probe's settings.
 
         Never raises because of a worker. `timeout` limits each module, in seconds. A module that crashes or hangs the
         worker is unavailable for that reason, and the other modules are still asked.
@@ -236,9 +237,10 @@ class Series:
         *,
         until_end: bool = False,
     ) -> str:
-        """Read the kernel log from `position`; give `on_batch` each batch of records and the position after it.
+        """Read the kernel log from `position` on, and return the reason why reading ended.
 
-        Returns the reason why reading ended; with `until_end` this is "" at the end of the log.
+        Each batch of records goes to `on_batch`, with the position after it. With `until_end`, reading stops at the end
+        of the log and the reason is "".
         """
         records: list[LogRecord] = []
         try:
@@ -369,9 +371,10 @@ class Series:
                 self._on_progress(*progress)
 
     def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask a module of the worker (`answers.py`) a question that is not a probe.
+        """Ask a module of the worker (`answers.py`) a question; `arguments` are its details.
 
-        Returns the outcome, the answer (empty unless completed) and the detail. Never raises because of a worker.
+        Returns (outcome, answer, detail of the outcome); the answer is empty unless the outcome is completed. Never
+        raises because of a worker.
         """
         deadline, run = time.monotonic() + timeout, new_run_id(time.time())
         name, package = answerer(module)
@@ -406,14 +409,14 @@ class Series:
         return bool(self._slot.stopped)
 
     def kill(self, reason: str = "canaryd is shutting down") -> None:
-        """Kill the worker from another thread or a signal handler; every run, also the present one, ends as errored."""
+        """Kill the worker, from any thread or a signal handler. Every run then ends as errored, the present one too."""
         self._slot.kill(reason)
 
 
 def _description(
     where: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
 ) -> Description:
-    """Return the description in a worker's message; if torch was lost, without the probes that need torch."""
+    """Return the description in a worker's message. If `lost_torch` is set, probes that need torch are left out."""
     lost = f"torch of {where} does not import" if lost_torch else ""
     if lost:
         probes = {path: spec for path, spec in probes.items() if isinstance(spec, ProbeSpec) and not spec.numeric}

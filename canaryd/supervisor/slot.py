@@ -21,15 +21,15 @@ DETAIL = 4096
 PING = 5.0
 """Seconds within which a worker must answer between two runs; otherwise a new worker replaces it."""
 TEARDOWN = 15.0
-"""Seconds that a worker on an accelerator may take to end, when asked or after SIGKILL. The driver first frees its
-memory and its context, beside a server and on a node of eight devices (ours)."""
+"""Maximum seconds for a worker on an accelerator to end, after a request or after SIGKILL. The driver first frees
+memory and context, which takes long beside a server and on a node of eight devices (ours)."""
 STACKS = re.compile(r"Fatal Python error|(Current thread|Thread) 0x")
 """Pattern for the first line of a stack dump (Python's faulthandler)."""
 ABORTS = re.compile(r"^Memory access fault by GPU|HSA_STATUS_ERROR_(EXCEPTION|MEMORY|ILLEGAL_INS)", re.MULTILINE)
-"""Pattern for the text that ROCm's runtime prints before it aborts a process whose device failed; no exception arrives
-(ROCR-Runtime, runtime.cpp and hsa.cpp)."""
+"""Pattern for the text that ROCm's runtime prints before it aborts a process whose device failed. The process gets no
+exception (ROCR-Runtime, runtime.cpp and hsa.cpp)."""
 SAID, WIDTH = 2, 200
-"""Number of lines that `telling` keeps of the output before a stack dump, and characters kept of each line."""
+"""Number of output lines before a stack dump that `telling` keeps, and number of characters of each line."""
 
 
 def telling(printed: str) -> str:
@@ -42,7 +42,7 @@ def telling(printed: str) -> str:
 
 
 class Slot:
-    """The present worker of a series. One thread owns a slot; only `kill` may be called from another."""
+    """The present worker of a series. One thread owns a slot; other threads can only call `kill`."""
 
     def __init__(self, spec: WorkerSpec, instruction_set: str, grace: float) -> None:
         """Start no worker yet. `grace`: seconds between SIGTERM and SIGKILL."""
@@ -60,7 +60,7 @@ class Slot:
         self._worker: Worker | None = None
 
     def ready(self, deadline: float) -> Worker:
-        """Return a worker that answers, if necessary a new one; raise `LostError` if no worker can be had."""
+        """Return a worker that answers, a new one if necessary; raise `LostError` if no worker can be started."""
         if self.stopped:
             raise LostError(Outcome.ERRORED, f"stopped: {self.stopped}", Reason.STOPPED)
         if self._worker is not None and not self._answers(self._worker, deadline):
@@ -98,7 +98,7 @@ class Slot:
         return worker
 
     def _answers(self, worker: Worker, deadline: float) -> bool:
-        """Return whether a worker still answers after earlier runs; a death between runs counts for no run."""
+        """Return whether a worker still answers after earlier runs. If it died between two runs, neither run failed."""
         try:
             worker.begin()
             worker.send({"op": "ping"})
@@ -109,7 +109,7 @@ class Slot:
         return True
 
     def discard(self, lost: LostError, *, brief: bool = False) -> tuple[Outcome, str]:
-        """End a lost worker; return the outcome, and the reason with the last output (in one line if `brief`)."""
+        """End a lost worker; return (outcome, reason with the last output), the output in one line if `brief`."""
         worker, self._worker = self._worker, None
         outcome, detail = lost.outcome, lost.detail
         if worker is None:
@@ -148,7 +148,7 @@ class Slot:
 
     @property
     def is_mps_client(self) -> bool:
-        """Whether the worker is a client of MPS, like the server beside it."""
+        """Whether the worker shares its NVIDIA device with the server through MPS, so that a kill can end both."""
         on_cuda = self.spec.only is not None and self.spec.only.backend == "cuda"
         return on_cuda and beside_mps({**os.environ, **self.spec.env})
 
@@ -171,7 +171,7 @@ class Slot:
 
 @contextmanager
 def decoding(message: Mapping[str, Any]) -> Iterator[None]:
-    """Raise `LostError` for any error in reading `message`."""
+    """Turn any error that occurs while the context reads `message` into a `LostError`."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 
 
 Route = Callable[[Mapping[str, str]], Answer]
-"""Function that returns the answer to the request's headers (names in lower case). It must not wait for anything."""
+"""Function (request headers, names in lower case) → answer. It must not wait for anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Limits:
 
     connections: int = 64
     head: float = 5.0
-    """Time from the connection to the blank line of the request, the handshake of TLS included."""
+    """Time from the connection to the blank line after the request's headers, with the handshake of TLS."""
     write: float = 10.0
     """Time for sending a whole answer."""
     patience: float = 1.0
-    """Time after which an unfinished answer loses its connection if another client needs the place."""
+    """Time after which an unfinished answer can lose its connection to another client."""
 
 
 _LIMITS = Limits()
@@ -70,8 +70,8 @@ _QUIET = 60.0
 class Server(socketserver.ThreadingTCPServer):
     """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes, one request per connection.
 
-    A slow or silent client delays no other. When all places are taken, a new client gets the place of the one that has
-    waited longest.
+    A slow or silent client delays no other. If the maximum number of connections is open, a new client replaces the one
+    that has waited longest.
     """
 
     # Not http.server's own ThreadingHTTPServer: it looks up the host's full name, and may wait for a name server.
@@ -146,7 +146,7 @@ class Server(socketserver.ThreadingTCPServer):
         return request, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread, or close it if every place has an answer that is still being sent."""
+        """Serve a connection in a new thread. If all places are taken by answers in progress, close it instead."""
         now = time.monotonic()
         if len(self._places) < self.limits.connections or self._hang_up(lambda gives, _: gives <= now, most=1):
             with self._lock:
@@ -156,9 +156,9 @@ class Server(socketserver.ThreadingTCPServer):
             self.shutdown_request(request)
 
     def turn(self, request: socket.socket, seconds: float, patience: float = 0.0) -> bool:
-        """Give a connection `seconds` for its next step; return False if it has already lost its place.
+        """Give a connection `seconds` for its next step; return False if the connection was already cut off.
 
-        For the first `patience` seconds the connection cannot lose its place to another client.
+        For the first `patience` seconds no other client can take its place.
         """
         now = time.monotonic()
         with self._lock:
@@ -173,7 +173,11 @@ class Server(socketserver.ThreadingTCPServer):
         self._hang_up(lambda _, ends: ends <= now)
 
     def _hang_up(self, which: Callable[[float, float], bool], most: int = sys.maxsize) -> bool:
-        """Shut down connections that match `which`, at most `most`, oldest change first; return False if none does."""
+        """Shut down at most `most` connections that match `which`; return False if there is none.
+
+        `which` gets two monotonic times: from when on another client can take the place, and when the connection ends.
+        Connections whose times changed longest ago come first.
+        """
         with self._lock:
             found = [request for request, times in self._places.items() if which(*times)][:most]
             for request in found:
@@ -202,7 +206,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 class _Connection(BaseHTTPRequestHandler):
-    """One client, in its own thread. No wait has a limit here: the server cuts off late clients."""
+    """One client, served in its own thread. Waits have no limit here, because the server cuts off late clients."""
 
     server: Server
     rfile: io.BufferedReader
@@ -235,7 +239,7 @@ class _Connection(BaseHTTPRequestHandler):
         return True
 
     def _read_head(self, stream: io.BufferedReader) -> bytes:
-        """Return a request up to its blank line, or more bytes than allowed; b"" if the client hung up before."""
+        """Return a request up to its blank line, or more bytes than are allowed, or b"" if the client hung up early."""
         head = bytearray()
         while len(head) <= _MAX_HEAD:
             line = stream.readline(_MAX_HEAD + 1 - len(head))

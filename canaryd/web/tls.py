@@ -1,4 +1,4 @@
-"""TLS of the daemon's address: certificate, key and the authority of clients, which are read again when they change."""
+"""TLS of the daemon's address: certificate, key and the authority that signs clients; changed files are read again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tls:
         """What new connections are made with."""
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; only one thread at a time may call this."""
+        """Read the files again if they have changed. The caller makes sure that only one thread at a time does this."""
         seen = self._look()
         if seen == self._seen and not self.problems:
             return
