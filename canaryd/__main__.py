@@ -1,4 +1,4 @@
-"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with `UNKNOWN`, never like a verdict."""
+"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with `UNKNOWN`, never as a verdict does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNKNOWN = 3
 
 
 class Lossy(io.FileIO):
-    """A standard stream whose writes never raise: data that cannot be written is dropped. It keeps the first error."""
+    """A standard stream whose writes never raise: data that cannot be written is dropped. `error` is the first one."""
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write as much as the stream accepts, and wait for it. Drop the data if the stream accepts no more."""
+        """Write data and return the number of bytes written. After an error, drop the data and return their size."""
         try:
             while (written := super().write(data)) is None:
                 select.select([], [self], [])  # another process has made it non-blocking

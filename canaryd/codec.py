@@ -16,7 +16,7 @@ from canaryd.facts import SHARED, shared
 from canaryd.model import Finding
 
 ITEMS = 64
-"""Largest number of items in a mapping that is cached, so that equal mappings share memory (ours)."""
+"""Largest number of items for which a mapping is cached, so that equal mappings share memory (ours)."""
 T = TypeVar("T")
 
 
@@ -24,21 +24,21 @@ def to_json(value: Any, *, sparse: bool = False) -> Any:
     """Return a model object as data for `json.dumps`: a dataclass becomes an object, an enum its value.
 
     `sparse` leaves out the fields that have their defaults, and `from_json` puts them back. Every later release reads
-    such stored data: no default of such a class may ever change.
+    such stored data, so no default of a stored class must ever change.
     """
     kind: object = type(value)
     return _encoder(kind, sparse)(value)
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """Return a document as the bytes over which digests are computed: sorted names, no spaces, UTF-8."""
+    """Return a document as JSON text in UTF-8 whose digest is stable: sorted names, no spaces."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")
 
 
 @functools.cache
 def _encoder(kind: Any, sparse: bool) -> Callable[[Any], Any]:
-    """Return the function that converts values of type `kind`. It is cached: a run has thousands of values."""
+    """Return the function that converts a value of type `kind` to JSON data. The function is cached for each type."""
     if dataclasses.is_dataclass(kind):
         defaults = {f.name: _default(f) for f in dataclasses.fields(kind)}
         if sparse:
@@ -95,7 +95,7 @@ class _UnfitError(ValueError):
 
 @functools.cache
 def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return the function that rebuilds a value of type `kind`. It is cached: a start reads thousands of runs."""
+    """Return the function that rebuilds a value of type `kind` from JSON data. The function is cached for each type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda data: data

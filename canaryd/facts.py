@@ -17,11 +17,11 @@ UNITS = ("core", "sm")
 LISTED = 4
 """Most units of a place that are listed by number. Longer lists are shown as a count."""
 Sentence = Annotated[str, "sentence"]
-"""A text for people. No rule, state or page may depend on its wording: a test changes the wording of every one."""
+"""A text for people. No rule, state or page can depend on its wording: a test changes the wording of every one."""
 
 
 class Subject(str, enum.Enum):
-    """What a comparison tested: the device, the golden, or the comparator."""
+    """What a comparison tested: the device's result, the golden (the known right result), or the comparison itself."""
 
     DEVICE = "device"
     """The result that the device under test computed."""
@@ -32,11 +32,11 @@ class Subject(str, enum.Enum):
 
 
 class Doubt(str, enum.Enum):
-    """The reason to doubt a golden or a comparison. Used only where the subject is not the device."""
+    """The reason to doubt a golden or a comparison. It is `NONE` if the comparison tested the device."""
 
     NONE = ""
     MADE_TWICE = "made_twice"
-    """The host made the operands or the golden twice, and the two differ."""
+    """The host made the operands or the golden twice and got two results."""
     ARITHMETIC = "arithmetic"
     """The host's integer arithmetic and its float64 arithmetic gave different goldens."""
     DIGEST = "digest"
@@ -48,22 +48,22 @@ class Doubt(str, enum.Enum):
 
 
 class Exactness(str, enum.Enum):
-    """The reason why a golden is the right answer (docs/goldens.md)."""
+    """The reason why a golden is the right answer for every healthy device (docs/goldens.md)."""
 
     UNIVERSAL = "U"
     """Every partial sum and the output are exactly representable: every healthy device gives the same bits."""
     ROUNDED = "R"
-    """The sum is exact, and is rounded once to the output type. Assumes a single round-to-nearest-even."""
+    """The sum is exact and is rounded once to the output type. The device must round to nearest, ties to even."""
     MARGIN = "M"
-    """The answer has a margin larger than the rounding of any healthy device. The bits themselves may differ."""
+    """The answer is decided by a margin that no healthy device's rounding crosses. The computed bits can differ."""
 
 
 TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
-"""Names of readings: number of compared results; hash that equal results share; server software as reported."""
+"""Names of readings: number of compared results; a hash that is the same for equal results; the server's software."""
 SELF_TEST = "vendor_selftest"
 """Name of the reading with the result of one test of a vendor's own self-test."""
 DEVICE_SECONDS, HOST_SECONDS = "device_seconds", "host_seconds"
-"""Names of readings: seconds a run used its device; seconds it used the processor while the device waited."""
+"""Names of readings: seconds for which a run used its device; seconds of processor time while the device waited."""
 SPEEDS = "speed_"
 """Prefix of the names of all readings that measure a speed."""
 
@@ -107,7 +107,7 @@ class Unread:
     reading: Reading
     """The last value that was read."""
     at: float
-    """Start of the newest poll that contained the reading, in seconds since the epoch."""
+    """Start of the newest poll that gave a value of the reading, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +117,9 @@ class Place:
     unit: str = ""
     """One of "core", "sm", "threads", "thread", "memory", "link" and "device"; or "" if it is not known."""
     numbers: tuple[int, ...] = ()
-    """The cores or SMs: those that made a golden (a core that made it twice is named twice), or those that computed
-    results, if each computed equally many and all were right or all wrong. For "threads", the number of threads. For
-    "link", its two ends, the sender first."""
+    """Numbers of the place. For a golden: the cores that made it, one number for each time. For results: the cores or
+    SMs that computed them, if each computed equally many, and if all results were right or all were wrong. For
+    "threads": how many there were. For "link": sender and receiver."""
 
     @property
     def core(self) -> int | None:
@@ -153,18 +153,18 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """What the indices of the wrong elements have in common along one axis."""
+    """A summary of the indices of the wrong elements along one axis of the result."""
 
     first: int
     last: int
     distinct: int
     """Number of different indices."""
     period: int = 0
-    """The largest power of two that divides all differences of the indices, or 0 if there is none."""
+    """The largest power of two that divides every difference between two indices, or 0 if there is none."""
 
     @property
     def shared(self) -> bool:
-        """Whether all wrong indices are equal or have one remainder, so that two faults can share the place."""
+        """Whether all wrong indices are equal or have one remainder, so that the span names one place in the result."""
         return self.distinct == 1 or self.period > 0
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ class Cell(str, enum.Enum):
     LEAKING = "leaking"
     """The word loses its value although nobody writes."""
     FLIPPED = "flipped"
-    """The word held a wrong value, and was right after it was written again: a failed write or a passing flip."""
+    """The word held a wrong value, and was right after it was written again: a failed write or a single bit flip."""
     TRANSFER = "transfer"
     """The word was right when it was read again: the first read was wrong, not the memory."""
 
@@ -235,9 +235,9 @@ class Culprit(str, enum.Enum):
     """The part that caused wrong data in a transfer."""
 
     TRANSFER = "transfer"
-    """The route: sender and receiver held the right data when each wrote it itself."""
+    """The route. Sender and receiver are sound: each can write the right data to its own memory."""
     MEMORY = "memory"
-    """The receiver's memory: it also lost the data that its own device wrote there."""
+    """The receiver's memory: it lost even the data that the receiver itself wrote there."""
     SOURCE = "source"
     """The sender: it no longer held the data that it had to send."""
 
@@ -267,7 +267,7 @@ class Evidence:
     nonfinite: int
     """Number of wrong elements that were observed as NaN or infinity."""
     lines: Mapping[str, Span]
-    """Axis of the result ("row", "column", …) → what the wrong indices have in common along this axis."""
+    """Axis of the result ("row", "column", …) → summary of the wrong indices along this axis."""
     pattern: Sentence
     """The pattern of the difference, in words."""
     repeats: int = 0
@@ -284,7 +284,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The comparison of one golden with the results of one upload of the operands. A fact: only the judge concludes."""
+    """The comparison of one golden with the results from one upload of operands to the device. It judges nothing."""
 
     case: str
     """Stable name of the test case, e.g. "bfloat16/cancel/decode/nt"."""
@@ -295,9 +295,9 @@ class Comparison:
     exactness: Exactness
     subject: Subject = Subject.DEVICE
     place: Place = Place()
-    """The place where the results were computed, as far as known; for a golden, the cores that made it."""
+    """The place where the results were computed, or for a golden the cores that made it; `Place()` if not known."""
     doubt: Doubt = Doubt.NONE
-    """The reason for doubt, if the subject is not the device."""
+    """The reason for doubt, if the comparison tested the golden or the comparator."""
     trials: int = 1
     """Number of results that were compared."""
     wrong_trials: int = 0
@@ -307,9 +307,10 @@ class Comparison:
     digest: str = ""
     """64-bit order-sensitive digest (hex) of the first observed result, or "" if none was computed."""
     uploads: int = 1
-    """Number of uploads in this comparison: more than one if clean comparisons were summed up."""
+    """Number of uploads of operands to the device: 1, or more if this is the sum of several clean comparisons."""
     characterised: bool = True
-    """Whether canaryd ships this class as exact on this device. Otherwise a device must meet it before it accuses."""
+    """Whether canaryd ships this class of cases as exact on this device. If not, a wrong result accuses no device until
+    some device has given the golden."""
     peer: str = ""
     """Uuid of the other device, if data was sent between two devices; else ""."""
 
@@ -321,14 +322,14 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The output of a case whose right answer is not known in advance: it is compared with earlier outputs. A fact."""
+    """A result for which no right answer is known. It is compared with earlier results of the same case."""
 
     case: str
     """Stable name of the test case, e.g. "completions/reef/fresh"."""
     digest: str
     """64-bit digest (hex) of everything exact: tokens, and all raw values as they were delivered."""
     chain: Mapping[str, str] = field(default_factory=dict)
-    """Link (see `LINKS`) → fingerprint of something that may rightly change the bits, in addition to the stack."""
+    """Link (one of `LINKS`) → fingerprint. If one changes, other bits are no fault, as after a change of the stack."""
     condition: str = ""
     """"idle" or "loaded", depending on whether the server had other requests; "" if that is not known."""
     tokens: tuple[str, ...] = ()
@@ -346,7 +347,7 @@ class Recording:
 
     @property
     def of_kernel(self) -> bool:
-        """Whether this is the result of a kernel and not an answer that a person could read."""
+        """Whether this is the result of a computation on the device, and not a model's answer in words."""
         return bool(self.values) and not (self.tokens or self.text or self.finish)
 
     @functools.cached_property
@@ -356,8 +357,8 @@ class Recording:
 
 
 LINKS = ("dtype", "checkpoint", "config", "tokenizer", "template", "prompt", "settings", "server", "client", "kernel")
-"""The links of a recording's chain, from weights to answer, in the order in which a change is searched for. A change of
-dtype also changes the checkpoint's bytes."""
+"""The links of a recording's chain: everything between weights and answer that can change the answer. A changed answer
+is explained by the first link in this order that changed. A change of dtype also changes the checkpoint's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +368,7 @@ class Skipped:
     case: str
     reason: Sentence
     late: bool = False
-    """Whether the only reason was that the time budget was used up."""
+    """Whether the case was left out only because the time budget was used up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,13 +401,13 @@ class LogPosition:
     sequence: int
     """Number of the newest record that was read, or -1 before the first."""
     lost: int = 0
-    """Number of records that were lost unread since this reader began."""
+    """Number of records that the kernel overwrote before they were read, since this reader began."""
     garbled: int = 0
     """Number of lines since this reader began that are not valid records."""
 
 
 def printable(text: str) -> str:
-    """Return a text with "?" for every control character: a device's own name may contain some that harm a terminal."""
+    """Return a text with "?" for every control character, because some control characters can harm a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -421,7 +422,7 @@ def beginning(text: str, length: int) -> str:
 
 
 def whole(value: Any, depth: int = 100) -> Any:
-    """Return JSON data whose texts UTF-8 can store: half a surrogate pair, which JSON allows, becomes "?".
+    """Return JSON data that UTF-8 can store: in its texts, half a surrogate pair, which JSON allows, becomes "?".
 
     Raises `ValueError` if the data is nested deeper than `depth`: functions that walk through it later would fail.
     """
@@ -440,7 +441,7 @@ def _known(text: str) -> str:
 
 
 def shared(text: str) -> str:
-    """Return an equal text, the same object for equal texts where possible, so that repeated texts take memory once.
+    """Return a text equal to `text`. Equal texts give the same object where possible, and so take memory only once.
 
     `sys.intern` is not used: some releases of Python 3.12 never free the texts that it has seen.
     """

@@ -43,9 +43,9 @@ def write_whole(path: Path, data: bytes, mode: int | None = None) -> None:
 def owners_rights(directory: Path) -> Iterator[None]:
     """Limit root, in this thread and within this context, to the file permissions of a directory's owner.
 
-    canaryd opens everything below the state directory in this way, SQLite's own files too: the owner may have put links
-    there that lead anywhere. Files that root creates belong to the owner. Nothing changes for other users, where root
-    is the owner, or where the directory does not exist. Raises `OSError` if root cannot take these permissions.
+    canaryd opens everything below the state directory in this way, SQLite's own files too, because the owner can put
+    links there that lead anywhere. Files that root creates belong to the owner. Nothing changes for other users, where
+    root is the owner, or where the directory does not exist. Raises `OSError` if root cannot take these permissions.
     """
     try:
         owner = directory.stat() if os.geteuid() == 0 else None
@@ -85,7 +85,7 @@ def _library() -> Any:
 
 
 def _switch(name: str, number: int) -> int:
-    """Set the user or group id for this thread's file access; return the former id, or 0 if that is impossible."""
+    """Set the user or group id for this thread's file access; return the former id, or 0 without a function `name`."""
     call = getattr(_library(), name, None)
     return call(number) & 0xFFFFFFFF if call else 0
 
@@ -97,12 +97,12 @@ def _set_groups(groups: Sequence[int]) -> None:
 
 
 def allowed(path: Path, mode: int) -> bool:
-    """Return whether this thread may now access a file with `mode` (as in `os.access`)."""
+    """Return whether this thread can access a file at this moment with `mode` (as in `os.access`)."""
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open a regular file; follow no symbolic link and wait for no pipe. Raises `OSError` for anything else."""
+    """Open a regular file and return its descriptor. Raises `OSError` for a symbolic link, a pipe or anything else."""
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -116,7 +116,7 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def recall(directory: str, name: str) -> Any:
-    """Return the value that `keep` stored under a name, or None if there is none or it is damaged."""
+    """Return the value that `keep` stored under `name`, or None if there is no value or the file is damaged."""
     path = Path(directory) / _file_name(name)
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if directory:
@@ -126,7 +126,7 @@ def recall(directory: str, name: str) -> Any:
 
 
 def keep(directory: str, name: str, value: Any) -> None:
-    """Store a value for later processes; None deletes it. Without permission, do nothing: the value is asked for again.
+    """Store a value for later processes; None deletes it. If that is not possible, do nothing and raise nothing.
 
     `directory` is a directory inside the state directory, or "" to store nothing.
     """

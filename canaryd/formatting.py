@@ -17,9 +17,9 @@ NARROWEST = 40
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "bytes per second": "B/s", "flops per second": "FLOP/s"}
-"""Unit that takes a prefix ("1.98 GHz") → its symbol."""
+"""Unit that is printed with a prefix such as "G" ("1.98 GHz") → its symbol."""
 PLAIN = {"celsius": "°C", "watts": "W", "1": ""}
-"""Unit that takes no prefix → its symbol. Any other unit is its own symbol."""
+"""Unit that is printed without a prefix → its symbol. Any other unit is its own symbol."""
 
 
 def columns() -> int:
@@ -30,7 +30,7 @@ def columns() -> int:
 def wrapped(lead: str, text: str, width: int | None = None, *, whole: bool = False) -> list[str]:
     """Return a text as lines of at most `width` columns (default: the terminal's). The first line begins with `lead`.
 
-    A longer word is broken. With `whole` no word is broken, because people copy it.
+    A word longer than a line is broken. With `whole` no word is broken, because people copy it.
     """
     room, hang = columns() if width is None else width, " " * len(lead)
     return textwrap.wrap(
@@ -51,13 +51,13 @@ def folded(text: str, width: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word: the most similar known word, or "" if none is similar."""
+    """Return the suggestion that ends a message about an unknown `word`: the most similar known word, or ""."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 KINDS = ("cpu", "gpu", "cuda", "rocm", "hip", "xpu", "npu", "mps", "tpu", "endpoint")
-"""First words of device names, in canaryd and in other software."""
+"""First words of device names such as "cuda:0", in canaryd and in other software."""
 
 
 def did_you_mean_device(word: str, known: Iterable[str]) -> str:
@@ -72,7 +72,7 @@ def format_time(at: float, *, seconds: bool = True) -> str:
 
 
 def format_utc(at: float, *, seconds: bool = True) -> str:
-    """Return a time in UTC with the zone in the text, because stored text may be read in another time zone."""
+    """Return a time in UTC as text that ends with the zone: stored text can be read in another time zone."""
     return f"{_calendar(at, seconds, lambda utc: utc)} UTC"
 
 
@@ -108,7 +108,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, without an exponent while that is readable."""
+    """Return a number as text with three digits, with an exponent only if the number is very large or very small."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 def available(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
     """Return the bytes of memory that this process and its children can still take, or None if that is not known.
 
-    The smallest of the kernel's estimate for the host (proc_meminfo(5), MemAvailable) and the room in each control
-    group above this process (cgroup v2: memory.max less memory.current, whose inactive files can be dropped).
+    This is the smallest of the kernel's estimate for the host (proc_meminfo(5), MemAvailable) and the free room in each
+    control group above this process (cgroup v2: memory.max less memory.current; inactive files in it count as free).
     """
     host = of_host(proc / "meminfo")
     found = [] if host is None else [host]

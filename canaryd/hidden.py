@@ -18,11 +18,11 @@ HIDDEN = "…"
 SHORTEST = 6
 """Characters of the shortest secret that is replaced everywhere (ours: 6 random characters are 35 bits)."""
 LONGEST_WORD = 16
-"""Characters from which a secret of letters only is not a plain word (ours: 16 random letters are 75 bits)."""
+"""Length from which a secret of letters only is not taken for a plain word (ours: 16 random letters are 75 bits)."""
 _WORD = re.compile(r"(?:[A-Z]?[a-z]*|[A-Z]*)(?:[-_.](?:[A-Z]?[a-z]*|[A-Z]*))*")
 _CALLED = r"(?<![A-Za-z])(?i:bearer|key|token|authorization|secret|password)\b\W{1,8}(?:\w+\W{1,8}){0,2}?"
 _patterns: dict[str, re.Pattern[str]] = {}
-"""Secret → pattern that finds it. The group "before" matches text that is not replaced."""
+"""Secret → pattern that finds it in a text. What the group "before" matches is kept; the rest is replaced."""
 
 
 def keep(secret: str) -> None:
@@ -41,7 +41,7 @@ def hide(value: Any) -> Any:
 
 
 def bare(address: str) -> str:
-    """Return an address without what is before its last "@" (a user name or password), even if it is malformed.
+    """Return an address with all text before its last "@" (a user name or password) replaced, even if it is malformed.
 
     A malformed address does not show where a password begins and ends.
     """
@@ -64,12 +64,12 @@ def _kept(match: re.Match[str]) -> str:
 
 
 def _percent(secret: str) -> str:
-    """Return a pattern that matches a secret, each of its characters plain or percent-encoded (%73)."""
+    """Return a pattern that matches a secret whose characters are each plain or percent-encoded (%73)."""
     return "".join(f"(?:{re.escape(c)}|%(?i:{ord(c):02x}))" for c in secret)
 
 
 def _base64(secret: str) -> Iterator[str]:
-    """Yield a pattern for a secret in base64, one per alignment: the digits that depend only on the secret."""
+    """Yield three patterns for a secret in base64, one for each alignment, without digits that depend on other text."""
     for before in range(3):
         encoded = base64.b64encode(b" " * before + secret.encode()).decode().rstrip("=")
         digits = encoded[(0, 2, 3)[before] : len(encoded) - ((before + len(secret)) % 3 > 0)]

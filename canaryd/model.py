@@ -1,7 +1,7 @@
 """The data that canaryd stores and concludes: device, event, run, finding, acknowledgement, verdict.
 
 Plain, frozen data of the standard library alone, because a worker under another interpreter reads the same file. The
-data that workers report is in canaryd.facts; only canaryd.codec converts both to JSON and back.
+data that workers report is in canaryd.facts; canaryd.codec converts data of both modules to JSON and back.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Reason(str, enum.Enum):
 
     NONE = ""
     STOPPED = "stopped"
-    """canaryd itself cut the run short: no evidence, and not stored."""
+    """canaryd itself ended the run early. Such a run is no evidence and is not stored."""
     DEVICE_LOST = "device_lost"
     """The driver says that the device no longer answers."""
     NO_CASE = "no_case"
     """The probe has none of the requested cases. If a person typed them, the run is no evidence and is not stored."""
     BUDGET = "budget"
-    """The budget, or another user of the device, prevented the run: neither a fault nor evidence."""
+    """The time budget, or another user of the device, prevented the run. That is neither a fault nor evidence."""
 
 
 class State(str, enum.Enum):
-    """The answer to "may I trust this device's numbers?". `severity` orders the states from best to worst."""
+    """A device's state: the answer to "can I trust this device's numbers?". `severity` orders the states."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"
@@ -63,12 +63,12 @@ class State(str, enum.Enum):
 
     @property
     def severity(self) -> int:
-        """Rank for "the worst wins": healthy 0 … faulty 4."""
+        """Number that orders the states: 0 for healthy, the best, to 4 for faulty, the worst."""
         return list(State).index(self)
 
 
 class Cause(str, enum.Enum):
-    """The part that is at fault. `NONE` is used only if there is nothing to explain."""
+    """What is at fault: hardware, software and so on. `NONE` means that there is nothing to explain."""
 
     NONE = "none"
     HARDWARE = "hardware"
@@ -79,15 +79,15 @@ class Cause(str, enum.Enum):
 
 
 TORCH = "torch"
-"""The runtime of every device whose backend names no other."""
+"""The runtime through which every device is reached whose backend does not name another runtime."""
 RUNTIMES = (TORCH, "mlx", "onnx", "webgpu", "jax")
 """Software through which a device is reached. Each has a file in canaryd/worker/runtime."""
 ENDPOINT = "endpoint"
-"""The backend of a server that answers on behalf of devices."""
+"""The backend of a model server, which is tested like a device."""
 EXACT_ENDPOINT = "exact_endpoint"
-"""Word in `ProbeSpec.backends` for servers of an exact canary, whose right answers are known."""
+"""Word in `ProbeSpec.backends` for servers of an exact canary: a model for which the right answers are known."""
 UNDRIVEN, KERNEL_DRIVER = "undriven", "kernel_driver"
-"""`Device.detail` keys of a PCI function that looks like an accelerator: reason why no driver has it; kernel driver."""
+"""`Device.detail` keys of a PCI function that looks like an accelerator: why it has no driver; its kernel driver."""
 UNIDENTIFIED = "unidentified"
 """`Device.detail` key, used with `UNDRIVEN`, of a device that its driver counts but cannot identify."""
 ON_THE_BUS = "PCI-"
@@ -97,14 +97,14 @@ UNSEEN, UNSEEN_CODE = "unseen", "unseen_code"
 SHARED = "shared_uuid"
 """`Device.detail` key of a device for which torch reports the uuid of another device; the value is that uuid."""
 NO_CUDA, NO_CUDA_CODE = "no_cuda", "no_cuda_code"
-"""Keys of the stack of a worker whose torch shows no GPU: torch's reason in words; CUDA's error code."""
+"""`Run.stack` keys of a worker whose torch finds no GPU: torch's reason in words; CUDA's error code."""
 PROHIBITED, EXCLUSIVE = "prohibited", "exclusive"
-"""The compute mode in which no process may compute; the prefix of the modes in which only one process may."""
+"""GPU compute modes: the mode in which no process can compute; the prefix of modes in which only one process can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device under test, usually an accelerator. Its key is `uuid`, never the index."""
+    """One device under test, usually an accelerator. `uuid` identifies it; `index` does not, because it can change."""
 
     uuid: str
     """Serial-like identity, e.g. "GPU-5f1c…" or "CPU-90ab…"."""
@@ -112,31 +112,31 @@ class Device:
     """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"; "mlx-cpu", "onnx-cuda" and so on for another runtime than torch;
     "endpoint" for a server that answers on behalf of devices."""
     index: int
-    """The backend's own number of the device at discovery. It may change; the uuid may not."""
+    """The backend's own number of the device at discovery. It can change later; the uuid cannot."""
     model: str
     """The vendor's product name."""
     weak_identity: bool = False
     """Whether the uuid does not name the physical part (a virtual machine's CPU). Such a device gets no RMA dossier."""
     instruction_sets: tuple[str, ...] = ()
-    """For CPUs and MLX: execution paths that the runtime can be told to use, its own choice or the strict one first."""
+    """For CPUs and MLX: execution paths that the runtime can be forced to use. The default or strict path is first."""
     detail: Mapping[str, str] = field(default_factory=dict)
     """Further details: serial number, bus address, driver, memory, visible cores."""
     torch_index: int | None = None
-    """The index in torch of the stack under test, or None if that torch does not reach the device."""
+    """The device's index in the torch under test, or None if that torch does not reach the device."""
     parent: str = ""
     """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
     card: str = ""
-    """The uuid of the device that is the same physical part, seen by torch or the vendor's driver; "" for that device
-    itself, and if the part is not known."""
+    """The uuid of the same physical part as torch or the vendor's driver reports it; "" if this device is that one, or
+    if the part is not known."""
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Backend and model, which are equal for siblings."""
+        """The pair (backend, model). Devices of equal kind are compared with each other."""
         return self.backend, self.model
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is a card or a processor itself: no instance of one, and not seen through another runtime."""
+        """Whether this is a whole card or processor: no instance (MIG) of one, and no view through another runtime."""
         return not (self.parent or self.card)
 
     @property
@@ -157,7 +157,7 @@ class Device:
 
     @property
     def unit(self) -> str:
-        """The unit that the runtime drives: "cpu", "cuda", "coreml"; for torch the backend."""
+        """The unit on which the runtime computes: "cpu", "cuda", "coreml"; for torch the backend."""
         return self.backend.partition("-")[2] or self.backend
 
     @property
@@ -183,9 +183,9 @@ class EventKind:
     """Kinds of events that canaryd itself finds. Events of the kernel log have the kinds of `LogRecord.kind`."""
 
     COUNTER, COUNTER_FELL, FLAG, CONDITION = "counter", "counter-fell", "flag", "condition"
-    """Events of a reading: it rose, it fell, it changed, or a condition held for a while."""
+    """Kinds of events about a reading: a counter rose; a counter fell; a flag changed; a condition held for a while."""
     RESET, BOOT, CHANGE, RELEASE = "reset", "boot", "change", "release"
-    """A reset of the device, a boot of the host, a change in the stack, a release of the devices by canaryd."""
+    """Kinds of events: the device was reset; the host booted; the software changed; canaryd released the devices."""
     OFF_BUS = "off-bus"
     """The device does not answer on its bus, according to the driver or the kernel log."""
 
@@ -202,7 +202,7 @@ class Event:
     kind: str
     """One of `EventKind`, or a `LogRecord.kind`."""
     name: str
-    """A name within the kind: a `Reading.key`, a component, a code. Equal device, kind and name are merged."""
+    """A name within the kind: a `Reading.key`, a component, a code. Equal device, kind and name are one event."""
     first: float
     """Time of the first occurrence, in seconds since the epoch."""
     last: float
@@ -213,7 +213,7 @@ class Event:
     after: str = ""
     """The value after the event; for an Xid, its newest place on the chip."""
     detail: Sentence = ""
-    """The newest occurrence in words. For people: a field has every fact in it too."""
+    """The newest occurrence in words, for people. Every fact in it is also in a field."""
     code: int | None = None
     """The number of an Xid or SXid; None for other kinds."""
     reading: str = ""
@@ -225,16 +225,16 @@ class Event:
 
 
 MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
-"""`Run.environment` keys: the worker shared its GPU with other processes through NVIDIA's MPS; how busy others kept
-the accelerator just before a run that timed out; the same, if no identical one is known to have been as busy."""
+"""`Run.environment` keys. MPS_CLIENT: the worker shared its GPU through NVIDIA's MPS. IN_USE: how busy others kept the
+device just before a run that timed out. IN_USE_ALONE: the same, if no identical one is known to have been as busy."""
 
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
-"""One empty mapping for all runs without data: thousands of separate ones would take more than a megabyte."""
+"""One empty mapping that all runs without data share: thousands of separate ones would take more than a megabyte."""
 
 
 class _Known:
-    """Slots for values that a run computes once. An instance dictionary would take more memory than the run."""
+    """Slots that cache values computed from a run. An instance dictionary would take more memory than the run."""
 
     __slots__ = ("_stack_id", "_wrong")
     _stack_id: str
@@ -269,9 +269,9 @@ class Run(_Known):
     codes: Mapping[str, int] = field(default_factory=lambda: NOTHING)
     """Name of an absent reading → the driver's error code, if there was one."""
     unread: tuple[Unread, ...] = ()
-    """For a poll: the readings that the driver failed to give, although it gave them earlier."""
+    """For a poll: the readings that the driver failed to give this time, although it gave them in an earlier poll."""
     stack: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    """The software on which the result may depend: torch, driver, BLAS, flags, visible cores, instruction set."""
+    """The software that can influence the result: torch, driver, BLAS, flags, visible cores, instruction set."""
     environment: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """The conditions of the run: host, load, and temperature and clocks if known."""
     detail: Sentence = ""
@@ -292,22 +292,22 @@ class Run(_Known):
     cases: tuple[str, ...] = ()
     """The cases to which the run was limited; empty for a whole run."""
     unknown: tuple[str, ...] = ()
-    """The cases whose recordings were outside the baseline when the run was stored."""
+    """The cases whose recorded results were not in the baseline (the results known so far) when the run was stored."""
     learnt: tuple[str, ...] = ()
-    """The cases whose recordings became part of a baseline. Compared with that baseline they prove nothing."""
+    """The cases whose results in this run became part of a baseline. They match that baseline by construction."""
     baselining: bool = False
-    """Whether the run had to show every legitimate mode, because the judge had no complete baseline."""
+    """Whether the run repeated its cases to show every legitimate result, because no complete baseline existed."""
     intensity: str = ""
     """The way in which a retest loaded the device, one of `INTENSITIES`; "" for a normal run."""
 
     @property
     def whole(self) -> bool:
-        """Whether the run tested everything that its probe tests. Only such a run represents the device's state."""
+        """Whether the run tested everything that its probe normally tests. Only such a run shows the device's state."""
         return not (self.confirms or self.cases or self.intensity)
 
     @property
     def repeat(self) -> str:
-        """The command that repeats this run from the record, or for a drill `repro`, which works on any machine."""
+        """The command that repeats this stored run; for a drill, which is not repeated from the store, `repro`."""
         return self.repro if self.drill else f"canaryd check --repeat {self.id}"
 
     @property
@@ -345,8 +345,8 @@ class Run(_Known):
 
 
 INTENSITIES = ("repeated", "content", "steady", "pulsed", "idle")
-"""Ways in which a retest is harder than the run that caused it: the same bytes many times, other content, steady load,
-load that comes and goes, and after the device was idle."""
+"""Ways in which a retest loads the device more than a normal run: the same bytes many times; other content; steady
+load; load that comes and goes; a test after the device was idle."""
 
 
 class Suspect(str, enum.Enum):
@@ -363,13 +363,13 @@ class Shown(str, enum.Enum):
 
     NOTHING = ""
     RIGHT = "right"
-    """`Rival.by` computed the same data correctly. If `by` is empty, another result matched the reference."""
+    """The devices in `Rival.by` computed the same data correctly. If it is empty, another result matched the golden."""
     RARER = "rarer"
-    """`Rival.by` fail far less often."""
+    """The devices in `Rival.by` fail far less often."""
     ALIKE = "alike"
-    """`Rival.by` give the same wrong bits."""
+    """The devices in `Rival.by` give the same wrong bits."""
     TOGETHER = "together"
-    """`Rival.by` began to fail at about the same time."""
+    """The devices in `Rival.by` began to fail at about the same time."""
     PASSED = "passed"
     """The host's CPU passed the same tests at about the same time."""
     ELSEWHERE = "elsewhere"
@@ -387,7 +387,7 @@ class Rival:
     what: Suspect | None = None
     """The explanation; None in findings about recordings, and in findings that an older release stored."""
     shown: Shown = Shown.NOTHING
-    """The evidence against the explanation, or for it while it is open."""
+    """The kind of evidence: against the explanation if it is rejected, for it if it is still open."""
     by: tuple[str, ...] = ()
     """Names of the devices that gave the evidence."""
 
@@ -402,7 +402,7 @@ class Ground(str, enum.Enum):
     WEEK = "week"
     """Three runs failed within a week."""
     PLACE = "place"
-    """Two results were wrong at the same place."""
+    """Two results were wrong at the same place, such as one core, or one bit of one column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,7 +416,7 @@ class Confirmation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """A number of things, and how many of them were wrong."""
+    """A number of things (`of`), and the number of wrong ones among them (`wrong`)."""
 
     wrong: int = 0
     of: int = 0
@@ -424,7 +424,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceTally:
-    """Number of wrong results at one place, in the runs that failed."""
+    """Number of results that one place computed in the failed runs (`of`), and of wrong ones among them (`wrong`)."""
 
     place: Place
     wrong: int
@@ -437,15 +437,15 @@ class ProbeTally:
 
     wrong: int
     of: int
-    """Number of results up to the newest wrong one, under the same conditions."""
+    """Number of results up to and including the newest wrong one, from runs under the same conditions."""
     runs: int
     """Number of runs with a wrong result, including retests."""
     retests: Tally
-    """Number of completed retests of these runs, and how many of them failed too."""
+    """Tally of the completed retests of these runs: how many there were, and how many failed too."""
     places: tuple[PlaceTally, ...] = ()
-    """Single cores or SMs that computed in these runs, also the right ones, by number; empty if none is known."""
+    """Single cores or SMs that computed in these runs, right ones too, in order of number; empty if none is known."""
     bits: tuple[int, ...] = ()
-    """Every flipped bit that was recorded (0 = lowest), ascending."""
+    """Positions of all bits that were seen flipped (0 = lowest), ascending."""
     cells: tuple[Cell, ...] = ()
     """Kinds of fault of the wrong words of memory, in the order of `Cell`; empty if memory was not under test."""
 
@@ -455,7 +455,7 @@ class Elsewhere:
     """Options of `canaryd check` that repeat a wrong result on another device."""
 
     device: str
-    """Name of a sound identical device of this node; or a backend, if the other device is on another node."""
+    """Name of a sound identical device of this node, or a backend (such as "cuda") for a device of another node."""
     probe: str
     case: str
     seed: int
@@ -463,8 +463,8 @@ class Elsewhere:
     instruction_set: str = ""
     intensity: str = ""
     seconds: float = 0.0
-    """Seconds for which to repeat, so that a fault as frequent as here is missed with a probability of 5 %; 0.0 if one
-    run is enough."""
+    """Seconds for which to repeat the test. A fault as frequent as here then shows with a probability of 95 %. The time
+    is 0.0 if one run is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,17 +474,17 @@ class WrongResults:
     probes: Mapping[str, ProbeTally]
     """Name of the probe → its wrong results; never empty."""
     why: Sentence = ""
-    """The evidence for the cause, or what would decide it."""
+    """The evidence for the cause, or the test that would show the cause."""
     confirmed: tuple[Confirmation, ...] = ()
     """The confirmations; empty while the fault is not confirmed."""
     to_come: int = 0
     """Number of automatic retests that have not run yet."""
     elsewhere: Elsewhere | None = None
-    """How to find the cause on another device; None if that would not help."""
+    """Options that repeat the test on another device to find the cause; None if that would not help."""
 
     @property
     def all(self) -> Tally:
-        """The results of all probes, and how many were wrong."""
+        """Number of results of all probes together, and of wrong ones among them."""
         return _sum(self.probes.values())
 
     @property
@@ -494,12 +494,12 @@ class WrongResults:
 
     @property
     def retests(self) -> Tally:
-        """Number of completed retests of these runs, and how many of them failed too."""
+        """Tally of the completed retests of all probes' runs: how many there were, and how many failed too."""
         return _sum(t.retests for t in self.probes.values())
 
     @property
     def places(self) -> tuple[PlaceTally, ...]:
-        """Single cores or SMs that computed in these runs, by number."""
+        """Single cores or SMs that computed in these runs, right ones too, in order of number."""
         at: dict[Place, list[PlaceTally]] = {}
         for found in (p for t in self.probes.values() for p in t.places):
             at.setdefault(found.place, []).append(found)
@@ -509,7 +509,7 @@ class WrongResults:
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Every flipped bit that was recorded (0 = lowest), ascending."""
+        """Positions of all bits that were seen flipped (0 = lowest), ascending."""
         return tuple(sorted({bit for t in self.probes.values() for bit in t.bits}))
 
     @property
@@ -526,14 +526,14 @@ def _sum(tallies: Iterable[Tally | ProbeTally | PlaceTally]) -> Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Characterised:
-    """The proof that a class of exact cases is exact, so that a mismatch accuses the device."""
+    """The proof that a class of test cases is exact on healthy devices, so that a wrong result accuses the device."""
 
     name: str
     """The class: the case without its sizes, e.g. "bfloat16/cancel/decode/nt"."""
     by: str
     """The proof: "shipped", "characterise" (by an operator), "itself", "sibling", "witness" or "contradiction"."""
     devices: tuple[str, ...] = ()
-    """Uuids of the devices that met the class's golden; empty for "shipped"."""
+    """Uuids of the devices that gave the class's golden; empty for "shipped"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -543,7 +543,7 @@ class Finding:
     rule: str
     """Stable kebab-case name of the judge's rule, e.g. "exact-mismatch-confirmed"."""
     state: State
-    """The state that this finding alone would give the device."""
+    """The state that the device would have if this were its only finding."""
     cause: Cause
     message: Sentence
     """What was observed: one short sentence."""
@@ -558,9 +558,9 @@ class Finding:
     rivals: tuple[Rival, ...] = ()
     """The other causes that were considered."""
     characterised: tuple[Characterised, ...] = ()
-    """The proofs that the classes in which the device was wrong are exact; at most 16 of them."""
+    """The proofs that the wrong test cases are exact on healthy devices, at most 16, one for each class of cases."""
     acknowledged: bool = False
-    """Whether the finding would make the device suspect if an operator had not acknowledged it."""
+    """Whether the finding would make the device suspect, but an operator has acknowledged it."""
     since: float = 0.0
     """Start of the first run of the evidence, in seconds since the epoch; 0.0 if there is no such run."""
     wrong: WrongResults | None = None
@@ -610,5 +610,5 @@ class Verdict:
 
     @property
     def doubted(self) -> bool:
-        """Whether anything speaks against the device, acknowledged or not. Such a device is no reference for others."""
+        """Whether any finding speaks against the device, acknowledged or not. Then it is no reference for others."""
         return self.state.severity >= State.SUSPECT.severity or any(f.acknowledged for f in self.findings)

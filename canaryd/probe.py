@@ -50,17 +50,17 @@ class ProbeSpec:
     summary: str
     """One line that says what the probe tests."""
     version: int = 1
-    """Version of the probe. Increase it whenever the numbers of a healthy device may change."""
+    """Version of the probe. Increase it with every change after which a healthy device can give other numbers."""
     backends: tuple[str, ...] = ("*",)
     """Backends on which the probe runs; ("*",) for all backends of its runtimes."""
     runtimes: tuple[str, ...] = (TORCH,)
-    """Runtimes through which the probe can test; ("*",) for all. A probe that calls torch itself keeps the default."""
+    """Runtimes through which the probe can test; ("*",) for all. A probe that itself calls torch keeps the default."""
     period: float = 1800.0
     """Seconds between two runs under `canaryd run`."""
     budget: Mapping[str, float] = field(default_factory=lambda: {"quick": 2.0, "standard": 20.0, "deep": 120.0})
     """Level → seconds of work that a run should take."""
     timeout: float = 60.0
-    """Seconds that a run may take beyond its budget before the worker is killed."""
+    """Seconds that a run can take beyond its budget. After that the worker is killed."""
     every_instruction_set: bool = False
     """True: on CPUs, at levels above quick, the probe runs once for each instruction set."""
     numeric: bool = True
@@ -90,10 +90,10 @@ class ProbeSpec:
 
 
 class Skip(Exception):
-    """Raised by a probe to end a run that cannot be done here. The argument is the reason, as people will read it."""
+    """Raised by a probe to end a run that is impossible on this device. The argument is the reason, for people."""
 
     reason = Reason.NONE
-    """The `Reason` that the judge gets."""
+    """The `Reason` that is stored with the run, for the judge."""
 
 
 NEAREST = 3
@@ -116,7 +116,7 @@ class NoCase(Skip):
 
 @dataclass(frozen=True, kw_only=True)
 class Absent:
-    """A reading that this device or machine does not have, and the reason. Never yield a zero instead."""
+    """A reading that this device or machine does not have, with the reason. Yield it instead of a reading of 0."""
 
     name: str
     """The `Reading.name`, or the `Reading.key` if the reading is absent only with these labels."""
@@ -126,7 +126,7 @@ class Absent:
 
 
 Fact = Union[Reading, Comparison, Recording, Skipped, Absent]
-"""The types that `run` may yield."""
+"""The types of objects that `run` can yield."""
 
 
 @dataclass(kw_only=True)
@@ -136,7 +136,7 @@ class Context:
     device: Device
     level: str
     seed: int
-    """Seed for the new operands of this run."""
+    """Seed for the random operands of this run."""
     budget: float
     """Seconds that this run should take."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -148,18 +148,18 @@ class Context:
     drill: str = ""
     """Name of the fault to inject into one result; "" for none."""
     baselining: bool = False
-    """True: the judge has no baseline of these recordings yet. Repeat each case so that all its modes show."""
+    """True: not all legitimate results of these cases are known yet. Repeat each case so that all of them show."""
     memory: str = ""
-    """A directory that remains after the worker ends, for results that take long to compute; "" if there is none."""
+    """A directory that is kept between runs, for results that take long to compute; "" if there is none."""
     room: int = 0
-    """Bytes that the run may take on the device and on the host while a server uses them; 0 if no server does."""
+    """Bytes of device and of host memory that the run can take while a server uses the device; 0 if no server does."""
     intensity: str = ""
     """The way in which a retest is harder, one of `canaryd.model.INTENSITIES`; "" for a normal run."""
     pace: Callable[[], None] = lambda: None
-    """Call it between trials. In a retest under load or after idling it loads the device, or lets it idle, for a
-    moment, and never past the deadline. In every other run it does nothing."""
+    """Function to call between trials. In a retest under load or after idling, it loads the device, or lets the device
+    idle, for a moment, and returns before the deadline. In every other run it does nothing."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
-    """Call it to report the progress of the run (0…1) and what it is doing."""
+    """Function to call with the finished part of the run (0…1) and a text about what the probe is doing."""
     clock: Callable[[], float] = time.monotonic
     deadline: float = field(init=False)
     """Value of `clock()` at which the budget is used up."""
@@ -174,7 +174,7 @@ class Context:
         return max(0.0, self.deadline - self.clock())
 
     def late(self, case: str, before: str = "its turn") -> Skipped:
-        """Return the fact that a case was left out because the budget was used up before `before`."""
+        """Return the fact to yield for a case that is left out because the time budget ended before `before`."""
         return Skipped(case=case, reason=f"the budget of {self.budget:g} s was spent before {before}", late=True)
 
 

@@ -88,7 +88,7 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
-    """Return a sentence about the mistake in the options, or "" for none; `current` is the acknowledgement in force."""
+    """Return a sentence about a mistake in the options, or ""; `current`: the acknowledgement that has not ended."""
     if not options.reason.strip():
         return "give the reason with --reason; it is kept as evidence"
     if options.end and current is None:
@@ -99,7 +99,7 @@ def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
 
 
 def _case(store: Store, settings: Config, device: Device, known: Mapping[str, Device], now: float) -> Case:
-    """Return the records about a device's wrong results as a case, the same that the daemon judges."""
+    """Return the stored runs about a device's wrong results as a case for the judge, as the daemon would judge it."""
     given = acks.heeded(store.acks(), now)
     probes = sorted({r.probe for r in store.runs(device.uuid, failed=True) if r.wrong})
     runs = {}
@@ -113,7 +113,7 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
 
 
 def _effect(ack: Ack, device: Device, verdict: Verdict | None) -> str:
-    """Return a sentence about what an acknowledgement changes; `verdict` is the verdict that it is about."""
+    """Return a sentence about what an acknowledgement changes; `verdict` is the device's verdict at that time."""
     if ack.kind == AckKind.REPAIRED:
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
     if ack.kind == AckKind.SOFTWARE:

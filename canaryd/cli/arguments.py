@@ -28,18 +28,18 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """The commands of a parser."""
+    """The subcommands of the command line, such as `check` in `canaryd check`."""
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
-        """Prepare the parser `top` for commands; none is added yet."""
+        """Prepare the parser `top` for subcommands; `add` adds each of them."""
         self._commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
 
     def add(
         self, name: str, function: Callable[..., int], told: str, description: str = "", *, epilog: str | None = None
     ) -> argparse.ArgumentParser:
-        """Add a command and return its parser, which already has the options of every command.
+        """Add a command and return its parser, which already has the options that every command has.
 
-        `told`: its line in the list of commands; `description`: the text of its own help, if that is longer.
+        `told`: the command's line in the list of commands. `description`: the text of its own help (default: `told`).
         """
         lines = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
         description = description or f"{told[0].upper()}{told[1:]}."
@@ -76,12 +76,12 @@ def add_wait(command: argparse.ArgumentParser) -> None:
 
 
 def add_verbose(command: argparse.ArgumentParser, what: str) -> None:
-    """Add -v; `what` is the text for help about what it shows."""
+    """Add the option -v. `what` says in its help text what -v shows in addition."""
     command.add_argument("-v", "--verbose", action="store_true", help=f"show {what} too")
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return an argument type that reads a text as the configuration file does."""
+    """Return an argparse type that parses a text with `parse`, the function that also reads the configuration file."""
 
     def parsed(text: str) -> T:
         try:
@@ -93,18 +93,18 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 duration, listen = _argument(values.parse_duration), _argument(values.parse_listen)
-"""Argument types: "30m" becomes seconds; "HOST:PORT" becomes host and port."""
+"""Argparse types: `duration` converts "30m" to seconds, `listen` converts "HOST:PORT" to a pair (host, port)."""
 
 
 def directory(text: str) -> Path:
-    """Return a path. Refuse "", as from an unset variable of a script: it would be the working directory."""
+    """Return a text as a path. Refuse "" (an unset variable of a script), which would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("names no directory; leave the option out for the default")
     return Path(text)
 
 
 def seed(text: str) -> int:
-    """Return a seed from 0 to 2**53 - 1, the range of whole numbers that JSON stores exactly."""
+    """Return a text as a seed, a whole number from 0 to 2**53 - 1: JSON stores these numbers exactly."""
     if not re.fullmatch(r"[0-9]{1,16}", text) or int(text) >= 2**53:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write a whole number from 0 to 2**53 - 1")
     return int(text)

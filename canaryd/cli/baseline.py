@@ -1,4 +1,4 @@
-"""`canaryd baseline`: list, accept, export and import the baselines of recorded cases."""
+"""`canaryd baseline`: list, accept, export, import baselines: past results of cases without a known right answer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def add_parsers(commands: Commands) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The baselines that a command applies to; "" in a field selects all."""
+    """The baselines to which a command applies. A field "" selects all."""
 
     device: str = ""
     """Uuid or name of the device."""
@@ -78,18 +78,18 @@ class Selection:
     """A case or the beginning of its path."""
 
     def picks(self, device: Device, probe: str, case: str) -> bool:
-        """Return whether a case of a device is selected."""
+        """Return whether the selection includes this case of this probe on this device."""
         named = self.device in ("", device.uuid, device.name)
         return named and self.probe in ("", probe) and (not self.case or cases.is_within(case, self.case))
 
 
 class Listed(NamedTuple):
-    """A baseline, its device, and the witness that confirmed it."""
+    """A baseline, its device, and the other device (the witness) whose results confirm the baseline."""
 
     device: Device
     baseline: Baseline
     witness: str
-    """Name of the witness, or "nobody"."""
+    """Name of the witness, or "nobody" if no device confirms the baseline."""
 
 
 def chosen(store: Store, selection: Selection) -> list[Listed]:
@@ -117,10 +117,10 @@ def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baselin
 
 
 def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
-    """Add every selected unknown result to its baseline; return each device, its baseline and the number added.
+    """Add every selected result that no baseline has to its baseline; return (device, baseline, number added) for each.
 
-    The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because
-    the chain changed is accepted without an added result.
+    The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because the
+    chain (model, settings, server and so on) changed is accepted even if no result is added.
     """
     changed = []
     for device in (r.device for r in store.devices()):
@@ -147,7 +147,7 @@ def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[D
 
 
 def _awaits_acceptance(all_: Sequence[Baseline], one: Baseline) -> bool:
-    """Return whether a baseline was learnt on another chain than an earlier one and is not accepted yet."""
+    """Return whether `one` was learnt after a change of model, settings or server, and is not accepted yet."""
     same = [b for b in all_ if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
     return one.complete and not one.accepted and any(b.first < one.first for b in same)
 
@@ -156,10 +156,11 @@ EXPORTED = "name the file that canaryd baseline export wrote"
 
 
 def import_document(store: Store, text: str) -> tuple[int, int]:
-    """Import a text that `document` made; return the number of new baselines and the number already known.
+    """Import a text that `document` made; return the number of new baselines, and of those that were known already.
 
-    Baselines of a device of this host become its own. Others are witnesses for devices of the same model. The same is
-    true for classes of exact cases that devices met. For any other text, raises `ValueError` and imports nothing.
+    A baseline of a device of this host becomes a baseline of that device. A baseline of another device only confirms
+    those of devices of the same model. The same is true for records of exact test cases. Raises `ValueError` for any
+    other text and imports nothing.
     """
     try:
         data = whole(json.loads(text))
@@ -181,7 +182,7 @@ def import_document(store: Store, text: str) -> tuple[int, int]:
 
 
 def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
-    """Return one exported record of the classes that a device met, rebuilt from JSON data."""
+    """Return entry `number` of an export's list of exact test cases that devices passed, rebuilt from its JSON data."""
     try:
         one = from_json(Met, data)
     except (TypeError, ValueError) as error:
@@ -194,7 +195,7 @@ def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
 
 
 def met_by(store: Store, selection: Selection) -> list[Met]:
-    """Return the classes of exact cases that the selected devices met, including imported devices."""
+    """Return, for each selected device, the classes of test cases in which it gave the exact right answer."""
     named = {r.device.uuid: r.device.name for r in store.devices()}
     return [
         met
@@ -204,7 +205,7 @@ def met_by(store: Store, selection: Selection) -> list[Met]:
 
 
 def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
-    """Return one exported baseline, rebuilt from JSON data. One of another host must contain its device's model."""
+    """Return entry `number` of an export's list of baselines; `mine`: this host's devices. Others need a model."""
     fields = {f.name for f in dataclasses.fields(Baseline)}
     where = f"baselines[{number}]"
     if not isinstance(data, dict):
@@ -231,7 +232,7 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
 
 
 LEAST_TELLING = ("last seen", "results", "confirmed by", "samples", "repeats")
-"""Columns of the list that are left out on a narrow terminal, in the order in which they are left out."""
+"""Columns that a narrow terminal does not show. The first is left out first."""
 
 
 def table(found: Sequence[Listed], width: int = 0) -> str:
@@ -266,7 +267,7 @@ def _row(one: Listed) -> dict[str, str]:
 
 
 def document(found: Sequence[Listed], met: Sequence[Met] = ()) -> dict[str, Any]:
-    """Return baselines, and the classes of exact cases that were met, as JSON data."""
+    """Return baselines, and the test cases in which devices gave the exact right answer (`met`), as JSON data."""
     listed = [
         {
             "name": d.name,

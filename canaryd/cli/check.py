@@ -43,7 +43,7 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes them."""
 GATHER_FAULTS = ("wrong-row", "stale-row", "wrong-column")
-"""Faults of the gather of fresh operands, for exact_matmul; canaryd/worker/runtime/faulty.py describes them."""
+"""Faults in collecting rows and columns for new operands (exact_matmul); see canaryd/worker/runtime/faulty.py."""
 MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
 """Faults of memory, for memory_sweep; canaryd/worker/memory/faults.py describes them."""
 TRANSFER_FAULTS = ("to-device", "to-host", "device-memory")
@@ -183,7 +183,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter, again: Run | None) -> Result | int:
-    """Find the devices and test the requested ones; return the result, or the exit code if the test was refused."""
+    """Test the requested devices; return the result, or the exit code if an option is wrong and nothing was tested."""
     engine.discover(complain, keep=True)
     if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
         complain(f"check: --repeat {again.id}: it tested {again.device}, which this host does not have")
@@ -202,7 +202,7 @@ def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinte
 
 
 def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter, *, stopped: bool) -> int:
-    """Print the results of a check and write its files; return the exit code."""
+    """Print the results of a check and write the requested files; return the exit code. `stopped`: by a signal."""
     if options.case and result.without_case:
         printer.clear()
         complain(_no_case(options.case, result.without_case))
@@ -223,7 +223,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
 
 
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
-    """Return a sentence for each requested device or probe that does not exist."""
+    """Return one sentence for each requested device or probe that does not exist or could not be loaded."""
     host, there = device_names(engine.devices), sorted(engine.entries)
     return [
         *(

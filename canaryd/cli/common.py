@@ -36,13 +36,13 @@ RELEASE_PERIOD = 1.0
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings from the command line, which replace those of the file."""
+    """Return the settings that the command line gives. They replace those of the configuration file."""
     given = {"state_dir": options.state_dir.absolute()} if options.state_dir else {}
     return given | ({"listen": options.listen} if getattr(options, "listen", None) else {})
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text, with its commands written as this user has to type them.
+    """Print a text. Commands in it get the options that this user must type, such as --state-dir.
 
     On a terminal its lines are folded. Elsewhere they stay whole, because programs read them.
     """
@@ -64,10 +64,10 @@ def use_color() -> bool:
 
 
 def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
-    """Return whether a file can be written, as far as this can be known in advance; complain if not.
+    """Return whether a file can probably be written; if not, print why. `option` is the option that names the file.
 
     A file is replaced as a whole, which needs write permission for its directory. A device such as /dev/null must never
-    be replaced by a file. `pipes`: allow a pipe or device, which is written to and not replaced.
+    be replaced by a file. With `pipes` the path can also be a pipe or a device, which is written to and not replaced.
     """
     try:
         plain = _is_replaced(path)
@@ -81,12 +81,12 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a file is replaced as a whole. A file that the caller has open, such as /dev/stdout, is not."""
+    """Return whether writing replaces the whole file. A device or an open file such as /dev/stdout is not replaced."""
     return (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc")
 
 
 def write_report(path: Path, text: str) -> bool:
-    """Write the text for --report; return whether it was written, and complain if not."""
+    """Write the text for --report and return whether it was written; if not, print why."""
     try:
         if _is_replaced(path):
             old = path.stat() if path.exists() else None
@@ -117,9 +117,9 @@ class Unstored(Exception):
 
 @contextlib.contextmanager
 def open_to_change(settings: Config) -> Iterator[Store]:
-    """Open the store for a change. Raises `Unstored` if the change is not on disk after the store is closed.
+    """Open the store for a change. Raises `Unstored` at the end if the change is not on disk after the store is closed.
 
-    Only then is it certain: closing retries what the disk refused earlier.
+    Only then is the result certain, because closing the store writes again what the disk refused earlier.
     """
     with open_store(settings) as store:
         yield store
@@ -129,9 +129,10 @@ def open_to_change(settings: Config) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]:
-    """Open the existing record, and create nothing. `to_change` allows writing to it.
+    """Open the existing store without creating one; with `to_change` it can be written to.
 
-    Raises `Unreadable` if the record cannot be read: a command must not treat it as empty. Raises `Unstored` as above.
+    Raises `Unreadable` if the store cannot be read, because a command must not treat it as empty. Raises `Unstored` if
+    a change is not on disk at the end.
     """
     with open_store(settings, for_reading=True) as store:
         if store.unreadable:
@@ -148,13 +149,13 @@ def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]
 
 
 def refuse_beside_daemon(store: Store, devices: Sequence[Device]) -> None:
-    """Raise `Unreadable` if a daemon runs and this user may not take the locks of the devices."""
+    """Raise `Unreadable` if a daemon runs and this user has no permission for the lock files of the devices."""
     if daemon_runs(store) and (names := [d.name for d in devices if not store.may_lock(d.uuid)]):
         raise Unreadable(f"cannot lock {', '.join(names)} beside the daemon as user {user_name()}: use sudo")
 
 
 def is_released(command: str, store: Store) -> bool:
-    """Return whether the devices are released, so that nothing may use them; complain if they are."""
+    """Return whether `canaryd release` keeps the devices free, so that no test can use them; if so, print a message."""
     now = time.time()
     if not (daemon_runs(store) and (until := released_until(store, now))):
         return False
@@ -167,7 +168,7 @@ def is_released(command: str, store: Store) -> bool:
 
 @contextlib.contextmanager
 def stopped_by_release(engine: Engine) -> Iterator[None]:
-    """Stop the engine within a second of `canaryd release`, as the daemon does."""
+    """Stop the engine within a second after `canaryd release` is typed, as long as this context is open."""
     done = threading.Event()
 
     def follow() -> None:
@@ -209,7 +210,7 @@ class ProgressPrinter:
             print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
 
     def waiting(self, holder: str) -> None:
-        """Show which process holds the device that is waited for."""
+        """Show which process holds the device for which this command waits."""
         self._line(f"waiting: {holder}")
 
     def clear(self) -> None:
@@ -238,12 +239,12 @@ def device_names(devices: Mapping[str, Device]) -> str:
 
 
 def nearest_device(name: str, known: Mapping[str, Device]) -> str:
-    """Return the end of a message about an unknown device: the known one with the most similar name or uuid, or ""."""
+    """Return the suggestion that ends a message about an unknown device: the most similar name or uuid, or ""."""
     return did_you_mean_device(name, [word for d in known.values() for word in (d.name, d.uuid)])
 
 
 def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device | None:
-    """Return the device of `known` with this name; complain and return None if there is none or several."""
+    """Return the device of `known` with this name. If none or several have it, print a message and return None."""
     found, _ = choose(known, [name])
     if len(found) == 1:
         return found[0]
@@ -257,7 +258,7 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
 
 
 def stop_on_signals(engine: Engine, doing: str = "command") -> None:
-    """Stop the engine on SIGINT (from a person at the terminal) and SIGTERM; `doing` names what is stopped."""
+    """Stop the engine on SIGINT (from a person at the terminal) and SIGTERM. `doing`: a word for the message."""
 
     def stop(number: int, frame: Any) -> None:  # noqa: ARG001  the signature is Python's
         # In a thread of its own: the engine's lock may be held by the code that this signal interrupted.

@@ -41,7 +41,7 @@ MODULES = {
     "probes": "listing",
     "config": "listing",
 }
-"""Command → its module in this package. Only this module is loaded: all of them take a quarter of a short command."""
+"""Command → the module that has it. Only this one is loaded: loading all takes a quarter of a short command's time."""
 GROUP = "canaryd.commands"
 """Entry-point group of other distributions: command → a module with `add_parsers`."""
 LAB = ("canary", "capture", "characterise", "compare", "pack")
@@ -49,7 +49,7 @@ LAB = ("canary", "capture", "characterise", "compare", "pack")
 
 
 def parser(command: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, or only of the module that has `command`."""
+    """Return the argument parser for all commands, or only for those of the module that has `command`."""
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
     commands = Commands(top)
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _own(options: argparse.Namespace, loaded: Config) -> list[str]:
-    """Return the options that a printed command must repeat: named files that are not the default."""
+    """Return --config and --state-dir, with values, if they are not the defaults: printed commands must repeat them."""
     own = []
     if options.config and options.config.absolute() != load.SYSTEM_FILE:
         own += ["--config", str(options.config.absolute())]

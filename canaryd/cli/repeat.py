@@ -14,7 +14,7 @@ FROM_RUN = ("device", "probe", "case", "seed", "instruction_set", "intensity", "
 
 
 def recorded(options: argparse.Namespace, store: Store) -> Run | None:
-    """Return the run of --repeat, and set `options` to its values; complain and return None if there is none."""
+    """Return the run of --repeat, and set `options` to its values. If there is none, print why and return None."""
     given = [o for o in FROM_RUN if getattr(options, o) != options.parser.get_default(o)]
     run = store.run(options.repeat)
     if given:

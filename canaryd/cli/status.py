@@ -1,4 +1,4 @@
-"""`canaryd status`, `canaryd history` and `canaryd gate`: show the record, without access to a device."""
+"""`canaryd status`, `canaryd history` and `canaryd gate`: show what is stored, without access to a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canaryd.report import gate, history, status, status_text
 from canaryd.store.store import Store
 
 HISTORY = 30 * 86_400.0
-"""Default length of a `canaryd history`, in seconds before now."""
+"""Length of time that `canaryd history` shows by default, in seconds before now."""
 GATE_EXIT_STATUS = (
     'exit status: always 0 unless the configuration has "enforcement: act" (the default is log) and nothing silences '
     "it: then 0 pass, 2 fail, 3 unknown. In any case 64 for a usage or configuration error"
@@ -34,7 +34,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def _open(options: argparse.Namespace, settings: Config) -> AbstractContextManager[Store]:
-    """Open the record for reading. With --json, an unreadable record becomes a problem in the printed object."""
+    """Open the store for reading. With --json, a store that cannot be read becomes a problem in the printed object."""
     return open_store(settings, for_reading=True) if options.json else open_record(settings)
 
 

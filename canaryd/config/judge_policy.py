@@ -15,22 +15,22 @@ from canaryd.config.values import DURATION
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePolicy:
-    """The numbers of the judge, durations in seconds. Only the first is a setting."""
+    """The judge's thresholds; durations are in seconds. Only `stale_after` is a setting."""
 
     stale_after: float = setting(
         DURATION, '"2h"', "A device is unknown when its newest evidence is older than this and than three periods."
     )
     confirm_runs: ClassVar[int] = 3
-    """Number of new processes that must all repeat a mismatch to confirm it."""
+    """Number of repeats, each in a new process, that must all fail to confirm a wrong result."""
     repeat_window: ClassVar[float] = 86_400.0
-    """Seconds within which two mismatches make a device faulty."""
+    """Seconds within which two wrong runs make a device faulty."""
     repeat_gap: ClassVar[float] = 60.0
-    """Seconds below which two mismatches count as one, because they may have one cause."""
+    """Seconds below which two wrong runs count as one, because both can have one cause."""
     week_count: ClassVar[int] = 3
-    """Number of mismatches within `week` that make a device faulty."""
+    """Number of wrong runs within `week` that make a device faulty."""
     week: ClassVar[float] = 7 * 86_400.0
     watch: ClassVar[float] = 30 * 86_400.0
-    """Seconds for which a suspect device stays suspect, at least."""
+    """Least time in seconds for which a suspect device stays suspect: its observation period."""
     GONE: ClassVar[Mapping[str, str]] = fixed(
         confirm_runs="3", repeat_window="24h", repeat_gap="60s", week_count="3", week="7d", watch="30d"
     )

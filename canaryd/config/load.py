@@ -20,7 +20,7 @@ from canaryd.config.values import PATH
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 MAX_FILE_BYTES = 1 << 20
 MADE = ("state_dir",)
-"""Settings whose directory canaryd creates if it is missing."""
+"""Settings that name a directory which canaryd creates if it is missing."""
 
 
 class ConfigError(Exception):
@@ -55,10 +55,10 @@ def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
 
 
 def _read(file: Path, by: str) -> bytes:
-    """Return the content of a configuration file; `by` says who named the file.
+    """Return the content of a configuration file; `by` says in messages who named the file.
 
-    Raises `FileNotFoundError`. Raises `ConfigError` if the file cannot be read, is too large, or could be written by
-    users other than root and this one: it names programs to run, and decides who may read the evidence.
+    Raises `FileNotFoundError`. Raises `ConfigError` if the file cannot be read, is too large, or can be written by
+    users other than root and this one, because it names programs to run and decides who can read the stored results.
     """
     try:
         with file.open("rb") as stream:
@@ -88,7 +88,7 @@ def _check_rules(config: Config, notes: Notes) -> None:
 
 
 def _contradictions(config: Config, given: Collection[str], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (setting, message) for settings that contradict each other."""
+    """Yield (setting, message) for contradictions: `given` are the file's settings, `wrong` those already noted."""
     store = config.store
     if config.worker.python and config.worker.command:
         yield "worker.python", "worker.python and worker.command are both set; remove one"
@@ -109,7 +109,7 @@ def _contradictions(config: Config, given: Collection[str], wrong: Collection[st
 
 
 def _bad_command(command: str) -> str:
-    """Return a message about a mistake in a command that starts a server, or "" if there is none."""
+    """Return a message about the mistake in a command that starts a server, or "" if there is no mistake."""
     sample = 'write e.g. command: "vllm serve {model} --port {port}"'
     try:
         words = shlex.split(command)

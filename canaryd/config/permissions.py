@@ -1,4 +1,4 @@
-"""Check which users could have written a file: who can change canaryd's programs or configuration controls canaryd."""
+"""Check which users can change a file: a user who can change canaryd's programs or configuration controls canaryd."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ SERVICE_USER = "canaryd"
 def doubt(path: Path) -> str:
     """Return the reason why another user could have written the file at `path`, or "" if only root or this user could.
 
-    The file must belong to root or to the user of this process, and neither group nor others may write it. The same
-    holds for every directory on the way to it, through every symbolic link, because a user who can rename a directory
-    can put another in its place; there the sticky bit is enough, as on /tmp. The mode of a directory does not count if
-    it is a read-only mount of its own, because only root can make one (Kubernetes mounts its configuration this way,
-    with mode 0777). A device file is always trusted. Raises `OSError` if something on the way cannot be examined.
+    The file must belong to root or to the user of this process, and neither group nor others can have write permission.
+    The same holds for every directory on the way to the file, through every symbolic link, because a user who can
+    rename a directory can put another in its place. For a directory the sticky bit is enough, as on /tmp. The mode of a
+    directory does not count if it is a read-only mount of its own, because only root can make one (Kubernetes mounts
+    its configuration this way, with mode 0777). A device file is always trusted. Raises `OSError` if something on the
+    way cannot be examined.
     """
     status = path.stat()
     if stat.S_ISCHR(status.st_mode):
@@ -81,7 +82,7 @@ def _belongs(status: os.stat_result) -> str:
 
 
 def exposure(path: Path) -> str:
-    """Return a warning if all users may read the file at `path`; "" if not, or if the file cannot be examined."""
+    """Return a warning if all users can read the file at `path`; "" if they cannot or the file cannot be examined."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -92,9 +93,9 @@ def exposure(path: Path) -> str:
 
 
 def unusable(program: str, user: str = SERVICE_USER) -> str:
-    """Return the reason why a program cannot be run, or "" if it can. Root checks for `user`, if that user exists.
+    """Return the reason why a program cannot be run, or "" if it can. Root asks this for `user`, if that user exists.
 
-    Only the kernel knows what a user may do (access control lists), so a shell of that user tests the program.
+    Only the kernel knows what a user is allowed to do (access control lists), so a shell of that user tests it.
     """
     if not Path(program).is_absolute():
         return "" if shutil.which(program) else "not found on the PATH"

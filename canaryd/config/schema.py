@@ -84,7 +84,7 @@ def _type(node: yaml.Node) -> str:
 
 
 def _given(node: yaml.Node) -> str:
-    """Return the first half of the message "…; wanted …": the value that was given."""
+    """Return the first half of a message "…; wanted …": it says what the file has, such as "a list is given"."""
     kind = _type(node)
     if kind == "str":
         return f"{quoted(node.value)} is text"
@@ -99,14 +99,14 @@ def _join(where: str, key: str) -> str:
 
 
 def _is_heading(node: yaml.Node) -> bool:
-    """Return whether a key has no settings below it, because all of them are commented out."""
+    """Return whether a key has no settings below it, as in the example file, where all settings are commented out."""
     return _type(node) == "null" or (
         isinstance(node, yaml.MappingNode) and all(_is_heading(value) for _, value in node.value)
     )
 
 
 class Notes:
-    """Notes made while a file is read: mistakes as (line, setting, message), and the line of each setting."""
+    """Mistakes found while a file is read, as (line, setting, message), and the line of each setting."""
 
     def __init__(self) -> None:
         self.problems: list[tuple[int, str, str]] = []
@@ -123,14 +123,14 @@ class Notes:
         self.problems.append((line, where, message))
 
     def told(self, file: Path) -> list[str]:
-        """Return the mistakes in the order of the file, each as "FILE:LINE: setting: message"."""
+        """Return the mistakes in the order of their lines, each as "FILE:LINE: setting: message"."""
         found = sorted(self.problems, key=lambda problem: problem[0])
         return [printable(f"{file}:{line}: {f'{where}: ' if where else ''}{text}") for line, where, text in found]
 
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-        """Yield (key as typed, key node, value node). Note keys that are given twice or are not names.
+        """Yield (key as typed, key node, value node). Note a mistake for keys that are given twice or are not names.
 
-        A heading without settings, as in the shipped file, yields nothing: the same key may be given again below it.
+        A key whose settings are all commented out, as in the shipped file, is skipped: it can be given again below.
         """
         first: dict[str, int] = {}
         times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -148,7 +148,7 @@ class Notes:
 
 
 def document(data: bytes, notes: Notes) -> yaml.Node | None:
-    """Return the file's only document as a node; None if the file is empty, or has a mistake, which was noted."""
+    """Return the file's only document as a node, or None if the file is empty or has a mistake, which is noted."""
     try:
         return _compose(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -175,7 +175,7 @@ class _Kind(Protocol):
     """The type of a setting. Subclasses read and describe values."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Return the value, or note the mistake (and return None if nothing is usable)."""
+        """Return the setting's value from its YAML node; note any mistake, and return None if no value is usable."""
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON Schema of the allowed values."""
@@ -252,7 +252,7 @@ class Variables:
 
 @dataclass(frozen=True)
 class Free:
-    """A setting that only a probe understands: plain JSON values, because they are sent to the worker."""
+    """A setting that only a probe understands: any values that JSON can store, because the worker gets them as JSON."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
         """Return any mapping that JSON can store."""
@@ -335,10 +335,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Each(Section):
-    """A section in which every unknown key is a name; the value of the name has the settings of `cls`."""
+    """A section whose keys are names given by the user. The value of each name has the settings of `cls`."""
 
     of: str = "probes"
-    """The kind of things that the names denote."""
+    """What the names stand for, such as "probes", as a word for messages."""
     name = "[a-z][a-z0-9_]{0,62}"
 
 
@@ -357,7 +357,7 @@ def _read_setting(setting: dataclasses.Field[Any], node: yaml.Node, where: str, 
 
 
 def setting(kind: _Kind, default: str, doc: str, *, sample: str = "", factory: Callable[[], Any] | None = None) -> Any:
-    """Return a dataclass field for a setting. `default` and `sample` (shown by `example()`) are YAML text."""
+    """Return a dataclass field for a setting. `default` and `sample` are YAML text; the example file shows `sample`."""
     notes = Notes()
     node = _compose(default)
     assert node is not None, doc
@@ -369,17 +369,17 @@ def setting(kind: _Kind, default: str, doc: str, *, sample: str = "", factory: C
 
 
 def section(cls: type[Any], doc: str) -> Any:
-    """Return a dataclass field that is a mapping with the settings of `cls`."""
+    """Return a dataclass field for a section of the file: a mapping with the settings of `cls`."""
     return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
 
 
 def fixed(**values: str) -> dict[str, str]:
-    """Return messages for `GONE` about former settings whose value is now fixed: name → message."""
+    """Return former setting → message that it is always the given value now; the messages are for `GONE`."""
     return {name: f"no setting any more: it is always {value}; delete the line" for name, value in values.items()}
 
 
 SPELLED = ("str", "bool", "int", "float")
-"""YAML types whose text is parsed as typed, so that the message about a bare 900 can say that the unit is missing."""
+"""YAML types of a setting whose text `parse` gets as typed. So its message can say that a bare 900 has no unit."""
 
 
 def read_filled(text: str) -> str:
@@ -395,7 +395,7 @@ def read_boolean(text: str) -> bool:
 
 
 def read_integer(text: str) -> int:
-    """Return a text as a whole number. Raises `ValueError` above 19 characters."""
+    """Return a text as a whole number. Raises `ValueError` for a text of more than 19 characters."""
     if len(text) > 19:  # beyond 64 bits, JSON readers disagree
         raise ValueError(f"{quoted(text)[1:-1]} is too long for a whole number; write at most 19 digits")
     return int(text)
@@ -419,7 +419,7 @@ BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
 
 
 def example_lines(cls: type[Any], indent: str) -> Iterator[str]:
-    """Yield the lines of a commented example of `cls`: prose begins with "# ", settings begin with "#"."""
+    """Yield the lines of an example file for the settings of `cls`: text begins with "# ", each setting with "#"."""
     for name, setting in _settings(cls).items():
         meta = setting.metadata
         section = isinstance(meta["kind"], Section)

@@ -40,10 +40,10 @@ DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
 
 
 def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
-    """Return /var/lib/canaryd if it exists, and for root or a user without a home; else a path in the user's home.
+    """Return the directory for stored results: /var/lib/canaryd if it exists, else a path in the user's home.
 
-    Once it exists, a person's command shares locks and history with the daemon. If it cannot write there, it says that
-    it runs unrecorded.
+    Root, and a user without a home, always get /var/lib/canaryd. Once it exists, a person's command shares locks and
+    history with the daemon. A command that cannot write there says that its results are not stored.
     """
     if STATE_DIRECTORY.exists():
         return STATE_DIRECTORY
@@ -62,7 +62,7 @@ def _runtime(packages: str, name: str, directory: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimesConfig:
-    """Other runtimes than torch, each with its own interpreter."""
+    """Runtimes besides torch, each with the Python interpreter that has it."""
 
     mlx: str | None = _runtime("mlx", "MLX", "mlx")
     onnx: str | None = _runtime("onnxruntime, onnx", "ONNX Runtime", "onnx")
@@ -71,7 +71,7 @@ class RuntimesConfig:
 
     @property
     def each(self) -> Mapping[str, str]:
-        """Runtime → interpreter, for the runtimes that have one."""
+        """Runtime → its interpreter, for the runtimes that are configured."""
         return {name: python for name in RUNTIMES if (python := getattr(self, name, None))}
 
 
@@ -278,9 +278,9 @@ class TelemetryConfig:
         sample='{"31": none}',
     )
     settle: ClassVar[float] = 3600.0
-    """Seconds after the last sighting at which a condition that comes and goes has ended."""
+    """Seconds without a new sighting after which a condition that comes and goes has ended."""
     throttle: ClassVar[float] = 60.0
-    """Seconds of throttling by heat or power within `settle` that make a device degraded."""
+    """Seconds of throttling by heat or power, within `settle` seconds, that make a device degraded."""
     corrected_per_day: ClassVar[int] = 1000
     """Corrected memory errors of an accelerator in a day that make the accelerator degraded."""
     dimm_corrected_per_day: ClassVar[int] = 10
@@ -303,7 +303,7 @@ class StoreConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """Selection of the devices that are watched."""
+    """Settings that select the devices to test."""
 
     include: tuple[str, ...] = setting(
         ListOf(FILLED), "[]", "Devices to watch, by uuid, name or backend. Default: all.", sample='["cuda", "cpu:0"]'
@@ -345,7 +345,7 @@ _NO_PASSWORDS = "canaryd checks no passwords any more; put a proxy in front of i
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration. Two are equal if all their settings are equal; a reload compares sections."""
+    """The whole configuration. Two of them are equal if all their settings are equal; a reload compares sections."""
 
     GONE: ClassVar[Mapping[str, str]] = {
         "web_config": "no setting any more; name certificate, key and client CA under tls (cert_file, key_file,"
@@ -355,7 +355,7 @@ class Config:
         "basic_auth_users": _NO_PASSWORDS,
         "password": _NO_PASSWORDS,
     }
-    """Former setting → what to do instead."""
+    """Setting of an earlier release → message about what to do instead."""
 
     listen: tuple[str, int] = setting(
         LISTEN,

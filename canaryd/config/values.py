@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 50
 MAX_REQUEST = 86400.0
 """Longest time limit of one request to an endpoint, in seconds (ours)."""
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""Actions that an Xid can require, from none to a return of the part; see docs/readings.md."""
+"""Actions that an Xid (an NVIDIA error) can require, from none to a return of the part; see docs/readings.md."""
 DIALECTS = (
     *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
     *("transformers", "generic"),
@@ -111,7 +111,7 @@ def _program(text: str) -> str:
 
 
 def choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
-    """Return a setting type that accepts only the `known` words."""
+    """Return the type of a setting that accepts only the words `known`; `what` names them in messages."""
 
     def parse(text: str) -> str:
         if text not in known:
@@ -135,7 +135,7 @@ def _url(text: str) -> str:
 
 
 def parse_hours(text: str) -> tuple[int, int]:
-    """Return the minutes of the day at which a range such as "22:00-06:00" begins and ends. Raises `ValueError`.
+    """Return begin and end of a range such as "22:00-06:00", in minutes after midnight. Raises `ValueError`.
 
     An end before the beginning is on the next day; "00:00-24:00" is the whole day.
     """
@@ -147,7 +147,7 @@ def parse_hours(text: str) -> tuple[int, int]:
 
 
 def _between(low: float, high: float, name: str, read: Callable[[str], float], *types: str) -> Scalar:
-    """Return a setting type for numbers from `low` to `high`."""
+    """Return the type of a setting for numbers from `low` to `high`, read by `read` from the given YAML types."""
 
     def parse(text: str) -> float:
         if not low <= (number := read(text)) <= high:

@@ -1,1 +1,1 @@
-"""The RMA dossier of a device."""
+"""The RMA dossier of a device: the report with which a vendor takes a faulty part back."""

@@ -15,7 +15,7 @@ from canaryd.report.incidents import next_step as after
 from canaryd.report.incidents import step as to_do
 
 EXHIBITS = 3
-"""Number of failing cases whose operands are written to files."""
+"""Largest number of failing cases whose operands (input data) are written to files."""
 VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
     "cuda": (
         "Open a case with NVIDIA or the server's maker. Give the serial number and attach this archive.",
@@ -49,7 +49,7 @@ SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are 
 
 
 def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str, str], ...]:
-    """Return the commands that repeat the failures, the worst failure first."""
+    """Return entries (command, what it repeats), the worst failure first."""
     worst = [f for f in failures[:EXHIBITS] if f.repro]
     by_command: dict[str, str] = {}
     for failure in worst:
@@ -62,7 +62,10 @@ def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str
 
 
 def next_step(facts: Facts, kind: str, failures: Sequence[FailingCase]) -> Iterator[str]:
-    """Yield the next steps, most urgent first; if the part is not at fault, the steps of every report."""
+    """Yield sentences about what to do next, the most urgent first. `kind`: the kind of dossier, such as "rma".
+
+    If the part is not known to be at fault, these are the steps that every other report gives.
+    """
     verdict, device = facts.verdict, facts.device
     if kind == "drill":
         yield "Nothing to do: the drill tested the alarm. Its runs never count against the device."

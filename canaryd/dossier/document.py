@@ -28,7 +28,7 @@ class OutputError(DossierError):
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A number of wrong ones among a total."""
+    """A number of results, and of wrong ones among them."""
 
     wrong: int
     total: int
@@ -36,7 +36,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate(Share):
-    """A number of wrong independent trials among all, with the 95 % interval of Clopper and Pearson."""
+    """A number of independent trials, and of wrong ones among them, with the 95 % interval (Clopper and Pearson)."""
 
     low: float | None
     high: float | None
@@ -44,7 +44,7 @@ class Rate(Share):
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Counts of uploads and of results. Results of one upload are not independent, so only uploads have an interval."""
+    """Counts of uploads of operands and of results. Only uploads are independent, so only they have an interval."""
 
     uploads: Rate
     results: Share
@@ -52,7 +52,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot(Tried):
-    """The results of one place: a core, an SM, several of them, or the device."""
+    """The results that were computed at one place: a core, an SM, a group of them, or the device."""
 
     place: str
     unit: str
@@ -61,7 +61,7 @@ class Spot(Tried):
 
 @dataclass(frozen=True, kw_only=True)
 class FailingCase(Tried):
-    """A failing case: results of the same operands on the same instruction set."""
+    """A test case that failed: the counts of all its results with equal operands and one instruction set."""
 
     probe: str
     version: int
@@ -92,11 +92,11 @@ class FailingCase(Tried):
     core: int | None = None
     """The processor core on which the case failed most often, or None if no core is known."""
     needed: int
-    """Number of runs that show the fault with 95 % probability."""
+    """Number of runs in which the fault appears at least once with 95 % probability."""
     exhibit: str = ""
-    """The directory with the case's evidence, or "" if there is none."""
+    """The directory with the case's wrong elements and, if there are any, operands and script; "" if there is none."""
     exhibit_absent: str = ""
-    """The reason why there is no script."""
+    """The reason why there is no script that repeats the case, or "" if there is one."""
     script: str = ""
     """The command that repeats the case without canaryd, or "" if there is none."""
 
@@ -127,7 +127,7 @@ class Happening:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The identity of the part, and its location."""
+    """The names and numbers that identify the part, and where it is built in."""
 
     name: str
     uuid: str
@@ -148,7 +148,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Everything in the store about one device."""
+    """The content of a dossier: everything that the store has about one device."""
 
     schema: str = SCHEMA
     canaryd: str = __version__
@@ -182,7 +182,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The data that the dossier reads once from the store."""
+    """The stored data from which the dossier is made; each is read only once."""
 
     store: Store
     config: Config
@@ -194,7 +194,7 @@ class Facts:
     events: Sequence[Event]
     verdict: Verdict
     note: str
-    """A sentence on how current the verdict is, or "" if it is current."""
+    """A sentence about the age of the verdict, or "" if it is up to date."""
     drill: bool
 
     @cached_property

@@ -23,9 +23,9 @@ FAILURES = 50
 PEER_RUNS = 2000
 """Number of newest runs of one probe that are read for a peer."""
 LEAST_RUNS = 1000
-"""Smallest number of runs in a script (ours)."""
+"""Smallest number of runs that a script makes (ours)."""
 COPIED = 10
-"""Runs of a script between two fresh copies of the operands (ours): some faults make all results of a copy wrong,
+"""Number of runs after which a script copies the operands again (ours): some faults spoil all results of one copy,
 others need a device that is busy."""
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 """Format → bits of its mantissa (IEEE 754-2019 table 3.5; bfloat16: the upper half of float32)."""
@@ -33,13 +33,13 @@ WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 6
 
 
 def rate(wrong: int, total: int) -> Rate:
-    """Return the wrong and all independent trials, with the rate's 95 % interval, or None without a trial."""
+    """Return counts of wrong and of all independent trials, with the rate's 95 % interval (None if `total` is 0)."""
     low, high = interval(wrong, total)
     return Rate(wrong=wrong, total=total, low=low if total else None, high=high if total else None)
 
 
 def bit_name(form: str, bit: int) -> str:
-    """Return the meaning of a bit in a format, or "" if it is not known."""
+    """Return the part of a number that `bit` belongs to in the format `form`, or "" if that is not known."""
     if form.startswith("int"):
         return "sign" if bit == WIDTH[form] - 1 else "lowest of the integer" if bit == 0 else "integer"
     if form not in MANTISSA:
@@ -52,7 +52,7 @@ def bit_name(form: str, bit: int) -> str:
 
 
 def result_format(probe: str, case: str, digits: int) -> str:
-    """Return the format of a case's result, or its width in bits if the case's name does not contain the format."""
+    """Return the number format in a case's name, or else the result's width in bits, from its `digits` in hex."""
     label = case.partition("/")[0]
     form = label.partition(">")[2] or label
     form = {"tfloat32": "float32"}.get(form, form)
@@ -62,7 +62,7 @@ def result_format(probe: str, case: str, digits: int) -> str:
 
 
 Key = tuple[str, int, str, str, str, int, str]
-"""Probe, its version, instruction set, case, shape, seed, subject: equal keys mean bit-for-bit equal operands."""
+"""Key of a failing case: probe, version, instruction set, case, shape, seed, subject. Equal keys: equal operands."""
 
 
 def _key(run: Run, c: Comparison) -> Key:
@@ -70,7 +70,7 @@ def _key(run: Run, c: Comparison) -> Key:
 
 
 def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
-    """Return the failing cases, and the number of others. The device's own and the most frequent come first."""
+    """Return the failing cases to describe, and the number of others. The device's own and most frequent come first."""
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
         for c in run.comparisons:
@@ -99,10 +99,11 @@ def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
 
 
 def enough_runs(*tallies: Tried) -> int:
-    """Return the number of runs that show the fault of a failing case with 95 % probability, at its recorded rates.
+    """Return the number of runs in which a fault appears at least once with 95 % probability, at the recorded rates.
 
-    `tallies` are the case, and what its core or its test computed: a case is named because it failed, so its own rate
-    is too high. Results of one upload may be wrong together, so the number also covers enough fresh copies.
+    `tallies`: counts of the failing case, and of everything that its core or its probe computed. The case is listed
+    because it failed, so its own rate is too high. Results of one upload can be wrong together, so the number of runs
+    also covers enough fresh copies.
     """
     each = [
         repeats * math.ceil(RULE_OF_THREE * share.total / share.wrong)
@@ -122,7 +123,7 @@ def _proofs(facts: Facts) -> dict[int, Proof]:
 
 
 def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
-    """Return other devices' runs with a wrong reference from the host's processor, reduced to the wrong cases."""
+    """Return runs of other devices for which this processor made a wrong golden, reduced to comparisons of goldens."""
     if facts.device.backend != "cpu" or facts.drill:
         return []
     found = []
@@ -178,7 +179,7 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
 
 
 def _repeats(evidence: Sequence[Evidence]) -> Evidence:
-    """Return the evidence with the repeats of all runs added up: those of one run would be a selection."""
+    """Return evidence with the repeats of all runs added up, because the repeats of one run would be a selection."""
     alike = [e.repeats_alike for e in evidence if e.repeats_wrong]
     return replace(
         evidence[0],
@@ -189,7 +190,7 @@ def _repeats(evidence: Sequence[Evidence]) -> Evidence:
 
 
 def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
-    """Return axis → what the wrong indices of all runs have in common, without axes for which that is not known."""
+    """Return axis → text about the wrong indices of all runs together; an axis with unknown indices is left out."""
     found = {}
     for axis in dict.fromkeys(axis for e in evidence for axis in e.lines):
         spans = [e.lines[axis] for e in evidence if axis in e.lines]
@@ -205,9 +206,9 @@ def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
 
 
 def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """Return the numbers of wrong uploads (with the interval) and of wrong results (without one).
+    """Return {"uploads": wrong and all uploads with the rate's interval, "results": wrong and all results}.
 
-    Clean fresh uploads after a wrong one count too: no comparison is stored for them.
+    After a wrong upload the same operands are uploaded again. Clean ones among these count too, though none is stored.
     """
     every = list(comparisons)
     clean = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in every if c.evidence)
@@ -216,7 +217,7 @@ def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def placed(facts: Facts) -> tuple[Spot, ...]:
-    """Return the places where results of the device were computed, with the number of wrong ones at each."""
+    """Return the device's results by place (core, SM, …): how many were computed there, and how many were wrong."""
     return _placed(c for r in facts.runs for c in r.comparisons if c.subject is Subject.DEVICE)
 
 
@@ -232,7 +233,7 @@ def _placed(comparisons: Iterable[Comparison]) -> tuple[Spot, ...]:
 
 
 def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]:
-    """Return the numbers of flipped bits in all failing cases, by the format of the result."""
+    """Return, for each number format of results, how often each bit was flipped in all failing cases."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
     for failure in failures:
         sums[failure.format].update({int(b): n for b, n in failure.bits.items()})
@@ -248,7 +249,7 @@ def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]
 
 
 def probe_totals(facts: Facts) -> tuple[Totals, ...]:
-    """Return the results of each probe, and the fault rate that they exclude."""
+    """Return for each probe the counts of its results, and the fault rate that its clean results exclude."""
     bounds = fault_rate_bound(facts.runs, drill=facts.drill)
     by_probe: dict[str, list[Run]] = defaultdict(list)
     for run in facts.runs:
@@ -272,7 +273,7 @@ def probe_totals(facts: Facts) -> tuple[Totals, ...]:
 def peer_results(
     facts: Facts, peers: Iterable[Device], failures: Sequence[FailingCase]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return the peers' results in the same probes, and on the same bytes."""
+    """Return for each peer (identical device) its counts of results in the same probes, and on the same operands."""
     verdicts = {} if facts.drill else facts.store.verdicts()
     probes = {f.probe for f in failures} or {r.probe for r in facts.runs}
     keys = {(f.probe, f.version, f.instruction_set, f.case, f.shape, f.seed, f.subject) for f in failures}

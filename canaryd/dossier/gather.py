@@ -32,7 +32,7 @@ from canaryd.store.store import Store
 POLLS = 20_000
 """Number of newest polls that are read."""
 SERVER = ("product", "product_serial", "board", "board_serial", "bios")
-"""Details of the machine for which a vendor asks."""
+"""Keys in `Device.detail` of a processor that identify the machine; a vendor asks for them."""
 FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
 
 
@@ -41,8 +41,8 @@ def gather(
 ) -> Document:
     """Return the document of one device from the store, without access to the device.
 
-    An engine judges the device again. Without one the document has the stored verdict, or "unknown" if newer failures
-    contradict it. Raises `DossierError` if a drill is wanted and none is recorded.
+    With an engine the device is judged again. Without one the document has the stored verdict, or "unknown" if newer
+    failures contradict it. Raises `DossierError` if `drill` asks for drills and none is stored.
     """
     records = {r.device.uuid: r for r in store.devices()}
     facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
@@ -126,7 +126,7 @@ def _alike(other: Device, device: Device) -> bool:
 
 
 def _judged(store: Store, config: Config, engine: Engine | None, device: Device, now: float) -> tuple[Verdict, str]:
-    """Return the verdict that is valid now, and a note about it. An engine judges the device again."""
+    """Return the verdict, and a note if the stored one differs (else ""). An engine judges the device again."""
     stored = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
         engine.recall_telemetry(device.uuid)  # this process has polled nothing
@@ -146,7 +146,7 @@ def _judged(store: Store, config: Config, engine: Engine | None, device: Device,
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
-    """Return the verdict on drills at the time of the last one. It is never stored, and drills expire after an hour."""
+    """Return the verdict that drills alone give at the time of the last one, because drills expire after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
     among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True, claims=claims)
@@ -195,7 +195,7 @@ def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
 
 
 def _worst_failure(worst: FailingCase, more: int, state: str) -> str:
-    """Return sentences about the worst failing case, for a verdict that omits it: it is cleared, or not judged."""
+    """Return sentences about the worst failing case and `more` others, for a verdict that does not mention them."""
     uploads, results = worst.uploads, worst.results
     places = ", ".join(p.place for p in worst.places if p.results.wrong and p.unit != "device")
     text = " Earlier failures are resolved (see the timeline):" if state == State.HEALTHY.value else ""
@@ -268,9 +268,9 @@ def _identity(facts: Facts, records: Iterable[DeviceRecord]) -> Identity:
 
 
 def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
-    """Return the machine's names in its firmware, which the inventory stores with the processor.
+    """Return the names and serial numbers of the machine, from its firmware; they are stored with the processor.
 
-    Most parts go back to the maker of the machine. An endpoint gets none: it may be on another machine.
+    Most parts are returned to the maker of the machine. An endpoint gets none: it can be on another machine.
     """
     hosts = [r for r in records if r.device.unit == "cpu" and r.device.is_whole]
     detail: Mapping[str, str] = {}
@@ -289,7 +289,7 @@ def torch_name(device: Device) -> str:
 
 
 def _selftests(runs: Sequence[Run]) -> tuple[Mapping[str, Any], ...]:
-    """Return the results of the vendor's self-test, test by test, from the newest run that has results."""
+    """Return the results of each test of the vendor's self-test, from the newest run that has any."""
     said = [r for r in runs if r.probe == selftest.PROBE and any(each.name == SELF_TEST for each in r.readings)]
     newest = said[-1].readings if said else ()
     messages = {each.labels.get("test"): str(each.value) for each in newest if each.name == selftest.MESSAGE}

@@ -23,7 +23,7 @@ SYSTEM = ("driver", "kernel", KERNEL_DRIVER, "cuda")
 RESULTS = {"healthy": "PASS", "unknown": "NOT_APPLICABLE"}
 """State → result of the test run; any other state is FAIL."""
 TYPES = {"healthy": "UNKNOWN", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}
-"""State of a finding → type of its diagnosis. A healthy one is a note, such as "not checked yet", not a pass."""
+"""State of a finding → type of its OCP diagnosis. A healthy finding is only a note ("not checked yet"): no pass."""
 
 Document = Mapping[str, Any]
 
@@ -155,7 +155,7 @@ def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 
 def _where(failure: Document) -> dict[str, Any]:
-    """Return the failing core or SM as an OCP subcomponent, or {} unless the failure names exactly one."""
+    """Return the failing core or SM as an OCP subcomponent, or {} if the failure has none or several."""
     places = [p for p in failure.get("places", ()) if p["results"]["wrong"]]
     if len(places) != 1 or places[0]["unit"] not in ("core", "sm") or len(places[0]["numbers"]) != 1:
         return {}

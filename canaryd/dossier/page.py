@@ -1,6 +1,7 @@
-"""The page of a dossier: one file from one template, with no script and nothing to fetch; two sheets, then details.
+"""The page of a dossier: one HTML file from one template, without scripts or links to other files.
 
-It is made from the JSON alone, so page and JSON always agree. The template escapes every text.
+Its first two sheets are a summary, the rest are details. It is made from the JSON alone, so both always agree. The
+template escapes every text.
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a fraction of 1 as a percentage of three digits; a tiny one as "1 of 200,000"."""
+    """Return a fraction as a percentage with three digits, a tiny one as "1 of 200,000", None as "not known"."""
     if value is None:
         return "not known"
     return f"{100 * value:.3g} %" if value >= 1e-5 or not value else f"1 of {1 / value:,.0f}"
 
 
 def counted(tally: Mapping[str, Any]) -> str:
-    """Return a tally as text: "3 of 1,000", or "none" if nothing was tried."""
+    """Return the counts "wrong" and "total" of a tally as text: "3 of 1,000", or "none" if the total is 0."""
     return f"{tally['wrong']:,} of {tally['total']:,}" if tally["total"] else "none"
 
 
 def rated(rate: Mapping[str, Any]) -> str:
-    """Return a rate as text: "3 of 3 (95 % interval: 29.2 % to 100 %)"."""
+    """Return a rate as counts with its interval: "3 of 3 (95 % interval: 29.2 % to 100 %)"."""
     interval = f" (95 % interval: {share(rate['low'])} to {share(rate['high'])})"
     return counted(rate) + (interval if rate["total"] else "")
 
 
 def joined(named: Mapping[str, str]) -> str:
-    """Return names with their values: "driver 580.65.06; torch 2.9.0"."""
+    """Return names with their values as one text: "driver 580.65.06; torch 2.9.0". Empty values are left out."""
     return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in sorted(named.items()) if v not in ("", "none"))
 
 
 def failing_places(failure: Mapping[str, Any]) -> str:
-    """Return the places where a case failed, worst first: "core 3: 8 of 32 (25 %)"; "not known" if none is known."""
+    """Return the places where a case failed, worst first, as text: "core 3: 8 of 32 (25 %)", or "not known"."""
     wrong = sorted((p for p in failure["places"] if p["results"]["wrong"]), key=lambda p: -p["results"]["wrong"])
     named = [
         f"{p['place']}: {counted(p['results'])} ({share(p['results']['wrong'] / p['results']['total'])})"
@@ -87,7 +88,7 @@ def failing_places(failure: Mapping[str, Any]) -> str:
 
 
 def flipped_bits(failure: Mapping[str, Any]) -> str:
-    """Return the bits that a failing case flipped: "13", "0 to 3, 7"."""
+    """Return the positions of the bits that a failing case flipped, as text: "0 to 3, 7", or "not recorded"."""
     return ranges([int(bit) for bit in failure["bits"]]) or "not recorded"
 
 
@@ -98,7 +99,7 @@ def flipped(expected: str, observed: str) -> list[int]:
 
 
 def _once(failures: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str, int]]:
-    """Return each wrong element of some cases once: case, index, expected, observed, flipped bits, times seen."""
+    """Return each different wrong element once, as (case, index, expected, observed, flipped bits, times seen)."""
     seen = Counter(
         (f["case"], str(list(e["index"])), e["expected"], e["observed"]) for f in failures for e in f["elements"]
     )

@@ -1,4 +1,4 @@
-"""Remove private data from a dossier: secrets, users and processes always; names of machines and parts on request."""
+"""Remove private data from a dossier: secrets, users and processes always, names of machines and parts on request."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ PATTERNS = (
 )
 """Patterns that recognise names. URLs come first, because they contain hosts and paths."""
 LONG = 10
-"""Length from which a part's number is also replaced inside words (ours): "65:00.0" has seven characters."""
+"""Smallest length of a part's number that is replaced inside words too (ours): "65:00.0" has seven characters."""
 HOST_FIELDS = ("host", "hostname")
 """Fields that contain only a host name: they are always replaced, however short they are."""
 OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"}) | {
     "by",
     "characterised_by",
 }
-"""Fields whose values are canaryd's own words. They never change, even if a host is called "device" or "healthy"."""
+"""Fields whose values are words of canaryd. They are never replaced, even if a host is called "device" or "healthy"."""
 NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname", "board_serial", "product_serial")
-"""Details that name a part or a host and match no pattern."""
+"""Keys in `Device.detail` whose values name a part or a host and match none of the `PATTERNS`."""
 
 
 def clean(text: str) -> str:

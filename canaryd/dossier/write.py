@@ -58,10 +58,11 @@ def write(
     drill: bool = False,
     wait: float = 60.0,
 ) -> Path:
-    """Write the dossier of a device to a new directory below `out`, and the same as one archive; return the directory.
+    """Write the dossier of a device to a new directory below `out`, and also as one archive; return the directory.
 
-    Without an engine nothing is judged again and no operands are written; the dossier says so. Raises `DossierError`
-    (`OutputError` if `out` is wrong) if it cannot be written, and leaves no incomplete files.
+    Without an engine nothing is judged again and no operands are written; the dossier says so. `wait`: seconds to wait
+    for a busy device. Raises `DossierError` if the dossier cannot be written (`OutputError`: because of `out`); then it
+    leaves no incomplete files.
     """
     document = gather(store, config, device, now=now, drill=drill, engine=engine)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -169,7 +170,7 @@ def _with_evidence(
     device: Device,
     wait: float,
 ) -> FailingCase:
-    """Write operands and script of a failing case; return the case with their location, or the reason for none."""
+    """Write operands and script of a failing case; return the case with their directory or the reason for none."""
     if number > EXHIBITS:
         return replace(failure, exhibit_absent=f"only the first {EXHIBITS} failing cases have one")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure.probe}-{failure.case}")[:100].strip("-")
@@ -193,7 +194,7 @@ def _with_evidence(
 def _exhibit(
     folder: Path, failure: FailingCase, engine: Engine | None, device: Device, wait: float
 ) -> tuple[list[str], str]:
-    """Write operands, golden and script in a worker; return the files, or the reason why there are none."""
+    """Write operands, golden and script into `folder`; return (names of the files, ""), or ([], reason why not)."""
     if failure.subject != Subject.DEVICE.value:
         return [], "the fault is in the reference or the comparison, and only canaryd repeats these"
     if engine is None:
@@ -251,7 +252,7 @@ def _log(store: Store, device: Device) -> str:
 
 
 def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
-    """Add the output of NVIDIA's tools, if they are installed."""
+    """Add the output of NVIDIA's diagnostic tools for an NVIDIA device, if the tools are installed."""
     smi, report = "nvidia-smi-q.txt", "nvidia-bug-report.log.gz"
     if device.backend != "cuda":
         folder.absent[smi] = "this is not an NVIDIA device"
@@ -284,7 +285,7 @@ def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
 
 
 def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
-    """Return the output of a tool, and the reason if there is none. A tool that hangs in the driver is abandoned."""
+    """Return (output of a tool, reason why there is none or ""). A tool that hangs in the driver is left behind."""
     name = Path(argv[0]).name
     try:
         process = subprocess.Popen(
@@ -312,7 +313,7 @@ def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[
 
 
 def _pack(directory: Path, archive: Path, at: int) -> None:
-    """Write a directory as an archive. Equal contents give equal bytes: sorted names, one time, no owner."""
+    """Write a directory as an archive. Equal contents give equal bytes: sorted names, one time `at`, no owner."""
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0

@@ -1,1 +1,1 @@
-"""Pure functions from evidence to a verdict."""
+"""The judge: functions that compute a device's verdict from its test results, without side effects."""

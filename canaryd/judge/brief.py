@@ -1,7 +1,7 @@
 """Reduce runs to what the judge needs: the counts of a clean run, and the wrong results of a failed one.
 
-The daemon (when a run has ended) and the store (for a later start) reduce a run in the same way: a restart reads the
-same data that was in memory before.
+The daemon reduces a run when the run has ended, and the store does the same for a later start. So a restart reads the
+data that were in memory before.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from canaryd.judge.watch import LOOKED, has_looked
 from canaryd.model import ENDPOINT, IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
-"""Most recordings of an endpoint, or of a part of a probe, that are kept with their run."""
+"""Largest number of recordings that a run of an endpoint, or of some cases only, keeps. With more it keeps none."""
 SHOWN = 5
-"""Number of newest runs of each kind that keep all recordings, and clean comparisons beside wrong ones."""
+"""Number of newest runs of each kind that keep all recordings, and keep clean comparisons beside wrong ones."""
 ELEMENTS = 4
 """Number of a comparison's wrong elements that stay in memory; the store keeps all of them."""
 KEPT = frozenset({FINGERPRINT, *READINGS})
@@ -32,7 +32,7 @@ LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
 
 
 def fold(run: Run) -> Run:
-    """Return one of the newest runs of its kind, reduced: the comparisons of a clean run are summed into one."""
+    """Return a recent run, reduced: a clean one has the sum of its comparisons, a wrong one keeps all, shortened."""
     if run.wrong:
         return replace(run, comparisons=tuple(map(_shortened, run.comparisons)), skipped=(), readings=_kept(run))
     if not run.whole or len(run.comparisons) < 2:
@@ -41,9 +41,9 @@ def fold(run: Run) -> Run:
 
 
 def brief(run: Run) -> Run:
-    """Return an older run, reduced. `SHOWN` newer runs of its kind must be known.
+    """Return an older run, reduced more than by `fold`. There must be `SHOWN` newer runs of its kind.
 
-    Its clean comparisons are summed up place by place, except those of a case that was wrong too: a confirmation may
+    Its clean comparisons are summed up place by place, except those of a case that was wrong too: a confirmation can
     have the same operands. Recordings are left out if there are many and all were known.
     """
     run = _without_words(fold(run))
@@ -70,14 +70,14 @@ def _without_words(run: Run) -> Run:
 
 
 def kept_recordings(run: Run) -> int:
-    """Return the number of recordings above which a run's recordings are left out."""
+    """Return the largest number of recordings with which a run keeps them; with more it keeps none."""
     if run.unknown:
         return len(run.recordings)
     return 0 if run.whole and not run.device.startswith(f"{ENDPOINT}:") else FEW
 
 
 def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tuple[Comparison, ...]:  # noqa: B008
-    """Return the comparison that represents all clean ones of a run, or () if there was none."""
+    """Return one comparison with the sums of a run's clean comparisons, or () if `results` is 0."""
     exact = Exactness.UNIVERSAL
     one = Comparison(case=FOLDED, shape="", seed=seed, exactness=exact, place=place, trials=results, uploads=uploads)
     return (one,) if results else ()
@@ -87,7 +87,7 @@ def without_recordings(run: Run) -> Run:
     """Return a run without its recordings, and with only those readings that are compared with later runs.
 
     The latency of an endpoint depends on the question and on the other requests at that time. So the first recording
-    stays, because it shows the question, and the first one that was not alone, because it shows the load.
+    stays, because it shows the question, and the first one made while the server had other requests.
     """
     compared = tuple(r for r in run.readings if r.name == FINGERPRINT or r.name in LATENCIES)
     kept: tuple[Recording, ...] = ()
@@ -111,12 +111,12 @@ def _kept(run: Run) -> tuple[Reading, ...]:
 
 
 def sign(run: Run) -> tuple[Reading, ...]:
-    """Return a reading which shows that a run tested its device, for data that omits the results; () if it did not."""
+    """Return one reading that says that the run tested its device, or () if it did not; the results are left out."""
     return (Reading(name=LOOKED, value=1, unit="1"),) if has_looked(run) else ()
 
 
 def _short(reading: Reading) -> Reading:
-    """Return a reading without its text if that is long, such as a list of all switches: nothing compares it."""
+    """Return a reading with "" instead of a long text, such as a list of all switches: nothing compares long texts."""
     return replace(reading, value="") if isinstance(reading.value, str) and len(reading.value) > SHARED else reading
 
 
@@ -125,7 +125,7 @@ def _can_sum(comparison: Comparison) -> bool:
 
 
 def _by_place(seed: int, comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Return one comparison for each place, the sum of its clean comparisons."""
+    """Return one comparison for each place (core, SM, …): the sum of the clean comparisons computed there."""
     results: dict[Place, int] = defaultdict(int)
     uploads: dict[Place, int] = defaultdict(int)
     for c in comparisons:

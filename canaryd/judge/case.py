@@ -1,4 +1,4 @@
-"""The case: all data for one decision, and how its runs are counted."""
+"""The case: all data for the decision about one device, and the counts of its runs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from canaryd.model import Ack, Cause, Confirmation, Device, Event, Finding, Outc
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All data for one decision."""
+    """All data for one decision about one device."""
 
     device: Device
     node: Node
     wanted: Mapping[str, float]
-    """Probe that must give evidence → its period in seconds."""
+    """Probe whose results the verdict needs → seconds between two of its runs."""
     policy: JudgePolicy
     now: float
     previous: Verdict | None = None
@@ -43,21 +43,21 @@ class Case:
     drill: bool = False
     """Whether drills are judged, and not real runs."""
     divided: bool = False
-    """Whether the device is divided into instances, which are tested in its place."""
+    """Whether the device is divided into instances (MIG). Then these are tested and not the device."""
     gone_since: float | None = None
     """Time at which the device was last seen, if it is not found any more; else None."""
     signs: Signs | None = None
-    """What the device reports about itself, or None if that is not judged."""
+    """What the device reports about itself (telemetry), or None if that is not judged."""
     sightings: Mapping[str, Sequence[Event]] = field(default_factory=dict)
-    """Peer → what the inventory observed about it in the last month, oldest first."""
+    """Peer → events that the list of devices showed about it in the last month, oldest first."""
     accelerators: tuple[int, int] | None = None
     """Numbers of accelerators found and expected on this host, if configured; for the host's CPU only."""
     unlisted: Mapping[str, str] = field(default_factory=dict)
     """Vendor → reason why its devices on this host could not be listed; for the host's CPU only."""
     recordings: Sequence[Finding] = ()
-    """Findings about this device's recordings."""
+    """Findings about results without a known right answer, which are compared with earlier ones."""
     behind: Sequence[served.Behind] = ()
-    """The devices that serve this endpoint."""
+    """The devices on which this endpoint's server runs; empty for a device."""
     serving: Mapping[str, tuple[int, Sequence[Finding]]] = field(default_factory=dict)
     """Endpoint served by this device → number of devices that serve it, and the findings about its recordings."""
     acks: Sequence[Ack] = ()
@@ -67,9 +67,9 @@ class Case:
     unread: str = ""
     """The reason why recorded runs of this device could not be read; "" if all were read."""
     slower: Sequence[Finding] = ()
-    """Findings about this device's speed, from its days."""
+    """Findings about this device's speed, from the summaries of its days."""
     compared: tuple[int, int] | None = None
-    """Number of results that a check compared, and the number that it must compare; None without such a limit."""
+    """(Number of results that a check compared, number that it had to compare), or None if no number was asked for."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -92,20 +92,23 @@ class Case:
         return self.device.backend == "cpu"
 
     def watched(self, since: float, probes: Collection[str], of: Iterable[str]) -> bool:
-        """Return whether the watch since `since` is over for these probes on these devices (`of`)."""
+        """Return whether the observation period since `since` is over, counted in days with tests.
+
+        Only tests with one of `probes` on one of the devices `of` (uuids) count.
+        """
         days = {day for uuid in of for probe in probes for day in self.node.tested.get(uuid, {}).get(probe, ())}
         fresh = min((self.limit(probe) for probe in probes if probe in self.wanted), default=0.0)
         return is_over(since, self.now, self.policy.watch, days, fresh)
 
     def limit(self, probe: str) -> float:
-        """Return the age in seconds from which evidence of a wanted probe is stale."""
+        """Return the largest age in seconds of a result of this probe that counts as fresh."""
         return freshness(self.policy, self.wanted[probe])
 
     def scheduled(self, probe: str) -> list[Run]:
         """Return the probe's runs that show the device's present state, oldest first.
 
-        Confirmations and runs limited to some cases test only a part. Runs dated in the future (the clock was set back)
-        count only if there are no others: they must not hide newer runs.
+        Runs that confirm another run, or are limited to some cases, are left out. Runs dated in the future (by a clock
+        that was set back) count only if there are no others, because they must not hide newer runs.
         """
         return self._scheduled.get(probe, [])
 
@@ -123,7 +126,7 @@ class Case:
 
     @cached_property
     def current(self) -> list[Run]:
-        """The newest runs of the wanted probes, one per instruction set that is still tested."""
+        """The newest runs of the probes in `wanted`, one for each instruction set that is still tested."""
         found = []
         for probe in sorted(self.wanted):
             runs = self.scheduled(probe)
@@ -133,7 +136,7 @@ class Case:
 
     @cached_property
     def fresh_results(self) -> int:
-        """Number of fresh results of the wanted probes."""
+        """Number of results that the probes in `wanted` compared recently enough to be fresh."""
         runs = ((run, self.limit(probe)) for probe in self.wanted for run in self.scheduled(probe))
         return sum(run.trials for run, limit in runs if age(run, self.now) <= limit)
 
@@ -142,7 +145,7 @@ class Case:
         return not self.is_cpu and _near(self.node.cpu_erred, run.started, self.policy.repeat_window)
 
     def host_clean(self, run: Run) -> bool | None:
-        """Return whether the host's CPU computed exact goldens correctly near a run's time; None if none at all."""
+        """Return whether the host's CPU computed only right goldens near the run's time; None if it computed none."""
         near = [
             r
             for uuid, runs in self.peers.items()
@@ -154,7 +157,7 @@ class Case:
 
     @cached_property
     def accusations(self) -> tuple[Mismatch, ...]:
-        """All mismatches that accuse this device, with their causes, oldest first. Only a cure removes one."""
+        """All mismatches that accuse this device, with causes, oldest first; not those that new software has cured."""
         groups: dict[object, list[Mismatch]] = defaultdict(list)
         goldens = self.node.host_mismatches[0] if self.is_cpu else ()
         for mismatch in (*self.node.accusing[self.device.uuid], *goldens):
@@ -184,10 +187,10 @@ class Case:
 
     @cached_property
     def confirmed(self) -> list[tuple[list[Mismatch], list[Confirmation]]]:
-        """The confirmed accusations, with the grounds.
+        """The confirmed mismatches, as pairs (mismatches, how they were confirmed).
 
-        Accusations of software and of the device do not confirm each other. A mismatch whose host is in doubt or whose
-        golden is disputed does not count.
+        Mismatches caused by software and mismatches of the device do not confirm each other. A mismatch does not count
+        if the host's CPU was wrong at that time, or if its golden is disputed.
         """
         firm = [h for h in self.accusations if not h.host_in_doubt and not _disputed(h)]
         sides = [[h for h in firm if (h.cause is Cause.SOFTWARE) is excused] for excused in (False, True)]
@@ -198,7 +201,7 @@ class Case:
         return [(mismatches, grounds) for mismatches, grounds in found if grounds]
 
     def standing(self, subject: Subject, mismatches: Iterable[Mismatch]) -> Iterator[list[Mismatch]]:
-        """Yield the mismatches of a subject, one list per probe, that time and clean trials have not cleared."""
+        """Yield, probe by probe, the mismatches of a subject that time and clean trials have not cleared."""
         found = sorted((h for h in mismatches if h.comparison.subject is subject), key=lambda h: h.run.probe)
         for _, group in itertools.groupby(found, key=lambda h: h.run.probe):
             if not _cleared(self, listed := list(group)):
@@ -208,7 +211,7 @@ class Case:
 def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
     """Return the count of all trials, and the count of the clean ones among them.
 
-    A golden is made, and a comparator checked, once per upload of the device.
+    For a golden or a comparator as subject, each upload of the device is one trial.
     """
     results = uploads = 0
     wrong: list[Comparison] = []
@@ -225,7 +228,7 @@ def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
 
 
 def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
-    """Return the trials up to the newest mismatch of a probe, and the clean ones since, under the same conditions."""
+    """Return the counts of all trials up to a probe's newest mismatch and of clean ones since, in equal conditions."""
     newest, runs = mismatches[-1], _under_same_conditions(case, mismatches)
     before, _ = _tally((r for r in runs if r.started <= newest.run.started), newest.comparison.subject)
     _, since = _tally((r for r in runs if r.started > newest.run.started), newest.comparison.subject)
@@ -233,19 +236,19 @@ def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
 
 
 def since_onset(case: Case, mismatches: Sequence[Mismatch]) -> Count:
-    """Return the trials from the first mismatch of a probe on until now, under the same conditions."""
+    """Return the count of trials since the first mismatch of a probe, under the same conditions."""
     runs = (r for r in _under_same_conditions(case, mismatches) if r.started >= mismatches[0].run.started)
     return _tally(runs, mismatches[-1].comparison.subject)[0]
 
 
 def results_during(case: Case, mismatches: Sequence[Mismatch], began: float) -> int:
-    """Return the number of results compared from `began` up to the newest mismatch of a probe, as in `record`."""
+    """Return the number of results that were compared from `began` until the newest mismatch of a probe."""
     newest, runs = mismatches[-1].run.started, _under_same_conditions(case, mismatches)
     return _tally((r for r in runs if began <= r.started <= newest), mismatches[-1].comparison.subject)[0].results
 
 
 def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[Run]:
-    """Return the probe's runs under the conditions in which the mismatches were seen."""
+    """Return the probe's runs with the instruction sets and the intensities of the runs with mismatches."""
     subject, newest = mismatches[-1].comparison.subject, mismatches[-1].run
     pool = case.node.all if subject is Subject.HOST else case.runs
     lanes, loads = {h.run.instruction_set for h in mismatches}, {h.run.intensity for h in mismatches}
@@ -258,7 +261,7 @@ def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[R
 
 
 def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Return whether the watch is over and enough clean trials exclude the old failure rate."""
+    """Return whether mismatches no longer count: the observation period is over and clean trials exclude their rate."""
     before, since = record(case, mismatches)
     newest, of = mismatches[-1].run, [case.device.uuid]
     if mismatches[-1].comparison.subject is Subject.HOST:  # goldens are made for every device
@@ -267,20 +270,20 @@ def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
 
 
 def newest_stack(case: Case, run: Run) -> str:
-    """Return the `Run.stack_id` of the software that the run's probe and instruction set use now."""
+    """Return the id of the software (`Run.stack_id`) with which this probe and instruction set ran last."""
     lane = _lane(case, run)
     return lane[-1].stack_id if lane else run.stack_id
 
 
 def cured(case: Case, run: Run) -> bool:
-    """Return whether the newest software of the run's probe and instruction set is another one, and passes."""
+    """Return whether this probe and instruction set now run on other software than in `run`, without a wrong result."""
     stack = newest_stack(case, run)
     found, _ = _tally((r for r in _lane(case, run) if r.stack_id == stack), Subject.DEVICE)
     return stack != run.stack_id and found.results > 0 and found.failed == 0
 
 
 def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
-    """Return the facts around the mismatches of one subject, probe and stack."""
+    """Return the facts from which the cause of mismatches follows; all are of one subject, probe and software stack."""
     newest, run = mismatches[-1], mismatches[-1].run
     if case.device.is_endpoint:
         return served.scene(case.behind, case.runs, mismatches)
@@ -327,7 +330,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
 
 
 def _views(case: Case, run: Run) -> frozenset[str]:
-    """Return the names of devices that are the same part in other runtimes, and were right near the run's time."""
+    """Return the names of the same physical part in other runtimes that computed only right results at that time."""
     same = {uuid: d.name for uuid, d in case.devices.items() if d.physical == case.device.physical}
     near = {
         uuid: [r for r in case.peers[uuid] if r.trials and abs(r.started - run.started) <= case.policy.repeat_window]
@@ -337,9 +340,9 @@ def _views(case: Case, run: Run) -> frozenset[str]:
 
 
 def _company(case: Case, run: Run) -> frozenset[str]:
-    """Return the names of devices that began to be wrong within `repeat_window` of this one, and may share the cause.
+    """Return the names of devices that began to be wrong within `repeat_window` of this one and can share the cause.
 
-    These are devices of its kind on the same software, and accelerators of other kinds, which share the host.
+    These are devices of the same kind on the same software, and accelerators of other kinds, which share the host.
     """
     onsets, own = case.node.onsets, case.device
     began = onsets.get((own.uuid, run.stack_id))
@@ -355,12 +358,12 @@ def _company(case: Case, run: Run) -> frozenset[str]:
 
 
 def _share_a_host(one: Device, other: Device) -> bool:
-    """Return whether two devices are different accelerators, so that only the host can make both wrong."""
+    """Return whether two devices are different accelerators: only the host can make both of them wrong."""
     return not any(d.backend == "cpu" or d.is_endpoint for d in (one, other)) and one.part != other.part
 
 
 def _wrong_too(case: Case, run: Run) -> frozenset[str]:
-    """Return the names of other devices that were wrong with the same probe on the same software, in any bits."""
+    """Return the names of other devices with a wrong result from the same probe on the same software, in any bits."""
     return frozenset(
         device.name
         for uuid, device in case.devices.items()
@@ -369,20 +372,20 @@ def _wrong_too(case: Case, run: Run) -> frozenset[str]:
 
 
 def _lane(case: Case, run: Run) -> list[Run]:
-    """Return the completed, whole runs of a run's probe and instruction set, oldest first."""
+    """Return the completed, whole runs of the same probe and instruction set as `run`, oldest first."""
     lane = (r for r in case.scheduled(run.probe) if r.instruction_set == run.instruction_set)
     return [r for r in lane if r.outcome is Outcome.COMPLETED and r.stack]
 
 
 class OtherSoftware(NamedTuple):
-    """The results of a device on other software than that on which it was wrong."""
+    """A device's results on software other than the software on which the device was wrong."""
 
     runs: Sequence[Run]
     """Completed, whole runs of the same probe and instruction set, oldest first."""
     tried: Count
-    """Count of what these runs compared."""
+    """Count of results and uploads in `runs`."""
     accused: Count
-    """Count of what such runs compared on the accused software, up to the newest mismatch."""
+    """Count of results and uploads on the software on which the device was wrong, up to the newest mismatch."""
 
     @property
     def lasted(self) -> float:
@@ -391,13 +394,13 @@ class OtherSoftware(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether nothing was wrong for three times the trials per failure on the accused software."""
+        """Whether nothing was wrong in three times as many trials as one failure took on the accused software."""
         failed = self.accused.failed > 0 and not self.tried.failed
         return bool(self.runs) and failed and self.tried.outlasts(self.accused)
 
 
 def on_other_software(case: Case, mismatches: Sequence[Mismatch], *, since: bool) -> OtherSoftware:
-    """Return the device's results on other software before its first mismatch or, with `since`, after it."""
+    """Return the device's results on other software: those after its first mismatch if `since`, else those before."""
     run, newest, lane = mismatches[0].run, mismatches[-1].run.started, _lane(case, mismatches[0].run)
     runs = [r for r in lane if r.stack_id != run.stack_id and (r.started > run.started) is since]
     accused = [r for r in lane if r.stack_id == run.stack_id and r.started <= newest]
@@ -406,9 +409,9 @@ def on_other_software(case: Case, mismatches: Sequence[Mismatch], *, since: bool
 
 
 def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
-    """Return the software that changed before the first mismatch if the device was right before; "" for none.
+    """Return what changed in the software before the first mismatch, or "" if no change can explain the mismatches.
 
-    A much older change explains nothing: the device must not have been right on the new software for nine times as long
+    The device must have been right on the old software. On the new one it must not have been right nine times as long
     as it then took to fail (ours; a fault of the new software would be absent for so long in 1.2e-4 of cases).
     """
     before, run = on_other_software(case, mismatches, since=False), mismatches[0].run
@@ -423,35 +426,35 @@ def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
 
 
 def _right_since(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Return whether the device has been right on other software for a week since the first mismatch."""
+    """Return whether, since its first mismatch, the device has been right on other software for at least a week."""
     other = on_other_software(case, mismatches, since=True)
     return other.right and other.lasted >= case.policy.week
 
 
 def _believed(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Return whether an operator blamed the software after the newest mismatch, and the evidence supports that."""
+    """Return whether an operator blamed the software after the newest mismatch, and later runs support that."""
     said = any(a.kind == "software" and a.at >= mismatches[-1].run.started for a in case.acks)
     return said and supports(case, on_other_software(case, mismatches, since=True))
 
 
 def least_right_runs(policy: JudgePolicy) -> int:
-    """Return the number of right runs on other software that must support an operator's word: a run and its retests."""
+    """Return the least number of right runs on other software that support an operator's word: a run and retests."""
     return 1 + policy.confirm_runs
 
 
 def supports(case: Case, other: OtherSoftware) -> bool:
     """Return whether runs on other software support an operator's word that the software was at fault.
 
-    They must last a day (`judge.repeat_window`), because heat and load return daily; be four runs, because one proves
-    little; and have three times the trials per failure. The history alone is believed after a week. False alarms: none,
-    it accuses no device.
+    They must last a day (`judge.repeat_window`), because heat and load return daily. They must be four or more, because
+    one proves little. They must have three times the trials per failure. Without an operator's word a week is
+    needed. False alarms: none, it accuses no device.
     """
     enough = len(other.runs) >= least_right_runs(case.policy) and other.lasted >= case.policy.repeat_window
     return enough and other.right
 
 
 def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
-    """Return the facts about contradictory goldens: a core may be at fault, or the reference itself."""
+    """Return the facts about goldens that the host computed twice, with two results: a core or the golden is wrong."""
     for mismatch in reversed(mismatches):
         if mismatch.makers:
             return judge_cause.Scene(golden=True, makers=mismatch.makers)
@@ -463,7 +466,7 @@ def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause
 
 
 def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Return whether, within `repeat_window`, all accelerators (two or more) were wrong too, each in other bits."""
+    """Return whether, within `repeat_window`, all accelerators (two or more) were wrong too, each in different bits."""
     times, window = sorted(h.run.started for h in mismatches), case.policy.repeat_window
     others = (uuid for uuid, d in case.devices.items() if d.backend != "cpu" and d.physical == d.uuid)
     peers = [case.node.accusing[uuid] for uuid in others]
@@ -473,13 +476,13 @@ def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
 
 
 def _near(times: Sequence[float], at: float, window: float) -> bool:
-    """Return whether any of the ascending times is within `window` seconds before or after `at`."""
+    """Return whether a time in `times` (ascending) is at most `window` seconds before or after `at`."""
     following = bisect.bisect_left(times, at - window)
     return following < len(times) and times[following] <= at + window
 
 
 def _disputed(mismatch: Mismatch) -> bool:
-    """Return whether either of two may be at fault: a golden's maker or the reference, or one of a link's two ends.
+    """Return whether it is not known which of two is at fault: a golden or the core that made it, or a link's two ends.
 
     A wrong reference repeats as reliably as a broken core, and a wrong link at both ends: suspect, never confirmed.
     """
@@ -488,8 +491,8 @@ def _disputed(mismatch: Mismatch) -> bool:
 
 
 def freshness(policy: JudgePolicy, period: float) -> float:
-    """Return the largest age in seconds of fresh evidence, for a probe that runs every `period` seconds.
+    """Return the age in seconds up to which a result counts as fresh, for a probe that runs every `period` seconds.
 
-    Three periods: two runs may be missed (ours). False alarms: none, the evidence is that old.
+    It is three periods, because two runs can be missed (ours). False alarms: none, the evidence is that old.
     """
     return max(policy.stale_after, 3 * period)

@@ -1,8 +1,8 @@
 """The cause of wrong results: the decision table, and the other explanations that were considered.
 
-`TABLE` is read from the top; the first row that holds gives the cause. docs/judgement.md has the same rows in prose.
-A *mismatch* is a wrong comparison. A *sibling* is another device of this node, of the same backend and model, whose
-runs of the same probe, version and stack are compared.
+`TABLE` is read from the top, and the first row whose condition holds gives the cause. docs/judgement.md has the same
+rows in prose. A *mismatch* is a wrong comparison. A *sibling* is another device of this node, of the same backend and
+model, whose runs of the same probe, version and stack are compared.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from canaryd.judge.statistics import Count, tail
 from canaryd.model import Cause, Rival, Run, Shown, Suspect
 
 ALONE, AMONG = 0.02, 2e-4
-"""Chances that devices which fail alike have so many of the failing runs on one of them. Below these the fault is that
-device's own. ALONE is used if no sibling has failed, AMONG (at each look) if siblings fail too (ours). False alarms: of
-four devices that share a fault the first 4 failing runs fall on one in 1.6 % of cases."""
+"""Limits for the chance that, of devices which fail equally often, one has so many of the failing runs. Below the limit
+the fault is that device's own. ALONE is used if no sibling has failed, AMONG (at each look) if siblings fail too
+(ours). False alarms: of four devices that share a fault the first 4 failing runs fall on one in 1.6 % of cases."""
 TIMES = 5
-"""Least ratio of a device's failure rate to its siblings' if these fail too (ours): heat and clocks explain less."""
+"""Least ratio of a device's failure rate to its siblings' rate, if these fail (ours): heat and clocks explain less."""
 
 Operands = tuple[str, str, int]
 """Case, shape and seed: equal values mean bit-for-bit equal operands."""
 Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
-"""The appearance of a wrong result: the wrong elements with their bits, or a digest."""
+"""What a wrong result looks like: the wrong elements with their bits, or a digest of the result."""
 Results = Mapping[Operands, Sequence[Comparison]]
 
 
 class Mismatch(NamedTuple):
-    """One wrong comparison, with its cause as far as the peers' results show it."""
+    """One wrong comparison, with the cause that results of other devices show."""
 
     run: Run
     comparison: Comparison
     cause: Cause = Cause.UNDETERMINED
     why: str = ""
-    """The evidence for the cause, or the test that would decide it."""
+    """The evidence for the cause, or the test that would show the cause."""
     rivals: tuple[Rival, ...] = ()
     proof: Proof | None = None
-    """The proof that the class is exact; None if the mismatch accuses no device."""
+    """The proof that healthy devices give the golden exactly; None if there is none: then it accuses no device."""
     host_in_doubt: bool = False
     """Whether the host's CPU was wrong at about the same time. Such a mismatch does not confirm a fault."""
 
@@ -56,13 +56,13 @@ class Mismatch(NamedTuple):
 
     @property
     def makers(self) -> Place | None:
-        """The two cores (or the one core) on which one program gave two results; None for any other mismatch."""
+        """The cores (one or two) on which one program gave two results; None for any other mismatch."""
         place = self.comparison.place
         return place if place.unit == "core" and len(place.numbers) > 1 else None
 
     @property
     def same_story(self) -> object:
-        """A value that is equal for mismatches with the same doubt about the same golden."""
+        """A key that is equal for mismatches with the same kind of doubt about the same golden."""
         comparison, evidence = self.comparison, self.comparison.evidence
         first = evidence.first if evidence else ()
         return self.run.probe, self.run.probe_version, self.operands, comparison.doubt, comparison.digest, first
@@ -73,48 +73,48 @@ class Scene:
     """The facts around the mismatches of one subject, probe and stack: the input of the table."""
 
     golden: bool = False
-    """Whether this host made a golden in two ways, and the two differ."""
+    """Whether this host made a golden in two ways with two results."""
     makers: Place | None = None
     """The cores on which one program gave two results."""
     lone_core: int | None = None
-    """A core that made a golden wrong, if this host has also made that golden correctly."""
+    """The core that made a golden wrong, if this host also made the same golden correctly; else None."""
     whole_host: bool = False
-    """Whether every accelerator was wrong too, each in other bits, and the host's CPU is the accused device."""
+    """Whether the accused device is the host's CPU, and every accelerator was wrong too, each in other bits."""
     cells: tuple[Cell, ...] = ()
-    """Repeated faults of a few words of memory, while the other words are right."""
+    """Kinds of lasting faults of a few words of memory, while the other words are right; else empty."""
     lone_unit: Place | None = None
-    """The core or SM with all wrong results, if the others computed the same correctly; else None."""
+    """The core or SM that has all wrong results, if the others computed the same data correctly; else None."""
     sound_units: Place | None = None
-    """The other cores or SMs, which computed the same correctly."""
+    """The other cores or SMs, if `lone_unit` is known: they computed the same data correctly."""
     links: Links | None = None
     """The facts about wrong links, or None if no link was wrong."""
     right: frozenset[str] = frozenset()
-    """Siblings that are right on data on which the device is always wrong, and that did not begin to fail with it."""
+    """Siblings that are right on data on which the device is always wrong, and that did not begin to fail then."""
     insistent: bool = False
-    """Whether the device was wrong on data of `right` as often as a confirmation requires, and never right since."""
+    """Whether, on data of `right`, the device was wrong as often as a confirmation requires and never right since."""
     alike: frozenset[str] = frozenset()
     """Siblings that computed the same data wrong in the same bits."""
     unlike: frozenset[str] = frozenset()
-    """Siblings that computed the same data, but are neither in `right` nor in `alike`."""
+    """Siblings that computed the same data and are neither in `right` nor in `alike`."""
     outlasting: frozenset[str] = frozenset()
-    """Siblings, if the device fails more often than they do and chance does not explain it."""
+    """Siblings that fail more rarely than the device, if chance does not explain the difference; else empty."""
     company: frozenset[str] = frozenset()
     """Devices that began to fail at about the same time: siblings, and accelerators of other kinds."""
     changed: str = ""
     """The software that changed just before the device began to fail, or "" if none did."""
     right_since: bool = False
-    """Whether the device has been right for long on other software since, and no sound sibling shows more."""
+    """Whether the device has since been right on other software for a week, and no sound sibling shows more."""
     believed: bool = False
     """Whether an operator blames the software, and the runs on other software since support that."""
     siblings: frozenset[str] = frozenset()
     """All siblings that ran the probe on the same stack."""
     views: frozenset[str] = frozenset()
-    """Devices of other runtimes that are the same physical part, and computed exact goldens correctly at that time."""
+    """The same physical part as devices of other runtimes, if they computed exact goldens correctly at that time."""
     host_clean: bool | None = None
     """Whether the host's CPU computed exact goldens correctly at about that time; None if it did not compute any, or is
     the accused device."""
     goldens_right: bool = False
-    """Whether a result, here or on a sibling, has matched the same goldens."""
+    """Whether another result, of this device or a sibling, matched the goldens of the mismatches."""
     served: Served | None = None
     """The facts about an endpoint, whose answers come from devices and software together; None for a device."""
 
@@ -128,21 +128,21 @@ class Served:
     right: frozenset[str] = frozenset()
     """Devices that passed a deep test."""
     untested: frozenset[str] = frozenset()
-    """The other devices."""
+    """Devices that are neither in `wrong` nor in `right`."""
     inconstant: bool = False
-    """Whether the same question got different wrong answers."""
+    """Whether the server gave different wrong answers to the same question."""
 
 
 class Links(NamedTuple):
     """The facts about wrong links."""
 
     alone: bool
-    """Whether it is known which end or which link is at fault."""
+    """Whether the wrong part is known: one link, or one end of the links."""
     why: str
 
 
 class Row(NamedTuple):
-    """One line of the decision table."""
+    """One line of the decision table: the condition, the cause that it shows, and the reason in words."""
 
     holds: Callable[[Scene], object]
     cause: Cause
@@ -268,13 +268,13 @@ TABLE: tuple[Row, ...] = (
 
 
 def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
-    """Return the cause, the sentence that says why, and the other explanations that were considered."""
+    """Return the cause, a sentence that gives the reason, and the other explanations that were considered."""
     row = next(row for row in TABLE if row.holds(scene))
     return row.cause, row.why(scene), tuple(_rivals(scene, row.cause))
 
 
 def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
-    """Yield the other possible causes, with the evidence against them. Missing evidence rejects nothing."""
+    """Yield the other possible causes, each with the evidence for or against it. Without evidence none is rejected."""
     if scene.golden:
         return
     if scene.served:
@@ -296,7 +296,7 @@ KINDS = {
     Suspect.REFERENCE: Cause.HARNESS,
     Suspect.HOST: Cause.HARDWARE,
 }
-"""Explanation → the cause that it means."""
+"""Another explanation → the cause that the fault would have."""
 
 
 def _rival(
@@ -306,7 +306,7 @@ def _rival(
 
 
 def _behind(scene: Scene) -> Served:
-    """Return the facts about the devices that serve an endpoint."""
+    """Return the facts about the devices behind an endpoint, that is, the devices on which its server runs."""
     return scene.served or Served()
 
 
@@ -379,20 +379,20 @@ def operands_of(comparison: Comparison) -> Operands:
 
 
 class Record(NamedTuple):
-    """The results of a device, or of a core, with one probe on one stack."""
+    """The results of a device, or of one core, with one probe on one software stack."""
 
     results: Results
     """Operands → comparisons, oldest first."""
     failing: int
-    """Number of usual runs with a wrong result. Confirmations and retests are left out: they repeat what was wrong."""
+    """Number of normal runs with a wrong result. Confirmations and retests do not count: they repeat what was wrong."""
     trials: Count
-    """Count of what the usual runs compared."""
+    """Count of the results and uploads in normal runs."""
 
 
 def results(runs: Iterable[Run], like: Run, own: Collection[int] | None = None) -> Record | None:
-    """Return the results with the probe and stack of the run `like`, or None if there are none.
+    """Return the results with the probe, version and stack of the run `like`, or None if there are none.
 
-    An unrecorded stack equals no other. If `own` is given, wrong comparisons count only if their `id` is in it.
+    If the stack is unknown, there are none. If `own` is given, wrong comparisons count only if their `id` is in it.
     """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
     failing, trials = 0, Count()
@@ -413,20 +413,20 @@ def results(runs: Iterable[Run], like: Run, own: Collection[int] | None = None) 
 
 
 class Same(NamedTuple):
-    """How siblings compare with a device on the data that it computed wrong."""
+    """How siblings computed the data that a device computed wrong."""
 
     right: Mapping[str, int]
-    """Sibling that is right on data that the device always computes wrong → number of the device's wrong uploads."""
+    """Sibling that is right on data that the device always computes wrong → number of wrong uploads of the device."""
     alike: frozenset[str]
-    """Siblings that are wrong in the same bits."""
+    """Siblings that computed the data wrong in the same bits as the device."""
     unlike: frozenset[str]
-    """The other siblings."""
+    """Siblings that computed the data but are neither in `right` nor in `alike`."""
 
 
 def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operands], enough: int) -> Same:
-    """Return how siblings compare with the device on the same operands.
+    """Return how the siblings computed the data in `data`, which the device computed wrong.
 
-    If the device was right before, it counts as always wrong after `enough` wrong uploads in a row.
+    A device that was right before counts as always wrong after `enough` wrong uploads in a row.
     """
     right: dict[str, int] = {}
     alike: set[str] = set()
@@ -451,8 +451,8 @@ def fails_more(
 ) -> frozenset[str]:
     """Return the siblings if a device fails more often than they do and chance does not explain it; else an empty set.
 
-    `among`: number of devices among which it was chosen, if that is not one more than its siblings.
-    If the fault were the software's or the host's, failing runs would be distributed as the trials are.
+    `company`: devices that began to fail with it. `among`: number of devices or cores that are compared (default: all
+    of these). If software or host were at fault, failing runs would be distributed as the trials are.
     """
     theirs = {name: record for name, record in siblings.items() if record.trials.results}
     failing = sum(record.failing for record in theirs.values())
@@ -468,14 +468,14 @@ def fails_more(
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:
-    """Return the appearances of the wrong results."""
+    """Return what the wrong results look like, each different look once."""
     return {mark(c) for c in comparisons if c.wrong} - {""}
 
 
 def mark(wrong: Comparison) -> Mark:
-    """Return the appearance of a wrong result, or "" if it is not known.
+    """Return what a wrong result looks like (its wrong elements, or a digest), or "" if that is not known.
 
-    A digest counts only if the first result was certainly wrong.
+    The digest is of the first result, so it counts only if the first result was certainly wrong.
     """
     first = wrong.evidence.first if wrong.evidence else ()
     return first or (wrong.digest if wrong.wrong_trials == wrong.trials else "")
@@ -487,7 +487,7 @@ def names(listed: Iterable[str]) -> str:
 
 
 def counted(comparisons: Iterable[Comparison]) -> Count:
-    """Return the count of results and uploads, and of the wrong ones among both."""
+    """Return the numbers of results and of uploads in the comparisons, and how many of each were wrong."""
     results = wrong = uploads = failed = 0
     for c in comparisons:
         results += c.trials

@@ -23,13 +23,13 @@ def name_cells(cells: Sequence[Cell]) -> str:
 
 
 def cells_in(found: Iterable[Evidence]) -> tuple[Cell, ...]:
-    """Return the kinds of fault of wrong words of memory, in the order of `Cell`; empty if no memory was tested."""
+    """Return the kinds of fault of wrong words of memory, in the order of `Cell`; () if memory was not tested."""
     seen = {name for each in found if each.memory for name in each.memory.cells}
     return tuple(cell for cell in Cell if cell.value in seen)
 
 
 def broken_cells(found: Iterable[Evidence]) -> tuple[Cell, ...]:
-    """Return the kinds of lasting faults of memory cells, if most words of the same allocation are right.
+    """Return the kinds of lasting faults of memory, if most words of the same allocation are right; else ().
 
     A wrong kernel would be wrong at most addresses, or at none.
     """

@@ -1,8 +1,8 @@
-"""The proof that a class of exact cases is exact: which device met its golden bit for bit, and on which software.
+"""The proof that a class of test cases is exact: which device gave its golden bit for bit, and on which software.
 
 An exact golden is a claim about a kernel: this operation, format and content give one bit pattern on this stack.
-Evidence for the claim is a device that met it. Only agreement with the golden counts, so a device that is wrong from
-its first day cannot prove its own wrong answer. docs/goldens.md has the rules.
+A device that gave the golden is evidence for the claim. Only agreement with the golden counts, so a device that is
+wrong from its first day cannot prove its own wrong answer. docs/goldens.md has the rules.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Kind = tuple[str, str]
 
 
 class By(str, enum.Enum):
-    """Kinds of proof that a class is exact. The first that applies counts."""
+    """Kinds of proof that a class of test cases is exact. If several apply, the first of these counts."""
 
     SHIPPED = "shipped"
-    """The class rounds nothing, or healthy devices met its golden before this release."""
+    """The class rounds nothing, or healthy devices gave its golden before this release."""
     ACCEPTED = "characterise"
     """An operator accepted the class as exact."""
     ITSELF = "itself"
-    """This device has met the golden on this stack."""
+    """This device has given the golden on this software stack."""
     SIBLING = "sibling"
-    """Another device of this host, of the same backend and model, has met the golden on this stack."""
+    """Another device of this host, of the same backend and model, has given the golden on this software stack."""
     WITNESS = "witness"
-    """A device of another host, of the same backend and model, has met the golden on this stack."""
+    """A device of another host, of the same backend and model, has given the golden on this software stack."""
     CONTRADICTION = "contradiction"
     """This device gave right and wrong results for the same bytes, so the golden holds."""
 
 
 @functools.lru_cache(maxsize=4096)
 def class_of(case: str) -> str:
-    """Return the class of a case: its name, with each of the sizes that follow "@" rounded up to a power of two.
+    """Return the class of a case: its name, in which each of the sizes after "@" is rounded up to a power of two.
 
-    Libraries choose a kernel by size, so a kernel that was met says nothing about those for other sizes. Sizes vary
-    with the seed, so exact ones would hardly ever be met twice. Any other text after "@" is left out, and so is the
-    turn of a gather, "#7".
+    Libraries choose a kernel by size, so a proof for one size says nothing about the kernels for other sizes. Sizes
+    vary with the seed, so exact sizes would hardly ever repeat. Any other text after "@" is left out, and so is the
+    number of a repeated gather, "#7".
     """
     name, _, sizes = case.partition("#")[0].partition("@")
     if SIZES.fullmatch(sizes):
@@ -57,7 +57,7 @@ def class_of(case: str) -> str:
 
 
 class Line(NamedTuple):
-    """The key of a record of classes: device, probe, version, stack."""
+    """The key of a `Met`: device, probe, its version, software stack."""
 
     device: str
     probe: str
@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Met:
-    """The classes of one probe that one device met on one stack. Stored and exported as JSON: names never change."""
+    """The classes of a probe in which a device gave the golden on one stack. Stored as JSON: names never change."""
 
     device: str
     """`Device.uuid`."""
@@ -76,9 +76,9 @@ class Met:
     probe_version: int
     stack: Mapping[str, str]
     classes: Mapping[str, float] = field(default_factory=dict)
-    """Class → time at which its golden was first met, in seconds since the epoch."""
+    """Class → time (s since the epoch) at which the device first gave its golden."""
     accepted: Mapping[str, str] = field(default_factory=dict)
-    """Class → the reason why an operator accepted it as exact, for every device of the kind."""
+    """Class → an operator's reason to accept it as exact, for all devices of the same backend and model."""
     imported: bool = False
     """Whether the device belongs to another host."""
     used: float = 0.0
@@ -86,11 +86,11 @@ class Met:
 
     @functools.cached_property
     def line(self) -> Line:
-        """The key of this record."""
+        """The key of these data."""
         return Line(self.device, self.probe, self.probe_version, stack_id(self.stack))
 
     def merged(self, other: Met) -> Met:
-        """Return two records of one line as one that contains everything from both."""
+        """Return one `Met` with everything from both; the two must have the same key."""
         met = {c: min(at, other.classes.get(c, at)) for c, at in self.classes.items()}
         return replace(
             self,
@@ -102,9 +102,9 @@ class Met:
 
 
 def met_in(run: Run) -> frozenset[str]:
-    """Return the classes in which a run was right in every comparison.
+    """Return the classes in which every comparison of a run was right.
 
-    Drills do not count. Runs without a stack do not count either, because their software is not known.
+    They are empty for a drill, and for a run without a stack, because the software of such a run is not known.
     """
     if run.drill or not run.stack:
         return frozenset()
@@ -114,11 +114,11 @@ def met_in(run: Run) -> frozenset[str]:
 
 
 FOLDED = "*"
-"""Name of the case for the sum of a clean run's comparisons, whose classes are no longer known."""
+"""Name of the case of a comparison that is the sum of a clean run's comparisons; the single cases are not known."""
 
 
 def learns(kind: Kind) -> bool:
-    """Return whether devices of a kind need evidence that a class is exact: processors do not."""
+    """Return whether devices of a kind need proof that a class is exact. Only processors do not."""
     return kind[0] != "cpu"
 
 
@@ -127,21 +127,21 @@ class Proof(NamedTuple):
 
     by: By
     devices: tuple[str, ...] = ()
-    """The uuids of the devices that met the class; empty if none had to."""
+    """The uuids of the devices that gave the class's golden; empty if no device had to."""
 
 
 class Claims:
-    """All records of classes that devices met."""
+    """Every `Met`: all classes of test cases in which devices gave the golden."""
 
     def __init__(self, records: Iterable[Met] = ()) -> None:
-        """Store the records of devices of this host and of others."""
+        """Store the data of devices of this host and of others."""
         self._records: dict[tuple[Kind, str, int], list[Met]] = defaultdict(list)
         for met in records:
             self._records[met.kind, met.probe, met.probe_version].append(met)
         self._asked: dict[tuple[Line, str], Proof | None] = {}
 
     def proof(self, kind: Kind, run: Run, case: str) -> Proof | None:
-        """Return the proof that the class of a run's case is exact, or None if no device has met it on the stack."""
+        """Return the proof that the case's class is exact on the run's stack, or None if no device gave the golden."""
         if not run.stack:
             return None
         name = class_of(case)
@@ -163,13 +163,13 @@ class Claims:
         return None
 
     def met_since(self, kind: Kind, run: Run, case: str) -> float:
-        """Return the time (since the epoch) at which the run's device first met the case's class; inf for never."""
+        """Return the time (epoch s) at which the run's device first gave the golden of the case's class, or inf."""
         name, of_run = class_of(case), (run.device, run.stack_id)
         mine = (m for m in self._of(kind, run) if run.stack and (m.device, m.line.stack_id) == of_run)
         return min((m.classes[name] for m in mine if name in m.classes), default=math.inf)
 
     def before(self, kind: Kind, run: Run, case: str) -> Met | None:
-        """Return the newest record in which the case's class was met on other software, or None if there is none."""
+        """Return the newest `Met` on other software that has the case's class, or None if there is none."""
         name = class_of(case)
         other = (m for m in self._of(kind, run) if name in m.classes and m.line.stack_id != run.stack_id)
         return max(other, key=lambda m: m.used, default=None)

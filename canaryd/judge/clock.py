@@ -1,4 +1,4 @@
-"""Decide which times are credible: clocks may be unset, run ahead, or be set back."""
+"""Decide which times are credible: a clock can be unset, can run ahead, and can be set back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from canaryd.model import Run
 
 EPOCH = 1_577_836_800.0
-"""2020-01-01: a clock that shows an earlier time was never set (ours). False alarms: none, it moves what happened."""
+"""2020-01-01: a clock that shows an earlier time was never set (ours). False alarms: none, it only changes dates."""
 AHEAD = 3600.0
-"""Seconds in the future from which the age of a record is unknown (ours): less comes from a clock that was corrected.
+"""Seconds in the future from which a run has no known age (ours): smaller errors come from a clock that was corrected.
 False alarms: none, such a run is no fresh evidence, and such an acknowledgement does not count."""
 POLL_AHEAD = 60.0
-"""Seconds by which a poll may be in the future and still describe the present: clocks get adjusted (ours)."""
+"""Seconds by which a poll can be in the future and still show the present: clocks get adjusted (ours)."""
 
 
 def credible(at: float, now: float) -> bool:
-    """Return whether a time (seconds since the epoch) comes from a clock that was set, and is not in the future."""
+    """Return whether a time (s since the epoch) was read from a clock that was set, and is not in the future."""
     return EPOCH <= at <= now
 
 

@@ -1,4 +1,4 @@
-"""The grounds on which mismatches count as confirmed."""
+"""The grounds that confirm a fault: repetitions of a wrong result that are too rare by chance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canaryd.model import Confirmation, Ground, Outcome
 
 
 def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: float) -> bool:
-    """Return whether `count` wrong runs, at least `gap` seconds apart, are within `window` seconds."""
+    """Return whether `count` wrong runs are within `window` seconds and each at least `gap` seconds after the last."""
     times = sorted({m.run.started for m in mismatches})
     for start in times:
         at: float = start
@@ -28,7 +28,7 @@ def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: floa
 
 
 def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
-    """Return a confirmation if 3 of 3 confirmation runs of one mismatch are wrong; more clean ones do not outvote them.
+    """Return a confirmation if 3 of 3 repeats of one wrong run failed too; further clean repeats do not undo it.
 
     Source: design §4. By chance: 4.6e-18 per mismatch (1e-4 transients an hour, re-runs of a minute).
     """
@@ -42,7 +42,7 @@ def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> 
 
 
 def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
-    """Return a confirmation if two wrong runs are within `repeat_window`, far enough apart to be independent.
+    """Return a confirmation if two runs within `repeat_window` were wrong and began at least `repeat_gap` apart.
 
     Source: design §4. By chance: 1.5e-9 a device-year at the AEGIS bound, 2.1e-3 at 1e-4 an hour.
     """
@@ -83,7 +83,7 @@ def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> 
 
 
 def _line(span: Span) -> Span:
-    """Return the span without the exact elements: two uploads may be wrong in different elements of one line."""
+    """Return the span without first and last index: two results can be wrong in different elements of one line."""
     if not span.period:
         return span
     rest = span.first % span.period
@@ -100,4 +100,4 @@ GROUNDS: tuple[Callable[[Sequence[Mismatch], JudgePolicy], Confirmation | None],
     confirmed_within_a_week,
     confirmed_in_place,
 )
-"""Functions that return a confirmation of the accusations on one ground, or None if it does not apply."""
+"""Functions that each check one ground: they return the confirmation, or None if the ground does not apply."""

@@ -35,7 +35,7 @@ PROVEN = {
     By.WITNESS: "an identical device of another host passed it on this software, {}",
     By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
 }
-"""Proof that a class is exact → words for it."""
+"""Kind of proof that a class of test cases is exact → words for it."""
 SETTLED = (
     "To settle it, test another {} with the same software. If it is in another host, "
     "run canaryd baseline export there and canaryd baseline import here."
@@ -47,7 +47,7 @@ NAMED = 3
 
 
 def exact_mismatch(case: Case) -> Iterator[Finding]:
-    """Yield a finding for each probe that missed an exact golden: suspect at once, and while the watch lasts."""
+    """Yield a finding for each probe with wrong results: the device is suspect until time and clean trials clear it."""
     for mismatches in case.standing(Subject.DEVICE, case.accusations):
         probe = mismatches[-1].run.probe
         tally = (facts := wrong_results(case, mismatches, began=_began(case, mismatches))).probes[probe]
@@ -60,7 +60,7 @@ def exact_mismatch(case: Case) -> Iterator[Finding]:
 
 
 def golden_disagreement(case: Case) -> Iterator[Finding]:
-    """Yield a finding against the CPU if two ways to make a golden on this host disagree, in any device's run."""
+    """Yield a finding against the CPU if this host made a golden in two ways with two results, for any device's run."""
     for mismatches in case.standing(Subject.HOST, case.accusations):
         text = DOUBTS.get(mismatches[-1].comparison.doubt, "The reference computed on this CPU is in doubt")
         facts = wrong_results(case, mismatches, began=_began(case, mismatches))
@@ -68,14 +68,14 @@ def golden_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def _began(case: Case, mismatches: Sequence[Mismatch]) -> float:
-    """Return the start of the mismatches' fault, or of the confirmed fault that includes it."""
+    """Return the time (epoch s) of the first mismatch, or of the first one of the confirmed fault with these."""
     lead = strongest(mismatches)
     groups = (accusations for accusations, _ in case.confirmed if any(m is lead for m in accusations))
     return min(mismatches[0].run.started, *(m.run.started for group in groups for m in group[:1]), math.inf)
 
 
 def confirmed(case: Case) -> Iterator[Finding]:
-    """Yield a finding that repeated mismatches make the device faulty. The cause decides only what to do."""
+    """Yield a finding that makes the device faulty, as its wrong results repeat. The cause decides only what to do."""
     for mismatches, grounds in case.confirmed:
         lead = strongest(mismatches)
         probes = names({m.run.probe for m in mismatches})
@@ -99,7 +99,7 @@ def confirmed(case: Case) -> Iterator[Finding]:
 
 
 def _remedy(case: Case, lead: Mismatch, elsewhere: Elsewhere | None) -> str:
-    """Return what to do about a confirmed fault."""
+    """Return what to do about a confirmed fault; `lead` is the mismatch that gives its cause."""
     if case.device.is_endpoint:
         return f"Do not use its answers. {_about_server(lead.cause)}"
     if lead.cause is Cause.HARDWARE:
@@ -110,7 +110,7 @@ def _remedy(case: Case, lead: Mismatch, elsewhere: Elsewhere | None) -> str:
 
 
 def host_in_doubt(case: Case) -> Iterator[Finding]:
-    """Yield a finding if accelerator and host's CPU were wrong at about the same time: the host is accused."""
+    """Yield a finding that accuses the host, if its CPU was wrong at about the same time as this accelerator."""
     doubted = [m for m in case.accusations if m.host_in_doubt]
     if list(case.standing(Subject.DEVICE, doubted)):
         cpus = names(f"{d.name} ({d.model})" for d in case.devices.values() if d.backend == "cpu")
@@ -131,7 +131,7 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
 
 
 def golden_in_doubt(case: Case) -> Iterator[Finding]:
-    """Yield a finding for a newest run whose reference the host computed twice with two results: no proof."""
+    """Yield a finding for each newest run that proves nothing, as the host's CPU got two results for its golden."""
     accusing, shared = case.node.host_mismatches
     for run in case.current:
         if mismatches := [m for m in shared if m.run is run]:
@@ -149,7 +149,7 @@ def golden_in_doubt(case: Case) -> Iterator[Finding]:
 def comparator_disagreement(case: Case) -> Iterator[Finding]:
     """Yield a finding if device and host compared the same bytes and disagree. Only repetition accuses the device.
 
-    Repeated by chance: 1.9e-9 in 30 days (ours).
+    Chance that this repeats on a healthy device: 1.9e-9 in 30 days (ours).
     """
     for mismatches in case.standing(Subject.COMPARATOR, find_mismatches(case.runs, Subject.COMPARATOR)):
         doubted = any(case.host_in_doubt(m.run) for m in mismatches)
@@ -183,9 +183,10 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
-    """Yield a finding that makes a device unknown: a mismatch in a class that no device has passed on this software.
+    """Yield a finding that makes a device unknown: it was wrong where no such device has passed on this software.
 
-    The finding says how to decide it. If identical devices give the same wrong bits, software or design is wrong.
+    The finding says which test shows whether the device is at fault. If identical devices give the same wrong bits,
+    the software or the design of the model is.
     """
     mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
     if case.device.is_endpoint:  # a server that was wrong everywhere and then right was served in another way
@@ -202,7 +203,7 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
 
 
 def _right_since(case: Case, run: Run) -> bool:
-    """Return whether a later whole run of the same probe compared results and all were right."""
+    """Return whether a later whole run of the same probe compared results and found nothing wrong."""
     later = (r for r in case.scheduled(run.probe) if r.started > run.started and r.outcome is Outcome.COMPLETED)
     return any(r.trials and not r.wrong for r in later)
 
@@ -237,7 +238,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
 
 
 def _never_right(case: Case, mismatches: Sequence[Mismatch], facts: WrongResults) -> Finding:
-    """Return the finding about a server that was never right: a format that rounds looks like that too."""
+    """Return the finding about a server whose answers were never right. They are also wrong if its format rounds."""
     cause, why, rivals = decide(scene(case, mismatches))
     found = make_finding(
         UNCHARACTERISED,
@@ -264,7 +265,7 @@ def _about_server(cause: Cause) -> str:
 
 
 def _changed_since(before: Mapping[str, str], run: Run) -> str:
-    """Return a sentence: the test passed on other software, and what differed there."""
+    """Return a sentence that says that the test passed on the software `before`, and what has changed since."""
     changed = [f"{link} {before[link]}" for link in sorted(before) if before[link] != run.stack.get(link)]
     former = ", ".join(changed) or "software"
     return f"This test passed on other software; going back to the former {former} settles it too."
@@ -295,7 +296,7 @@ def _alike(case: Case, mismatch: Mismatch) -> frozenset[str]:
 
 
 def _proven(case: Case, mismatches: Sequence[Mismatch]) -> Iterator[str]:
-    """Yield one sentence for each kind of proof that the accused classes are exact; none for a processor."""
+    """Yield, for each kind of proof, a sentence with the test cases that it proves exact; nothing for a processor."""
     if case.is_cpu or case.device.is_endpoint:
         return
     found = proofs([m for m in mismatches if m.comparison.subject is Subject.DEVICE])
@@ -324,7 +325,7 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch],
 
 
 def _elsewhere(case: Case, mismatches: Sequence[Mismatch]) -> Elsewhere | None:
-    """Return how to repeat the newest mismatch on a sound sibling or another node; None for an endpoint."""
+    """Return options that repeat the newest mismatch on a sound sibling or on another node; None for an endpoint."""
     if case.device.is_endpoint:
         return None
     run = mismatches[-1].run
@@ -346,10 +347,10 @@ def _elsewhere(case: Case, mismatches: Sequence[Mismatch]) -> Elsewhere | None:
 
 
 def _long_enough(case: Case, mismatches: Sequence[Mismatch]) -> float:
-    """Return the seconds for which the newest mismatch's test must be repeated to fail once, with 95 % probability.
+    """Return the seconds for which to repeat the newest mismatch's test, so that it fails at least once with 95 %.
 
-    The other device is assumed to be as fast and to fail as often: the rule of three, for results and for uploads. 0.0
-    if one run is enough.
+    The other device is assumed to be as fast and to fail as often (rule of three, for results and for uploads). 0.0
+    means that one run is enough.
     """
     run, subject = mismatches[-1].run, mismatches[-1].comparison.subject
     alike = [m for m in mismatches if m.run.probe == run.probe and m.comparison.subject is subject]
@@ -362,12 +363,12 @@ def _long_enough(case: Case, mismatches: Sequence[Mismatch]) -> float:
 
 
 def _root(mismatch: Mismatch) -> str:
-    """Return the id of the run that a mismatch's run confirms, or else of that run itself."""
+    """Return the id of the run that a mismatch's run retests, or the id of that run itself if it is no retest."""
     return mismatch.run.confirms or mismatch.run.id
 
 
 def _next_step(case: Case, lead: Mismatch, facts: WrongResults) -> str:
-    """Return what to do about a suspect: wait for its retests, then act according to the cause."""
+    """Return what to do about a suspect device: wait for retests that are to come, else act according to the cause."""
     if facts.to_come > 0:
         return f"Wait for {count(facts.to_come, 'automatic retest')}"
     if case.device.is_endpoint:
@@ -380,7 +381,7 @@ def _next_step(case: Case, lead: Mismatch, facts: WrongResults) -> str:
 
 
 def _progress(case: Case, mismatches: Sequence[Mismatch], again: Tally) -> Iterator[str]:
-    """Yield sentences about the retests so far, and about when the suspicion ends."""
+    """Yield sentences about the result of the retests, and about the time at which the suspicion ends."""
     if passed := again.of - again.wrong:
         yield f"{passed} of {again.of} retests passed, which does not clear the device."
     before, _ = record(case, mismatches)

@@ -10,15 +10,15 @@ from canaryd.judge.characterised import By, Proof, class_of
 from canaryd.model import Cause, Characterised, Finding, Rival, Run, State, WrongResults
 
 NO_EVIDENCE, NOT_COMPLETED = "no-evidence", "not-completed"
-"""Two rules that belong together: a probe has no result; its newest run did not complete."""
+"""Two rules that belong together: a probe has no fresh result; its newest run did not complete."""
 UNCHARACTERISED, DEPARTED = "uncharacterised-mismatch", "endpoint-departed"
-"""Rules that engine and reports search for: a class was never right; a server's answers changed."""
+"""Rules that engine and reports search for: wrong results, no proof that the test is exact; a server's new answers."""
 ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY = "acknowledged", "replaced-is-here", "recording-text-only"
 """Rules whose notes reports always show."""
 RUNS_NAMED = 16
 """Largest number of run ids in one finding, the newest: a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
-"""Causes, the most costly to overlook first: if findings of the worst state differ, the first of these is used."""
+"""Causes, the most costly to overlook first. If findings of the worst state have several causes, the first counts."""
 
 
 def finding(
@@ -33,7 +33,7 @@ def finding(
     runs: tuple[str, ...] = (),
     rivals: Iterable[Rival] = (),
 ) -> Finding:
-    """Return a finding. Empty sentences in the evidence are removed."""
+    """Return a finding with these fields. Empty texts in `evidence` are removed."""
     return Finding(
         rule=rule,
         state=state,
@@ -58,7 +58,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     wrong: WrongResults | None = None,
 ) -> Finding:
-    """Return a finding about one run, or about mismatches (oldest first) with `wrong` as their summary."""
+    """Return a finding about `basis`: one run, or mismatches (oldest first), whose summary is `wrong`."""
     runs = [basis] if isinstance(basis, Run) else [m.run for m in basis]
     made = finding(
         *(rule, state, cause, message, action),
@@ -73,7 +73,7 @@ def make_finding(
 
 
 def proofs(mismatches: Sequence[Mismatch]) -> dict[str, Proof]:
-    """Return class → proof that it is exact, for the classes that accuse a device, the weakest proof last."""
+    """Return class of test cases → proof that it is exact, for mismatches with a proof; the weakest proof is last."""
     found = {class_of(m.comparison.case): m.proof for m in mismatches if m.proof is not None}
     return dict(sorted(found.items(), key=lambda item: (list(By).index(item[1].by), item[0])))
 
@@ -84,12 +84,12 @@ def _characterised(mismatches: Sequence[Mismatch]) -> tuple[Characterised, ...]:
 
 
 def conclusion(findings: Sequence[Finding]) -> tuple[State, Cause]:
-    """Return the state and the cause that follow from findings: the worst state, and the first of its causes."""
+    """Return the worst state of the findings, and the first cause, in the order of `CAUSES`, that has this state."""
     state = max((f.state for f in findings), key=lambda s: s.severity, default=State.HEALTHY)
     causes = (f.cause for f in findings if f.state is state is not State.HEALTHY)
     return state, min(causes, key=CAUSES.index, default=Cause.NONE)
 
 
 def strongest(mismatches: Sequence[Mismatch]) -> Mismatch:
-    """Return the newest of the mismatches whose cause ranks first."""
+    """Return the newest of the mismatches whose cause comes first in `CAUSES`."""
     return next(m for cause in CAUSES for m in reversed(mismatches) if m.cause is cause)

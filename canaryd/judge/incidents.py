@@ -1,7 +1,7 @@
-"""Incidents: each is all findings that one fault explains, and every report shows it in the same way.
+"""Incidents: an incident is all findings that one fault explains. Every report shows it in the same way.
 
 An incident is derived from the findings of a verdict and is not stored, so no two reports can differ. Rules, times
-and causes decide which findings belong together, never their words. `FAMILIES` has the rules.
+and causes decide which findings belong together; their words never do. `FAMILIES` has the rules.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, NOT_COMPLETED,
 from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
 
 BESIDE = DAY
-"""Seconds by which a consequence may begin before its fault was seen (ours). No verdict depends on it."""
+"""Seconds by which a consequence can begin before the fault itself was seen (ours). No verdict depends on it."""
 WRONG = ("exact-mismatch-confirmed", "exact-mismatch", "golden-disagreement", "comparator-disagreement")
-"""Rules that accuse the device of wrong results. The first that has a finding leads the incident."""
+"""Rules that accuse the device of wrong results, the most informative first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Rules whose findings can have one fault as their common cause."""
+    """Rules whose findings one fault can cause together."""
 
     leads: tuple[str, ...]
     """Rules about the fault itself, the most informative first."""
     explains: tuple[str, ...]
-    """Rules about consequences. They count if they began with the fault or later, and have no other known cause."""
+    """Rules about consequences. Their findings count if they began with the fault or later and have no other cause."""
 
 
 FAMILIES = (
@@ -55,7 +55,7 @@ FAMILIES = (
     Family(leads=("throttled", "hot"), explains=()),
     Family(leads=("pcie-aer", "pcie-width", "pcie-generation", "pcie-replays"), explains=("kernel-pcie",)),
 )
-"""Families in order of priority. Findings of no family are grouped by rule and cause."""
+"""The families; a finding belongs to the first that has its rule. All other findings are grouped by rule and cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +95,12 @@ class Incident:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Ids of the incident's newest runs, oldest first."""
+        """Ids of the newest runs that show the incident, oldest first."""
         return tuple(sorted({run for f in self.findings for run in f.runs}))[-RUNS_NAMED:]
 
     @property
     def repeat(self) -> str:
-        """The command that repeats the incident, or "" if no run shows it."""
+        """The command that repeats the test that shows the incident, or "" if no run shows it."""
         return next((f.repro for f in self.findings if f.repro), "")
 
     @functools.cached_property
@@ -139,14 +139,15 @@ def incidents(verdict: Verdict) -> tuple[Incident, ...]:
 
 
 def notes(verdict: Verdict) -> tuple[Finding, ...]:
-    """Return the findings that say nothing against the device."""
+    """Return the findings with the state healthy, which say nothing against the device."""
     return tuple(f for f in verdict.findings if f.state is State.HEALTHY)
 
 
 def _follows(finding: Finding, leads: Sequence[Finding]) -> bool:
-    """Return whether a fault can explain a finding: it did not begin long before, has no other cause and is no worse.
+    """Return whether the fault of `leads` can explain a finding.
 
-    A finding that is worse than an acknowledged fault was not acknowledged with it.
+    It can if the finding did not begin long before the fault, has no other cause, and is no worse. A finding that is
+    worse than an acknowledged fault was not acknowledged with it.
     """
     began = min((f.since for f in leads if f.since), default=0.0)
     causes = {finding.cause, *(f.cause for f in leads)} - {Cause.UNDETERMINED}
@@ -161,9 +162,9 @@ def _since(findings: Iterable[Finding], verdict: Verdict) -> float:
 
 
 def _merged(one: WrongResults, other: WrongResults) -> WrongResults:
-    """Return one summary of wrong results for two findings about one fault.
+    """Return one summary of wrong results from the summaries of two findings about the same fault.
 
-    For a probe in both, the larger count is right: it contains the results of the smaller one.
+    For a probe in both, the larger count is right, because it contains the results of the smaller one.
     """
     tallies: dict[str, ProbeTally] = {**one.probes}
     for probe, tally in other.probes.items():

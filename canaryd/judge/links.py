@@ -1,6 +1,6 @@
-"""Wrong data on links: which end is at fault, and which link of a processor is the only wrong one.
+"""Wrong data on links: which end of a link is at fault, and which link of a processor is the only wrong one.
 
-A link has two ends. Both are suspects until one of them is also wrong with a third device: then that one is at fault.
+A link has two ends, and both are suspects. If one of them is also wrong with a third device, that one is at fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ends = Mapping[str, frozenset[str]]
 
 
 def wrong_ends(mismatches: Mapping[str, Sequence[Mismatch]]) -> Ends:
-    """Return device → the other ends of its wrong links; `mismatches` are by device."""
+    """Return device → the devices at the other ends of its wrong links, from device → mismatches."""
     found: dict[str, set[str]] = defaultdict(set)
     for uuid, listed in mismatches.items():
         for mismatch in listed:
@@ -28,7 +28,7 @@ def wrong_ends(mismatches: Mapping[str, Sequence[Mismatch]]) -> Ends:
 
 
 def errs_with_a_third(ends: Ends, uuid: str) -> bool:
-    """Return whether a device's links to two or more others are wrong, and all other links of those are right."""
+    """Return whether a device's links to two or more others are wrong, and no other link of these others is wrong."""
     peers = ends.get(uuid, frozenset())
     return len(peers) > 1 and all(ends[peer] == {uuid} for peer in peers)
 
@@ -39,7 +39,7 @@ def is_link(place: Place) -> bool:
 
 
 def links_of(ends: Ends, uuid: str, known: Mapping[str, Device], mismatches: Sequence[Mismatch]) -> Links:
-    """Return the facts about wrong links between a device and others."""
+    """Return the facts about a device's wrong links: which end is at fault, if that is known, and a sentence."""
     peers = names(known[p].name if p in known else p for p in {m.comparison.peer for m in mismatches})
     if errs_with_a_third(ends, uuid):
         return Links(True, f"Data between it and {peers} is wrong; its peers are right with all others.")
@@ -47,7 +47,7 @@ def links_of(ends: Ends, uuid: str, known: Mapping[str, Device], mismatches: Seq
 
 
 def lone_link(mismatches: Sequence[Mismatch]) -> Links | None:
-    """Return the only wrong link between cores, or the core at which all links are wrong; None if there is none."""
+    """Return the facts about the only wrong link between cores, or the only core with wrong links; else None."""
     accused = {m.comparison.place for m in mismatches}
     if not accused or not all(map(is_link, accused)) or any(m.comparison.peer for m in mismatches):
         return None
@@ -68,6 +68,6 @@ def _alone(what: Place | str, others: int) -> Links:
 
 
 def _right(comparisons: Iterable[Comparison]) -> set[Place]:
-    """Return the links over which at least one transfer was right and none was wrong."""
+    """Return the links that carried data correctly at least once and never wrongly."""
     listed = [c for c in comparisons if is_link(c.place)]
     return {c.place for c in listed} - {c.place for c in listed if c.wrong}

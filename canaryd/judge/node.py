@@ -1,4 +1,4 @@
-"""The devices of a host with the runs that count, and conclusions from several devices together."""
+"""The devices of a host with the runs that count, and what follows from the results of several devices together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
 DRILL_EXPIRY = 3600.0
-"""Seconds after which a drill's runs do not count (ours). False alarms: none, drills never affect a real verdict."""
+"""Seconds after which a drill's runs no longer count (ours). False alarms: none, drills never affect a real verdict."""
 SHIPPED = Proof(By.SHIPPED)
 by_time = operator.attrgetter("started", "id")
-"""Sort key of runs: the start, then the id, so that runs of one moment always have the same order."""
+"""Sort key of runs: the start, then the id, so that runs with the same start always have the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Node:
     runs: Mapping[str, tuple[Run, ...]]
     """Device uuid → its runs by start, each id once; either drills only or no drills."""
     summed: Mapping[str, Mapping[str, Iterable[int]]] = field(default_factory=dict)
-    """Device → probe → past days on which it was tested, from summaries, which are kept longer than the runs."""
+    """Device → probe → past days on which it was tested, from summaries of days, which are kept longer than runs."""
     claims: Claims = field(default_factory=Claims)
-    """The classes of exact cases that devices met, here and on other hosts."""
+    """The classes of test cases in which devices, here and on other hosts, gave the golden."""
     _records: dict[object, Record | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of the results of `record`."""
 
@@ -66,9 +66,9 @@ class Node:
 
     @cached_property
     def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
-        """Mismatches of goldens that this node made in two ways: (those that accuse its CPU, those that cannot).
+        """Mismatches of goldens that this host made in two ways: (those that accuse its CPU, those that do not).
 
-        If several single cores show the same doubt about the same golden, the reference is wrong, not a core.
+        If several single cores get the same difference for one golden, the golden is wrong and no core is at fault.
         """
         mismatches = find_mismatches(self.all, Subject.HOST)
         cores: dict[object, set[int | None]] = defaultdict(set)
@@ -82,7 +82,7 @@ class Node:
 
     @cached_property
     def goldens(self) -> set[object]:
-        """The goldens that this node has made without contradiction: those with which a result was compared."""
+        """Keys of the goldens that this host made without a doubt, because device results were compared with them."""
         return {
             (r.probe, r.probe_version, operands_of(c))
             for r in self.all
@@ -92,9 +92,9 @@ class Node:
 
     @cached_property
     def accusing(self) -> Mapping[str, Sequence[Mismatch]]:
-        """Device → the mismatches that accuse it, oldest first. Only goldens of a class that is proven exact accuse.
+        """Device → the mismatches that accuse it, oldest first: there is proof that healthy devices give the golden.
 
-        A wrong link accuses only the other end if that end's link to a third device is wrong too.
+        For a wrong link, this end is not accused if the other end's link to a third device is wrong too.
         """
         return {
             uuid: [m for m in found if m.proof is not None and not errs_with_a_third(self.ends, m.comparison.peer)]
@@ -108,7 +108,7 @@ class Node:
 
     @cached_property
     def missed(self) -> Mapping[str, Sequence[Mismatch]]:
-        """Device → its mismatches, each with the proof that its class is exact (if any), oldest first."""
+        """Device → its mismatches, oldest first, each with the proof (or None) that healthy devices give the golden."""
         return {
             uuid: [
                 Mismatch(run=r, comparison=c, proof=self._proof(r, c))
@@ -120,7 +120,7 @@ class Node:
         }
 
     def _proof(self, run: Run, comparison: Comparison) -> Proof | None:
-        """Return the proof that a wrong comparison's class is exact, or None if no device has met it."""
+        """Return the proof that healthy devices give the golden of a wrong comparison, or None if there is none."""
         if comparison.characterised:
             return SHIPPED
         kind = self.devices[run.device].kind
@@ -138,17 +138,17 @@ class Node:
 
     @cached_property
     def _contradicted(self) -> Mapping[str, frozenset[object]]:
-        """Device → the classes in which it gave right and wrong results for the same bytes."""
+        """Device → keys of the classes in which it gave right and wrong results for the same bytes."""
         return {uuid: contradictions(find_mismatches(runs, Subject.DEVICE)) for uuid, runs in self.runs.items()}
 
     @cached_property
     def cpu_erred(self) -> list[float]:
-        """Times at which this host's CPU was wrong, in its goldens or in its own runs; ascending."""
+        """Times (epoch s, ascending) at which this host's CPU made a wrong golden or was wrong as a tested device."""
         own = [m for uuid, ms in self.accusing.items() if self.devices[uuid].backend == "cpu" for m in ms]
         return sorted(m.run.started for m in (*self.host_mismatches[0], *own))
 
     def data(self, mismatch: Mismatch) -> object:
-        """Return a key of what a mismatch was computed from: kind of device, probe, software, operands."""
+        """Return a key of the data of a mismatch: equal for the same kind of device, probe, software and operands."""
         return self._data(mismatch.run, mismatch.comparison)
 
     def _data(self, run: Run, comparison: Comparison) -> object:
@@ -156,10 +156,10 @@ class Node:
         return kind, run.probe, run.probe_version, run.stack_id, operands_of(comparison)
 
     def record(self, uuid: str, like: Run, *, shared: bool) -> Record | None:
-        """Return the results of a device with the probe and stack of a run, or None if there are none.
+        """Return a device's results with the probe, version and stack of the run `like`, or None if there are none.
 
         With `shared` every wrong result counts, else only the device's own (`own`). The result is cached for all
-        verdicts on the node's devices, because each needs the records of all siblings.
+        verdicts on the node's devices, because each needs the results of all siblings.
         """
         asked = uuid, like.probe, like.probe_version, like.stack_id, bool(like.stack), shared
         if asked not in self._records:
@@ -168,7 +168,7 @@ class Node:
 
     @cached_property
     def _unproven(self) -> Mapping[object, Sequence[Mismatch]]:
-        """(Data, wrong bits) → the mismatches in classes that no device has met."""
+        """(Data, wrong bits) → the mismatches without a proof that healthy devices give the golden."""
         return self._by_look(m for ms in self.missed.values() for m in ms if m.proof is None)
 
     def _by_look(self, mismatches: Iterable[Mismatch]) -> Mapping[object, Sequence[Mismatch]]:
@@ -179,7 +179,7 @@ class Node:
         return found
 
     def gave_alike(self, mismatch: Mismatch) -> set[str]:
-        """Return the other devices that gave the same wrong bits as an unproven mismatch for the same data."""
+        """Return the other devices that gave the same wrong bits for the same data as a mismatch without proof."""
         if not mismatch.run.stack:
             return set()
         alike = self._unproven.get((self.data(mismatch), judge_cause.mark(mismatch.comparison)), ())
@@ -187,7 +187,7 @@ class Node:
 
     @cached_property
     def shared(self) -> frozenset[int]:
-        """The `id` of every wrong comparison whose bits another device of the kind gave too: not one part's fault."""
+        """The `id` of each wrong comparison whose wrong bits another device gave too: not one part's fault."""
         if sum(map(bool, self.accusing.values())) < 2:
             return frozenset()  # at once, since most faults are those of one device
         looks = self._by_look(itertools.chain.from_iterable(self.accusing.values()))
@@ -200,9 +200,9 @@ class Node:
 
     @cached_property
     def own(self) -> frozenset[int]:
-        """The `id` of every wrong comparison that is the device's own: a shared bug must not hide a fault.
+        """The `id` of each wrong comparison that is only this device's: a bug that several share must not hide it.
 
-        If its probe and software also have shared ones, it is its own only if a sibling computed the same data.
+        If its probe and software also have shared ones, it counts only if a sibling computed the same data.
         """
         if not self.shared:
             return frozenset(id(m.comparison) for m in itertools.chain.from_iterable(self.accusing.values()))
@@ -226,9 +226,9 @@ class Node:
 
     @cached_property
     def fickle(self) -> frozenset[int]:
-        """The `id` of every shared wrong comparison whose device also gave right results for the same data, or later.
+        """The `id` of each shared wrong comparison whose device also computed the same data correctly, then or later.
 
-        If a bug comes and goes, data that a sibling computed correctly by luck look like a fault of one part.
+        If a bug comes and goes, a sibling can be right by luck, which looks like a fault of one part.
         """
         shared = [m for ms in self.accusing.values() for m in ms if id(m.comparison) in self.shared]
         first: dict[object, float] = {}
@@ -249,7 +249,7 @@ class Node:
 
     @cached_property
     def onsets(self) -> Mapping[tuple[str, str], float]:
-        """(Device, stack id) → time of its first wrong bits on that software that are its own, or come and go."""
+        """(Device, stack id) → time of the first wrong comparison there that is in `own` or `fickle` (epoch s)."""
         found: dict[tuple[str, str], float] = {}
         for m in itertools.chain.from_iterable(self.accusing.values()):
             if id(m.comparison) in self.own or id(m.comparison) in self.fickle:
@@ -266,7 +266,7 @@ def node(
     summed: Mapping[str, Mapping[str, Iterable[int]]] | None = None,
     claims: Claims | None = None,
 ) -> Node:
-    """Return the devices with the runs that count at `now`: with `drill` the last hour's drills, else no drills."""
+    """Return the devices with the runs that count at `now`: only drills of the last hour if `drill`, else no drills."""
 
     def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
         # A clock that was not set yet must not make a failure look decades old, and so long cleared. Any other run
@@ -284,14 +284,14 @@ def node(
 
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
-    """Return the mismatches of a subject, also from runs that did not complete: a crash does not undo a fact."""
+    """Return the wrong comparisons of a subject. Runs that did not complete count too: a crash does not undo a fact."""
     return [Mismatch(run=r, comparison=c) for r in runs for c in r.wrong if c.subject is subject]
 
 
 def contradictions(mismatches: Iterable[Mismatch]) -> frozenset[object]:
-    """Return the classes in which a device gave right and wrong results for the same bytes.
+    """Return keys of the classes in which a device gave right and wrong results for the same bytes.
 
-    The results are of one upload, of fresh uploads of the same operands, or of several units of the device.
+    The results are of one upload, of repeated uploads of the same operands, or of several cores or SMs of the device.
     """
     return frozenset(
         _claim(m.run, m.comparison) for m in mismatches if _was_right_too(m.comparison) or _right_elsewhere(m)
@@ -305,13 +305,13 @@ def _was_right_too(comparison: Comparison) -> bool:
 
 
 def _right_elsewhere(mismatch: Mismatch) -> bool:
-    """Return whether another part of the device computed the same operands correctly in the same run."""
+    """Return whether another core or SM of the device computed the same operands correctly in the same run."""
     others = (c for c in mismatch.run.comparisons if c.subject is Subject.DEVICE and not c.wrong)
     return any(operands_of(c) == mismatch.operands for c in others)
 
 
 def is_inconstant(mismatches: Iterable[Mismatch]) -> bool:
-    """Return whether a device was wrong in two ways on the same bytes.
+    """Return whether a device gave different wrong results for the same bytes.
 
     That accuses nobody: a kernel that adds in no fixed order, and rounds, does so on healthy devices.
     """
@@ -329,5 +329,5 @@ def is_inconstant(mismatches: Iterable[Mismatch]) -> bool:
 
 
 def _claim(run: Run, comparison: Comparison) -> object:
-    """Return the claim that a wrong comparison contradicts: the class, on the software that computed it."""
+    """Return a key of the claim that a class of cases is exact: probe, version, software and class."""
     return run.probe, run.probe_version, run.stack_id, class_of(comparison.case)

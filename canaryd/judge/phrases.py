@@ -12,7 +12,7 @@ from canaryd.judge.cause import Mismatch
 from canaryd.model import Device, Elsewhere, Run
 
 PROVIDER = "your hardware provider (cloud or vendor)"
-"""Words for the owner of a part without its own identity: canaryd does not know whether the machine is virtual."""
+"""Words for the owner of a part that its uuid does not name: canaryd does not know whether the machine is virtual."""
 VENDOR_CASE = "open a vendor case"
 KERNEL_LOG = "journalctl -k -n 100"
 """Command that shows the newest lines of the kernel log."""
@@ -43,7 +43,7 @@ def describe_repeats(found: Evidence) -> str:
 
 
 def recipient(device: Device) -> str:
-    """Return words for who gets the report on a faulty part."""
+    """Return words for the receiver of the report on a faulty part, such as the vendor."""
     return PROVIDER if device.weak_identity else "the vendor"
 
 
@@ -53,9 +53,9 @@ def whom_to_tell(device: Device) -> str:
 
 
 def identical(device: Device, elsewhere: Elsewhere | None) -> str:
-    """Return words for where to repeat a test to find the cause: an identical device, or another node.
+    """Return words for where to repeat a test to find the cause: an identical device of this node, or another node.
 
-    If `elsewhere` names a backend, its command would test the same device again on this node.
+    If `elsewhere` names only a backend, its command would test the same device again on this node.
     """
     if elsewhere is None or elsewhere.device == device.backend:
         return "another node (not here) with the same model and software"
@@ -63,12 +63,12 @@ def identical(device: Device, elsewhere: Elsewhere | None) -> str:
 
 
 def find_cause(device: Device, elsewhere: Elsewhere | None) -> str:
-    """Return how to find the cause of wrong results."""
+    """Return a sentence that says how to find the cause of wrong results."""
     return f"To find the cause, repeat the test on {identical(device, elsewhere)}"
 
 
 def reason_of(run: Run) -> str:
-    """Return the reason from a run's detail: the last line of a traceback, or the first line of any other text."""
+    """Return the reason in a run's `detail`: the last line of a traceback, or the first line of any other text."""
     lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
     line = lines[-1 if lines[0].startswith("Traceback") else 0] if lines else ""
     return line if len(line) <= DETAIL else f"{line[:DETAIL].rstrip(' ;,:')}…"
@@ -91,5 +91,5 @@ def first_of(names: Sequence[str], most: int) -> str:
 
 
 def and_more(number: int) -> str:
-    """Return " and 3 more" for `number` things of which one was already named; "" for a single one."""
+    """Return " and 3 more" if `number` is 4, because one of the things was already named; "" if it is 1."""
     return f" and {number - 1} more" if number > 1 else ""

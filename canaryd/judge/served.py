@@ -1,4 +1,4 @@
-"""The cause of an endpoint's wrong answers, as far as the devices that serve it show it."""
+"""The cause of an endpoint's wrong answers, from the results of the devices on which its server runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canaryd.model import Outcome, Run
 
 
 class Behind(NamedTuple):
-    """A device that serves an endpoint."""
+    """A device on which an endpoint's server runs, with its results."""
 
     name: str
     runs: Sequence[Run]
@@ -20,9 +20,9 @@ class Behind(NamedTuple):
 
 
 def scene(behind: Iterable[Behind], runs: Iterable[Run], mismatches: Sequence[Mismatch]) -> Scene:
-    """Return the facts around an endpoint's wrong answers; `runs` are its own runs.
+    """Return the facts around an endpoint's wrong answers; `runs` are the endpoint's own runs.
 
-    A device counts as right if it has since passed the deep test that a wrong answer causes.
+    A device counts as right if it has passed the deep test that a wrong answer causes.
     """
     since = mismatches[0].run.started
     wrong, right, untested = set(), set(), set()

@@ -23,27 +23,27 @@ from canaryd.model import Cause, Finding, Outcome, Rival, Run, State
 SPAN = 60
 """Number of newest days that are used (ours): older ones may be another season."""
 LATE = 7
-"""Number of newest days that must all be slower than usual (ours): a whole week, so that no weekend decides."""
+"""Number of newest days that must each be slower than usual (ours): a whole week, so that no weekend decides."""
 LEAST_BEFORE = 14
-"""Smallest number of known days before the `LATE` newest ones (ours): fewer do not show what is usual."""
+"""Least number of days with values before the `LATE` newest ones (ours): fewer do not show what is usual."""
 SLOWER = 1.10
-"""Least ratio to the median of the days before (ours): healthy GPUs of one model differ by 8 % on average (Sinha et
-al., SC 2022), and a device differs less from itself. False alarms: 0 in the simulations of the tests."""
+"""Least ratio to the median of the earlier days that counts as slower (ours): healthy GPUs of one model differ by 8 %
+on average (Sinha et al., SC 2022), one device less from itself. False alarms: 0 in the simulations of the tests."""
 SHARED = 0.5
-"""Share of a change that peers must show too, so that the change is not the device's own (ours)."""
+"""Part of a device's slowdown that its peers must show too, so that the cause is not in the device (ours)."""
 POWER_LIMIT_MOVED = 0.02
-"""Relative fall of the power limit that may explain slowness (ours): limits are set, not measured."""
+"""Least relative fall of the power limit that explains slowness (ours): limits are set, not measured."""
 LOAD_MOVED = 0.2
-"""Rise of the share of time in use, or of the load per core, that may explain slowness (ours)."""
+"""Least rise of the share of time in use, or of the load per core, that explains slowness (ours)."""
 FRESH = 3
 """Days without a new value after which a series shows nothing about today (ours)."""
 TIME, LIMIT, LOAD = "kernel_seconds", "power_limit_watts{limit=enforced}", "load_average"
 WORK = {"utilization_ratio": "the share of time in use", LOAD: "the load per core"}
-"""Reading that shows other work on the device → words for it."""
+"""Name of a reading that shows work of other programs → words for it."""
 
 
 class Key(NamedTuple):
-    """The key of a series: only values with equal keys are comparable."""
+    """The key of a series of daily values: only values with equal keys are compared."""
 
     probe: str
     reading: str
@@ -53,25 +53,25 @@ class Key(NamedTuple):
 
     @property
     def is_speed(self) -> bool:
-        """Whether a smaller value of the series means slower."""
+        """Whether the values are speeds: then a smaller value means slower."""
         return self.reading.startswith(SPEEDS)
 
     @property
     def judged(self) -> bool:
-        """Whether the series measures how fast the device is, and not what may explain its speed."""
+        """Whether the series measures the device's speed. Other series can only explain it."""
         return self.is_speed or split_key(self.reading)[0] == TIME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """The value of one series on one day."""
+    """The value of one series on one day, computed from all runs and polls of the day."""
 
     probe: str
     reading: str
     basis: str
     unit: str
     value: float
-    """The edge of the best quarter (other work on the device only makes it slower), or else the median."""
+    """For speeds and times the value that the best quarter reaches (other work only slows down), else the median."""
     count: int
     """Number of values from which `value` was computed."""
 
@@ -104,11 +104,11 @@ class Day:
 
 @dataclass(kw_only=True)
 class Course:
-    """The levels of one series, day by day."""
+    """The values of one series, day by day."""
 
     unit: str
     days: dict[int, float] = field(default_factory=dict)
-    """Day (since the epoch) → level."""
+    """Day (days since the epoch) → value."""
 
 
 Courses = Mapping[Key, Course]
@@ -120,21 +120,21 @@ class Change(NamedTuple):
     early: Sequence[int]
     """The earlier days, which show what is usual (days since the epoch)."""
     late: Sequence[int]
-    """The newest days, on which the device was slower (days since the epoch)."""
+    """The newest days, on which the device was slower than usual (days since the epoch)."""
     before: float
     after: float
     """Median of the newest days."""
     times: float
-    """How many times as slow the device became."""
+    """Factor by which the device became slower: 2.0 means half as fast."""
 
 
 # --- What a day leaves ------------------------------------------------------------------------------------------------
 
 
 def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) -> Day:
-    """Return the summary of a day (since the epoch, UTC) from all runs and polls that began on it.
+    """Return the summary of a day (days since the epoch, UTC) from all runs and polls that began on this day.
 
-    Only usual, whole runs count: no drill, confirmation, retest at another intensity or baselining.
+    Only normal, whole runs count: no drill, confirmation, retest at another intensity or run to make a baseline.
     """
     here = [[r for r in of if int(r.started // DAY) == day] for of in (runs, polls)]
     found: dict[Key, tuple[str, list[float]]] = {}
@@ -151,7 +151,7 @@ def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) ->
 
 
 def stacks(runs: Iterable[Run]) -> list[Stack]:
-    """Return each stack of these runs once, in order of their first run; drills count too."""
+    """Return each software stack of these runs once, in the order in which they were first used; drills count too."""
     first: dict[str, Stack] = {}
     for run in sorted(runs, key=lambda r: r.started):
         if run.stack:
@@ -160,7 +160,7 @@ def stacks(runs: Iterable[Run]) -> list[Stack]:
 
 
 def courses(days: Iterable[Day]) -> dict[Key, Course]:
-    """Return key → levels of each series, day by day."""
+    """Return for each series its values, day by day."""
     found: dict[Key, Course] = {}
     for day in days:
         for of in day.levels:
@@ -169,7 +169,7 @@ def courses(days: Iterable[Day]) -> dict[Key, Course]:
 
 
 def level(key: Key, values: Sequence[float]) -> float:
-    """Return the one value that represents several values of a day."""
+    """Return the value that stands for all values of a day: of the best quarter for speeds, else the median."""
     if key.judged:
         return sorted(values, reverse=key.is_speed)[(len(values) - 1) // 4]
     return statistics.median(values)
@@ -204,7 +204,7 @@ def _number(reading: Reading) -> float | None:
 
 
 def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator[Finding]:
-    """Yield the finding that a device is slower than it was. Only days that are over count.
+    """Yield the finding that a device is slower than it was. Days that have not ended do not count.
 
     The finding is a note if its peers became slower as well, or if its power limit or other work explains it. `peers`
     are the other devices of this node with the same backend and model, by name.
@@ -241,7 +241,7 @@ def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator
 
 
 def _change(key: Key, course: Course, today: int) -> Change | None:
-    """Return the change if each newest day was slower than the median of the days before; else None."""
+    """Return the change if every newest day was slower than the median of the earlier days; else None."""
     days = sorted(day for day in course.days if today - SPAN <= day < today)
     early, late = days[:-LATE], days[-LATE:]
     if len(early) < LEAST_BEFORE or late[-1] < today - FRESH:
@@ -253,14 +253,14 @@ def _change(key: Key, course: Course, today: int) -> Change | None:
 
 
 def _times(key: Key, before: float, after: float) -> float:
-    """Return how many times as slow `after` is; 1.0 if one of the values is not positive."""
+    """Return how many times as slow `after` is as `before`; 1.0 if one of the values is not positive."""
     if before <= 0 or after <= 0:
         return 1.0
     return before / after if key.is_speed else after / before
 
 
 def _moved(of: Courses, key: Key, change: Change) -> tuple[float, float] | None:
-    """Return a series' medians before and after a change, or None if it lacks more than half of the days."""
+    """Return a series' medians before and after a change, or None if more than half of the days have no value."""
     if key not in of:
         return None
     early, late = ([of[key].days[d] for d in days if d in of[key].days] for days in (change.early, change.late))
@@ -270,7 +270,7 @@ def _moved(of: Courses, key: Key, change: Change) -> tuple[float, float] | None:
 
 
 def _beside(peers: Mapping[str, Courses], key: Key, change: Change) -> tuple[str, bool | None]:
-    """Return words about the peers' change, and whether it explains this one (None if there is no peer)."""
+    """Return words about the peers' change, and whether it explains the device's change (None if there is no peer)."""
     theirs = [_times(key, *moved) for peer in peers.values() if (moved := _moved(peer, key, change))]
     if not theirs:
         return "something that all devices of the node share: there is no peer to compare with", None
@@ -281,7 +281,7 @@ def _beside(peers: Mapping[str, Courses], key: Key, change: Change) -> tuple[str
 
 
 def _limit(own: Courses, change: Change) -> tuple[str, bool | None]:
-    """Return words about the power limit, and whether it explains the change (None if it is not known)."""
+    """Return words about the power limit, and whether its fall explains the change (None if the limit is not known)."""
     moved = next((m for key in own if key.reading == LIMIT and (m := _moved(own, key, change))), None)
     if moved is None:
         return "a lower power limit: the limit is unknown here", None
@@ -290,7 +290,7 @@ def _limit(own: Courses, change: Change) -> tuple[str, bool | None]:
 
 
 def _work(own: Courses, change: Change) -> tuple[str, bool | None]:
-    """Return words about other work, and whether it explains the change (None if the load is not known)."""
+    """Return words about other programs' work, and whether its rise explains the change (None if it is not known)."""
     moved = [
         (is_ - was, f"other work on the device: {WORK[name]} is {number(is_)}, {number(was)} before")
         for key in own

@@ -15,10 +15,10 @@ from canaryd.model import Cause
 
 
 def missing(case: Case) -> str:
-    """Return a sentence with the evidence that `canaryd ack --software` lacks, or "" if there is enough.
+    """Return a sentence about the evidence that is missing for `canaryd ack --software`, or "" if none is.
 
-    There must be wrong results of the device itself, all on software that is no longer in use and without another known
-    cause; and enough right results on other software since (`supports`).
+    The device itself must have wrong results, all on software that is no longer in use and without another known cause.
+    On other software it must have been right often enough since (`supports`).
     """
     groups: dict[object, list[Mismatch]] = defaultdict(list)
     for mismatch in _that_count(case):
@@ -55,7 +55,7 @@ def _lacks(case: Case, mismatches: Sequence[Mismatch]) -> str:
 
 
 def _too_little(case: Case, probe: str, other: OtherSoftware) -> str:
-    """Return how many right results on other software are needed, and how many there are."""
+    """Return a sentence: how many right results on other software are needed, and how many there are."""
     tried, accused = other.tried, other.accused
     results = -(-RULE_OF_THREE * accused.results // accused.wrong)
     uploads = -(-RULE_OF_THREE * accused.uploads // accused.failed)

@@ -6,19 +6,19 @@ import math
 from typing import NamedTuple
 
 RULE_OF_THREE = 3
-"""No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures. For a device
-that fails at exactly the rate in question, this is wrong with a probability of e^-3, 5 %."""
+"""No failure in n trials bounds the rate by about 3/n at 95 %: clean trials count from 3 expected failures on.
+For a device that fails at exactly this rate, the conclusion is wrong with a probability of e^-3, 5 %."""
 CONFIDENCE = 0.95
 """Coverage of the printed intervals (the usual value)."""
 
 
 def rate_bound(trials: int) -> float:
-    """Return the failure rate at which all of `trials` are clean with a probability of 5 %: 1 - 0.05^(1/n)."""
+    """Return the failure rate at which `trials` trials all stay clean with a probability of 5 %: 1 - 0.05^(1/n)."""
     return -math.expm1(math.log(0.05) / trials)
 
 
 def outlasts(clean: int, trials: int, failures: int) -> bool:
-    """Return whether `clean` trials are at least three times the mean trials per failure."""
+    """Return whether `clean` trials are at least three times the mean trials per failure (`trials` / `failures`)."""
     return clean * failures >= RULE_OF_THREE * trials
 
 
@@ -30,7 +30,7 @@ class Count(NamedTuple):
     """Results that were wrong."""
     uploads: int = 0
     failed: int = 0
-    """Uploads with a wrong result: data damaged on its way to the device give wrong results every time."""
+    """Uploads with a wrong result. Data damaged on their way to the device make all results of the upload wrong."""
 
     def plus(self, other: Count) -> Count:
         """Return the sum of both counts."""
@@ -38,23 +38,23 @@ class Count(NamedTuple):
         return Count(self.results + results, self.wrong + wrong, self.uploads + uploads, self.failed + failed)
 
     def outlasts(self, accused: Count) -> bool:
-        """Return whether this clean record is at least three times the accused's mean trials per failure.
+        """Return whether these clean counts are at least three times the trials that one failure took in `accused`.
 
-        Both in results and in uploads: a fault may affect a result or an upload, and it is not known which.
+        It must hold for results and for uploads, because a fault can affect single results or whole uploads.
         """
         by_results = outlasts(self.results, accused.results, accused.wrong)
         return by_results and outlasts(self.uploads, accused.uploads, accused.failed)
 
 
 def tail(times: int, trials: int, rate: float) -> float:
-    """Return the chance of at least `times` events in `trials` at `rate` each (the binomial's upper tail)."""
+    """Return the probability of `times` or more events in `trials` at `rate` each (the binomial's upper tail)."""
     return _at_most(trials - times, trials, 1 - rate)
 
 
 def interval(wrong: int, trials: int) -> tuple[float, float]:
     """Return the 95 % interval of a rate after `wrong` of `trials` (C. J. Clopper, E. S. Pearson, Biometrika 26, 1934).
 
-    It covers the true rate at least 95 % of the time whatever that is, if the trials are independent.
+    If the trials are independent, it contains the true rate at least 95 % of the time, whatever the rate is.
     """
     if not trials:
         return 0.0, 1.0
@@ -65,7 +65,7 @@ def interval(wrong: int, trials: int) -> tuple[float, float]:
 
 
 def _solve(k: int, n: int, tail: float) -> float:
-    """Return the rate p at which at most k of n events have probability `tail`; by bisection, for k < n."""
+    """Return the rate p at which at most k of n events happen with probability `tail`; by bisection, for k < n."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = (low + high) / 2
@@ -74,7 +74,7 @@ def _solve(k: int, n: int, tail: float) -> float:
 
 
 def _at_most(k: int, n: int, p: float) -> float:
-    """Return the probability of at most k of n events, each with probability p."""
+    """Return the probability that at most k of n events happen, each with probability p."""
     if k >= n:
         return 1.0
     if k < 0 or p >= 1:

@@ -12,21 +12,21 @@ from canaryd.model import Run
 
 
 def numbers_of(place: Place) -> tuple[int, ...]:
-    """Return the numbers of a place's cores or SMs, or () for any other place."""
+    """Return the numbers of the cores or SMs of a place, or () if the place is something else, such as a link."""
     return place.numbers if place.unit in UNITS else ()
 
 
 def units_of(place: Place) -> Iterator[Place]:
-    """Yield the single cores or SMs of a place, and nothing for any other place."""
+    """Yield each core or SM of a place as its own place, and nothing if the place is something else."""
     return (Place(unit=place.unit, numbers=(number,)) for number in numbers_of(place))
 
 
 def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) -> tuple[Place, Place] | None:
-    """Return the only wrong core or SM, and the units that computed the same data correctly; None if it is not known.
+    """Return (the only wrong core or SM, the others that computed the same data correctly), or None if it is not known.
 
-    The unit is always wrong on data that others compute correctly, or fails more often than chance explains: counted in
-    failed runs, or in uploads of data that others computed too. `mismatches` are of one probe and software, `runs` are
-    those of the device; `enough` is how often a unit that was right before must fail in a row.
+    The unit must be always wrong on data that others compute correctly, or fail more often than by chance, counted in
+    runs or in uploads of data that others computed too. `mismatches` are of one probe and software, `runs` are the
+    device's. A unit that was right before counts as always wrong after `enough` failures in a row.
     """
     accused = {m.comparison.place for m in mismatches if m.comparison.place.unit in UNITS}
     if len(accused) != 1 or not (unit := accused.pop()).is_unit:
@@ -48,10 +48,10 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
 
 
 def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Record]]:
-    """Return both records, counted in wrong uploads instead of wrong runs, on bytes that both computed.
+    """Return both counts on data that unit and others computed, in wrong uploads instead of wrong runs.
 
     One program on the same bytes is wrong everywhere alike, so each wrong upload is evidence about the unit. Wrong
-    uploads of different bytes may be evidence about the bytes.
+    uploads of different bytes can be evidence about the bytes.
     """
     both = on_it.results.keys() & elsewhere.results.keys()
     counts = [counted(itertools.chain.from_iterable(r.results[key] for key in both)) for r in (on_it, elsewhere)]
@@ -60,12 +60,12 @@ def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Rec
 
 
 def _part(run: Run, unit: Place, *, on_it: bool) -> Run:
-    """Return a run with only the results of one unit, or (`on_it` False) of the others of its kind."""
+    """Return a run with only the results of one unit if `on_it`, else only those of the other units of its kind."""
     return replace(run, comparisons=tuple(_shares(run.comparisons, unit, on_it=on_it)))
 
 
 def _shares(comparisons: Iterable[Comparison], unit: Place, *, on_it: bool) -> Iterator[Comparison]:
-    """Yield each comparison with only the share of one unit or, if `on_it` is False, of the others.
+    """Yield each comparison reduced to the results of one unit if `on_it`, else to those of the other units.
 
     Units in one comparison computed equally many. Every unit had an upload's operands once.
     """

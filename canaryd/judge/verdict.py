@@ -1,7 +1,7 @@
-"""The judge: from stored runs to a verdict on one device, as a pure function of its case.
+"""The judge: it computes the verdict on one device from a case (all data about the device), without side effects.
 
 `RULES` lists the rules. Each yields findings, and the worst finding gives the verdict its state; `cause.py` decides
-whose fault it is. docs/judgement.md has both as tables with their sources and why no rule raises a false alarm;
+what is at fault. docs/judgement.md has both as tables with their sources and why no rule raises a false alarm;
 docs/thresholds.md has every number with its false-alarm chance. Those that an operator can set are in
 canaryd/config/judge_policy.py, all others in the files of the rules.
 """
@@ -53,7 +53,7 @@ def telemetry(case: Case) -> Iterator[Finding]:
 
 
 def recordings(case: Case) -> Iterator[Finding]:
-    """Yield findings about how the device's recordings compare with their baselines (docs/baselines.md)."""
+    """Yield findings about results without a known right answer that differ from earlier ones (docs/baselines.md)."""
     yield from case.recordings
 
 
@@ -63,9 +63,10 @@ def slower(case: Case) -> Iterator[Finding]:
 
 
 def endpoint_departed(case: Case) -> Iterator[Finding]:
-    """Yield an endpoint's unknown answers as a note on each device behind it, because exact tests decide.
+    """Yield an endpoint's new, unknown answers as findings about each device on which its server runs.
 
-    The device is suspect only if it alone serves the endpoint and the output is not broken.
+    They are only notes, because exact tests decide. The device is suspect only if it alone serves the endpoint and the
+    output is not broken.
     """
     for name, (count, findings) in sorted(case.serving.items()):
         alone = count == 1 and not any(f.rule == "broken-output" for f in findings)
@@ -83,7 +84,7 @@ def endpoint_departed(case: Case) -> Iterator[Finding]:
 
 
 def acknowledged(case: Case) -> Iterator[Finding]:
-    """Yield a note about an acknowledgement, with its end; it never makes a device healthy."""
+    """Yield notes about an acknowledgement that has not ended, and about a replaced part that is still here."""
     if ack := acks.standing(case.device, case.acks, case.now):
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:
@@ -94,9 +95,10 @@ def acknowledged(case: Case) -> Iterator[Finding]:
 
 
 def _acknowledged(case: Case, finding: Finding) -> Finding:
-    """Return a finding, in its acknowledged form if an acknowledgement covers it.
+    """Return the finding, as an acknowledged one if an operator's acknowledgement covers it.
 
-    It covers only rules that it names, and only what had been seen by then. A faulty device stays faulty.
+    An acknowledgement covers only the rules that it lists, and only what had been seen by then. A faulty device stays
+    faulty.
     """
     ack = acks.standing(case.device, case.acks, case.now)
     if ack is None or not acks.covers(ack, finding):
@@ -109,7 +111,7 @@ def _acknowledged(case: Case, finding: Finding) -> Finding:
 
 
 def _reported_again(case: Case, rule: str, at: float) -> bool:
-    """Return whether the device's reports since `at`, without older ones, make it suspect by a rule.
+    """Return whether what the device reported since `at` is alone enough to make the device suspect by this rule.
 
     Other reports, such as a corrected error, are no news about what an operator knows.
     """
@@ -158,7 +160,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def decide(case: Case) -> Verdict:
-    """Return the verdict on one device. Equal cases give equal verdicts."""
+    """Return the verdict on one device. It depends only on the case."""
     found = (_acknowledged(case, finding) for rule in RULES for finding in rule(case))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule)))
     state, cause = conclusion(findings)
@@ -186,7 +188,7 @@ def exit_code(state: State) -> int:
 
 
 def fault_rate_bound(runs: Iterable[Run], *, drill: bool = False) -> dict[str, float]:
-    """Return probe → faults per trial that its clean trials exclude at 95 % (the rule of three: about 3/n).
+    """Return probe → fault rate per trial that its clean trials exclude at 95 % (the rule of three: about 3/n).
 
     Exactly: the rate at which n trials would stay clean with a probability of 5 %, 1 - 0.05^(1/n). A probe with a
     mismatch of any kind, or without a trial, is absent.

@@ -1,4 +1,4 @@
-"""Decide when a watch is over. It counts days with tests, because clocks jump and machines are switched off."""
+"""Decide when a suspect device's observation period ends. It counts days with tests: clocks jump, machines are off."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Outcome, Run
 
 LOOKED = "looked"
-"""Reading of a run without its results: it shows that the run had tested its device."""
+"""Reading that says that a run tested its device, if the results themselves are not stored."""
 JUDGED = frozenset({*READINGS, SELF_TEST})
-"""Readings that are judged directly. Speeds are judged over days."""
+"""Readings that the judge uses at once. Speeds are judged over days."""
 
 
 def has_looked(run: Run) -> bool:
-    """Return whether a completed run compared or recorded a result of the device, or read what is judged.
+    """Return whether a completed run tested its device: it compared or recorded a result, or read a judged value.
 
-    Other readings, such as settings, do not count; nor do readings of a probe that compares, but compared nothing.
+    Other readings, such as settings, do not count. If a probe that compares results compared none, nothing counts.
     """
     names = {r.name for r in run.readings}
     if run.trials or run.recordings or LOOKED in names:
@@ -28,10 +28,9 @@ def has_looked(run: Run) -> bool:
 
 
 def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None = None) -> dict[str, frozenset[int]]:
-    """Return probe → days (UTC, since the epoch) on which it completed a whole run that is no drill.
+    """Return probe → days (days since the epoch, UTC) on which a whole run completed that is no drill.
 
-    A run that skipped everything is no test.
-    `past` has such days from summaries, which are kept longer than the runs.
+    A run that skipped everything is no test. `past`: earlier such days from summaries, which are kept longer than runs.
     """
     days: dict[str, set[int]] = defaultdict(set, {probe: set(found) for probe, found in (past or {}).items()})
     for run in runs:
@@ -41,10 +40,10 @@ def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None 
 
 
 def is_over(since: float, now: float, watch: float, days: Iterable[int], fresh: float) -> bool:
-    """Return whether a watch of `watch` seconds that began at `since` is over at `now`, by the clock and by its days.
+    """Return whether an observation period of `watch` seconds since `since` is over at `now`, by clock and test days.
 
-    `days` come from `days_of_tests`. A run also counts for the days after it while it is `fresh` (seconds). The day
-    on which the watch began does not count. A day without a test does not count either, so the watch may end later.
+    `days` come from `days_of_tests`. A run also counts for the days after it while it is `fresh` (seconds). The first
+    day does not count. A day without a test does not count either, so the period can end later than by the clock.
     """
     if now - since < watch:
         return False

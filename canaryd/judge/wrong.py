@@ -20,7 +20,7 @@ def wrong_results(
 ) -> WrongResults:
     """Return a summary of mismatches (oldest first, at least one); `confirmed` are their confirmations.
 
-    Results count from `began` on (seconds since the epoch): from the first mismatch's run if `began` is None.
+    Results are counted from `began` (s since the epoch), or from the first mismatch's run if `began` is None.
     """
     began = mismatches[0].run.started if began is None else began
     of_probe: dict[str, list[Mismatch]] = defaultdict(list)
@@ -34,7 +34,7 @@ def wrong_results(
 
 
 def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
-    """Return the number of completed retests of the mismatches' runs, and how many of these failed too.
+    """Return a tally of the completed retests of the mismatches' runs, and of those among them that failed too.
 
     A run that repeats on one device what another computed wrong is no retest of either.
     """
@@ -48,7 +48,10 @@ def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
 
 
 def _tally(case: Case, mismatches: Sequence[Mismatch], began: float) -> ProbeTally:
-    """Return the counts of one probe: mismatches, and results since `began`. A wrong golden or comparator is one."""
+    """Return the counts of one probe: mismatches, and results since `began`.
+
+    A wrong golden, or a wrong comparison on the device, counts as one result.
+    """
     wrong = of = 0
     for subject in Subject:
         if group := [m for m in mismatches if m.comparison.subject is subject]:
@@ -67,9 +70,9 @@ def _tally(case: Case, mismatches: Sequence[Mismatch], began: float) -> ProbeTal
 
 
 def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
-    """Return the single cores, SMs or links that computed in the mismatches' runs, with their counts.
+    """Return the single cores, SMs or links that computed in the mismatches' runs, with their numbers of results.
 
-    Other runs are left out: only sums are stored of clean ones.
+    Other runs are not counted: of a clean run only the sum is stored.
     """
     wrong, of = Counter[tuple[str, tuple[int, ...]]](), Counter[tuple[str, tuple[int, ...]]]()
     accused = {id(m.comparison) for m in mismatches}

@@ -23,7 +23,7 @@ ANSWERS = {
 NO_ALERT = "it raises no alert, because no daemon runs on this state directory"
 """Note about a drill that was caught without a daemon."""
 START = (Step("Start the daemon:", "canaryd run"), Step("Or test once:", "canaryd check"))
-"""What to do if nothing is tested yet."""
+"""Steps to show if no device has been tested yet."""
 
 
 def answer(status: Status) -> str:
@@ -48,7 +48,7 @@ def answer(status: Status) -> str:
 
 
 def _what_is_wrong(d: DeviceStatus, worst: State) -> str:
-    """Return the worst incident of a device in state `worst`, as a clause; "" for devices in a better state."""
+    """Return the device's worst incident as a clause; "" if the device's state is better than `worst` or is healthy."""
     if d.verdict.state is not worst or worst is State.HEALTHY:
         return ""
     found = _worst_incident(d)
@@ -65,7 +65,10 @@ def _is_only_old(d: DeviceStatus) -> bool:
 
 
 def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_node: State) -> str:
-    """Return a clause with the devices in one state; for the node's worst state, with their cause and incident."""
+    """Return a clause about devices with one `key` (state, cause, worst incident): "cuda:0 is faulty (hardware)".
+
+    Cause and incident are left out unless the state is `of_node`, the worst on this machine.
+    """
     state, cause, worst = key
     if state is State.HEALTHY and len(same) > 1:
         return f"{len(same)} devices are healthy"
@@ -80,7 +83,7 @@ def _names(devices: Sequence[DeviceStatus]) -> str:
 
 
 def _accused(status: Status) -> list[DeviceStatus]:
-    """Return the devices that the advice is about, the most urgent first."""
+    """Return the devices that the advice is about: all in the worst state or, if that is faulty, those of one cause."""
     worst = [d for d in status.devices if d.verdict.state is status.state]
     if status.state is State.FAULTY:  # what to do depends on the cause
         worst = [d for d in worst if d.verdict.cause is worst[0].verdict.cause]
@@ -88,7 +91,7 @@ def _accused(status: Status) -> list[DeviceStatus]:
 
 
 def advised(status: Status) -> frozenset[str]:
-    """Return the devices (uuid) whose worst incident the advice covers, so that no other line repeats what to do."""
+    """Return the uuids of devices for which the advice already says what to do, so that no other line repeats it."""
     worst, unknown = _accused(status), status.state is State.UNKNOWN
     if status.first_tests or all(d.acknowledged for d in worst) or (unknown and status.released_until):
         return frozenset(d.device.uuid for d in worst)
@@ -97,7 +100,7 @@ def advised(status: Status) -> frozenset[str]:
 
 
 def _alike(devices: Sequence[DeviceStatus]) -> bool:
-    """Return whether all devices are faulty in the same way, so that one step is right for all of them."""
+    """Return whether all devices are faulty in the same way (rule, cause), so that one step is right for all."""
     found = [_worst_incident(d) for d in devices]
     kinds = {
         (i.lead.rule, i.state, i.cause, d.device.is_endpoint, "" if i.wrong else i.lead.action) if i else None
@@ -107,9 +110,9 @@ def _alike(devices: Sequence[DeviceStatus]) -> bool:
 
 
 def _step(devices: Sequence[DeviceStatus]) -> Step:
-    """Return what to do about the worst incident of the first device, or of all devices if they are alike.
+    """Return what to do about the first device's worst incident, or about all devices if they are `_alike`.
 
-    The step has no text if the device has no incident, or if only its verdict is old.
+    The step has no text if the device has no incident, or if its verdict is only too old.
     """
     found = _worst_incident(devices[0])
     if found is None or found.lead.rule == UNTENDED_RULE:
@@ -118,7 +121,7 @@ def _step(devices: Sequence[DeviceStatus]) -> Step:
 
 
 def drills(status: Status) -> list[str]:
-    """Return one line for each kind of drill in the last hour. None of them is a real fault."""
+    """Return one line for each kind of drill (an injected fault) of the last hour, which is never a real fault."""
     alike: dict[tuple[str, bool], list[DeviceStatus]] = {}
     for d in status.devices:
         if d.drill:
@@ -158,7 +161,7 @@ def steps(status: Status) -> Iterator[Step]:
 
 
 def _problems(status: Status) -> str:
-    """Return "a problem" or "problems" if canaryd has others than an unreadable record; else ""."""
+    """Return "a problem" or "problems" if canaryd itself reports any besides that it cannot read its store; else ""."""
     others = [text for text in status.problems if text != status.unreadable]
     return "" if not others else "a problem" if len(others) == 1 else "problems"
 

@@ -99,7 +99,7 @@ def _reading(run: Run, name: str) -> float | None:
 def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> str:
     """Return the report of a check for a terminal: the incidents of each device, and what was not tested.
 
-    `verbose` adds findings, counts, readings, what was skipped, and the reasons why something was not tested.
+    `verbose` adds findings, counts, readings, skipped cases, and the reasons why something was not tested.
     """
     lines: list[Line] = []
     worst_first = sorted(result.devices, key=lambda d: -result.verdicts[d.uuid].state.severity)
@@ -142,9 +142,9 @@ def _bad_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Lin
 
 
 def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
-    """Yield the results of this check, if the other lines on its device are about an older fault or do not show them.
+    """Yield a line with the result counts of this check, if the device's other lines do not show this check's results.
 
-    Without these lines nobody could see whether a repeat was clean or wrong again.
+    Without this line nobody could see whether a repeat was clean or wrong again.
     """
     verdict, runs = result.verdicts[device.uuid], result.runs.get(device.uuid, [])
     wrong = [i for i in incidents(verdict) if i.wrong]
@@ -158,7 +158,7 @@ def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
 
 
 def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) -> Iterator[Line]:
-    """Yield one line for each healthy device, or one line for all of them if others are not healthy."""
+    """Yield one line for each healthy device, or only one line with all of them if another device is not healthy."""
     if len(devices) < len(result.devices) and not verbose:
         if devices:
             yield from paragraph(f"{'HEALTHY':<{STATE}}", " ".join(d.name for d in devices), role="good")
@@ -176,7 +176,7 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:
-    """Yield the details of this check on a device: counts by probe, readings, bounds, and what was skipped."""
+    """Yield lines about this check on a device: results by probe, readings, detectable fault rates, skipped cases."""
     yield from paragraph("  ", f"This check on {device.name} ({device.uuid}):")
     yield from _count_lines(result.runs.get(device.uuid, []))
     for probe, poll in result.polls.get(device.uuid, {}).items():
@@ -198,7 +198,7 @@ def _rate(bound: float) -> str:
 
 
 def _count_lines(runs: Iterable[Run]) -> Iterator[Line]:
-    """Yield one line per probe and instruction set: the number of compared results, and of wrong ones."""
+    """Yield one line per probe and instruction set: how many results were compared, and how many of them were wrong."""
     by_name: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_name[f"{run.probe} [{run.instruction_set}]" if run.instruction_set else run.probe].append(run)

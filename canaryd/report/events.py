@@ -44,11 +44,11 @@ KINDS: Mapping[str, str] = {
     "unplaced": "kernel log, no device named",
     "xid": "NVIDIA error, Xid",
 }
-"""Kind of event → words before its text; "" if the text needs none."""
+"""Kind of event → words that begin its description; "" if no words are needed."""
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Return the events in order. Equal events of one day become one: the newest, with the number of occurrences."""
+    """Return the events in order. Equal events of one day are joined: the newest one, with the sum of their counts."""
     alike: dict[tuple[str, str, int], Event] = {}
     for event in events:
         key = event.kind, event.name, int(event.last // DAY)

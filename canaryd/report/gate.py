@@ -1,8 +1,8 @@
-"""`canaryd gate`: whether this node may take work. One quick answer from the store for drains, taints and prologs.
+"""`canaryd gate`: whether this node may take work. A scheduler asks it and gets one quick answer from the store.
 
-It uses no device, writes nothing, waits at most `PATIENCE`, and ignores drills. Three rules keep it from emptying a
-fleet: it only logs until the configuration lets it act, one file or one variable silences it, and unknown never fails
-unless it is named (docs/enforcement.md).
+It uses no device, writes nothing, waits at most `PATIENCE`, and ignores drills. Three rules keep it from taking many
+nodes out of service at once: it only logs until the configuration lets it act; one file or one variable silences it;
+and an unknown state fails no node unless an option says so (docs/enforcement.md).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0
-"""Seconds that the store has to answer; after that the answer is unknown. Reading a verdict takes milliseconds."""
+"""Seconds after which the answer is "unknown" if the store has not answered. Reading a verdict takes milliseconds."""
 END_PATIENCE = 0.5
-"""Seconds that a killed reader of the store may take to end. It needs microseconds, unless a disk hangs. Our choice."""
+"""Seconds to wait for the killed reader of the store to end. It needs microseconds, unless a disk hangs. Our choice."""
 SWITCH = Path("/etc/canaryd/no-enforcement")
-"""File that silences enforcement, whatever it contains. A file of this name beside the configuration file does too."""
+"""A file that stops enforcement, whatever it contains. So does a file of this name beside the configuration file."""
 VARIABLE = "CANARYD_ENFORCEMENT"
-"""Environment variable that silences enforcement with any value except "act". It cannot turn enforcement on."""
+"""Environment variable that stops enforcement with any value except "act". It cannot start enforcement."""
 CAUSES = (Cause.HARDWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED)
 """Causes for which the gate acts by default. Wrong software makes every node faulty at once, and draining all nodes
 repairs nothing; an error of the test itself must cost no node (ours)."""
@@ -52,22 +52,22 @@ LOOKED = 50
 
 PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
 EXIT = {PASS: 0, FAIL: 2, UNKNOWN: 3}
-"""Decision → exit status if enforcement acts. If it does not act, the status is always 0."""
+"""Decision → exit status while enforcement acts. Otherwise the exit status is always 0."""
 UNTESTED = "start the daemon (canaryd run), or run canaryd check"
 NOT_A_FAILURE = "unknown: exit 3, not fail"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The options for a decision."""
+    """What the gate has to decide: for which devices, and which states and causes fail."""
 
     on: tuple[State, ...] = (State.FAULTY,)
-    """States that fail; all worse states fail too. `unknown` fails only if it is in this list."""
+    """States that make the node fail, and so do all worse states. `unknown` fails only if it is in this tuple."""
     causes: tuple[Cause, ...] = CAUSES
     devices: tuple[str, ...] = ()
     """The devices to decide about, by uuid, name, backend, or an accelerator's index; empty for all."""
     max_age: float = 0.0
-    """Seconds after which a device without a completed test is unknown; 0.0 for the judge's own limit."""
+    """Largest age in seconds of a device's newest completed test; if it is older: unknown. 0.0: the judge decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Item:
     state: State
     cause: Cause
     finding: str
-    """The worst incident, in the words of every report; "" if there is none."""
+    """The worst incident as a clause, with the same words as in every report; "" if there is none."""
     decision: str
     """`PASS`, `FAIL` or `UNKNOWN`."""
     why: str = ""
@@ -93,15 +93,15 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The decision about the node, independent of whether enforcement acts."""
+    """The decision about the node, the same whether or not enforcement acts on it."""
 
     decision: str
     devices: tuple[Item, ...] = ()
-    """The decisions about the devices, the worst first."""
+    """The decisions about single devices, the worst first."""
     reason: str = ""
-    """The reason why the decision is unknown; "" if the devices show it."""
+    """The reason why the decision is unknown, or "" if the devices' own reasons show it."""
     mistyped: bool = False
-    """Whether the reason is a device name that neither this node's record nor the configuration has."""
+    """Whether `reason` is about a device name that neither this node's store nor the configuration contains."""
 
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
@@ -113,7 +113,7 @@ def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Ans
 
 
 def decide(found: Status, question: Question, newest: Mapping[str, float | None]) -> Answer:
-    """Return the decision; `newest` is the start of each device's newest completed test, None if it is not known."""
+    """Return the decision. `newest`: device → start of its newest completed test (epoch s), or None if not known."""
     chosen, missing = _chosen([d.device for d in found.devices], question.devices)
     items = [_item(d, question, newest.get(d.device.uuid), found.now) for d in found.devices if d.device.uuid in chosen]
     rank = (FAIL, UNKNOWN, PASS)
@@ -130,9 +130,9 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
 
 
 def silenced(settings: Config, environ: Mapping[str, str]) -> str:
-    """Return the reason why enforcement does not act, or "" if it acts.
+    """Return the reason why enforcement is off, or "" if it is on.
 
-    A switch that cannot be checked also silences, because it may be on.
+    A switch file that cannot be checked also turns it off, because the file may exist.
     """
     if (value := environ.get(VARIABLE, "act")) != "act":
         return f"{VARIABLE}={printable(value)} in the environment"
@@ -150,7 +150,7 @@ def silenced(settings: Config, environ: Mapping[str, str]) -> str:
 
 
 def exit_code(answer: Answer, silence: str) -> int:
-    """Return the exit status: that of the decision if enforcement acts, 0 if it is silenced."""
+    """Return the decision's exit status, or 0 if `silence` gives a reason why enforcement is off."""
     return 0 if silence else EXIT[answer.decision]
 
 
@@ -229,9 +229,9 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
 
 
 def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection[str], list[str]]:
-    """Return the uuids of the selected devices, and the names that match no device.
+    """Return the uuids of the devices that `names` select, and the names that match no device.
 
-    A partitioned device and its instances share silicon: a selection of one includes the others.
+    A partitioned device and its instances share silicon: if one is selected, so is the other.
     """
     if not names:
         return {d.uuid for d in devices}, []
@@ -245,9 +245,9 @@ def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection
 
 
 def _strangers(names: Sequence[str], ever: Sequence[Device], settings: Config) -> list[str]:
-    """Return the names that neither this node's record nor the configuration has.
+    """Return the names that neither `ever` (all devices that this node had) nor the configuration contains.
 
-    The name of a backend is valid on every node. If the record is empty, no name is known to be wrong.
+    The name of a backend is valid on every node. If no device was ever stored, no name is known to be wrong.
     """
     named = {
         *settings.devices.include,
@@ -314,7 +314,10 @@ def _newest(store: Store, device: str, now: float) -> float | None:
 
 
 def _within(patience: float, work: Callable[[], Answer]) -> Answer:
-    """Return the answer of `work`, run in a child that is abandoned after `patience` seconds, as a disk may hang."""
+    """Return the answer of `work`, or unknown if it takes longer than `patience` seconds, because a disk can hang.
+
+    It runs in a child process, which is killed after that time.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -337,14 +340,14 @@ def _within(patience: float, work: Callable[[], Answer]) -> Answer:
 
 
 def _reap(child: int) -> None:
-    """Wait for a killed child for `END_PATIENCE` at most. If it is stuck in the kernel, leave it to init."""
+    """Wait for a killed child process, at most `END_PATIENCE` seconds. If it hangs in the kernel, leave it to init."""
     end = time.monotonic() + END_PATIENCE
     while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def _answer(pipe: int, work: Callable[[], Answer]) -> None:
-    """Write the result of `work`, or the reason why it failed, to `pipe`, and end this process."""
+    """Write the result of `work` as JSON, or the reason why it failed, to `pipe`; then end this (child) process."""
     try:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -54,7 +54,8 @@ class Item:
     kind: str
     """"verdict", "run", "event", "ack" or "stack"."""
     role: str
-    """"bad" if it speaks against the device, "calm" for a change around it, "good", or "mark" for all others."""
+    """"bad" if it speaks against the device, "good" if it speaks for it, "calm" for other changes, "mark" for what an
+    operator stated."""
     text: str
     """A sentence without the time."""
     count: int = 1
@@ -76,9 +77,9 @@ class History:
 def gather(
     store: Store, config: Config, device: str | None, since: float, now: float, days: Mapping[str, Sequence[Day]]
 ) -> History:
-    """Return the history of one device (uuid), or of all, from `since` on; times in seconds since the epoch.
+    """Return the history of one device (uuid), or of all for None, from `since` to `now` (seconds since the epoch).
 
-    `days` are the summaries of days by device. A device that the store does not know is not in the result.
+    `days`: device → summaries of its days. A device that the store does not know is left out.
     """
     seen = status.gather(store, config, now, evidence={})
     chosen = [d for d in seen.devices if device in (None, d.device.uuid)]
@@ -100,7 +101,7 @@ def gather(
 
 
 def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
-    """Yield an item for each change of state or cause, with the incidents that came with it."""
+    """Yield an item for each change of state or cause, with the incidents that are new in it."""
     before: set[tuple[str, str]] = set()
     for verdict in verdicts:
         held = incidents(verdict)
@@ -114,7 +115,7 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
 
 
 def of_runs(runs: Iterable[Run], *, joined: bool = True) -> Iterator[Item]:
-    """Yield wrong results, differences from a baseline and incomplete runs. `joined` joins equal ones of a day."""
+    """Yield items for wrong, incomplete and differing runs. With `joined`, equal ones of one day become one item."""
     alike: dict[tuple[str, str, object], list[Run]] = defaultdict(list)
     for run in runs:
         what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value
@@ -197,7 +198,7 @@ def as_json(history: History) -> dict[str, Any]:
 
 
 def as_text(history: History, width: int, *, verbose: bool = False, color: bool = False) -> str:
-    """Return the history as text of `width` columns: for each device the verdict, then what happened."""
+    """Return the history as text of `width` columns: each device's verdict, then its items, newest first."""
     room = max(NARROW, width)
     lines: list[Line] = []
     for one, items in history.devices:

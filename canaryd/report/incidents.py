@@ -19,29 +19,29 @@ from canaryd.report.status import UNJUDGED_RULE, UNTENDED_RULE
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
-"""Columns for the state before a paragraph; the indentation of the lines below it."""
+"""Width of the column with the state; the spaces that fill this column in the lines below the first."""
 NAMED = 2
-"""Most probes or devices that a sentence lists by name. More are only counted."""
+"""Largest number of probes or devices that a sentence lists by name. Above it, only the number is given."""
 NODE_NAMED = 4
 """Most devices that a sentence about a whole node lists by name."""
 PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
 TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONLY})
-"""Rules of notes that are always shown, although they need no action: they limit what "healthy" means."""
+"""Rules whose notes are always shown, although nothing is to be done: they limit what "healthy" means."""
 COMMANDS = ("canaryd ", "journalctl ")
-"""First words of the commands at the end of actions."""
+"""First words of a command that follows ": " at the end of an action."""
 SHOWN: Mapping[Shown, tuple[str, str]] = {
     Shown.RIGHT: ("computes it correctly", "compute it correctly"),
     Shown.RARER: ("fails far less often", "fail far less often"),
     Shown.ALIKE: ("gives the same wrong bits", "give the same wrong bits"),
     Shown.TOGETHER: ("began to fail with it", "began to fail with it"),
 }
-"""Evidence against another explanation → words for one device, and words for several."""
+"""Kind of evidence against another explanation → verb phrase for one device, and for several devices."""
 BY_ITSELF: Mapping[Shown, str] = {
     Shown.RIGHT: "another result matched it",
     Shown.PASSED: "its CPU passed the same tests",
 }
-"""Evidence against another explanation → words if no device is named."""
+"""Kind of evidence against another explanation → clause, if the evidence names no device."""
 
 
 class Step(NamedTuple):
@@ -51,11 +51,11 @@ class Step(NamedTuple):
     command: str = ""
     """The command to type for the step, or "" if there is none."""
     here: bool = True
-    """Whether to type the command on this node, and so with the options that select this node's record."""
+    """Whether the command is for this node. Only then it gets the options that select this node's store."""
 
     @property
     def shown(self) -> str:
-        """The command as this user must type it."""
+        """The command to type, on this node with the options that this user needs."""
         return typed(self.command) if self.here else self.command
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 
 def headline(incident: Incident) -> str:
-    """Return a clause that says what is wrong, without the cause and without a full stop."""
+    """Return a clause that says what is wrong. It has no full stop and does not mention the cause."""
     lead = incident.lead
     if incident.wrong is None:
         more = len({f.message for f in incident.findings if f.rule == lead.rule}) - 1
@@ -83,7 +83,7 @@ def headline(incident: Incident) -> str:
 
 
 def brief(incident: Incident) -> str:
-    """Return a shorter `headline`, as a clause after a colon."""
+    """Return a clause that says what is wrong in fewer words than `headline`; it can follow a colon."""
     if incident.wrong is None or incident.lead.rule not in WRONG[:2]:
         return headline(incident)
     tally = incident.wrong.all
@@ -92,12 +92,12 @@ def brief(incident: Incident) -> str:
 
 
 def _wrong_what(wrong: WrongResults) -> str:
-    """Return "Wrong results", or "Wrong memory" with the kinds of its faults."""
+    """Return "Wrong results", or "Wrong memory (…)" with the kinds of fault if memory was tested."""
     return f"Wrong memory ({name_cells(wrong.cells)})" if wrong.cells else "Wrong results"
 
 
 def describe(incident: Incident) -> str:
-    """Return sentences: what is wrong, how it was confirmed, its cause, and the rejected explanations."""
+    """Return sentences that say what is wrong, how it was confirmed, its cause, and the rejected explanations."""
     wrong = incident.wrong
     if wrong is None:
         return sentence(headline(incident))
@@ -105,9 +105,9 @@ def describe(incident: Incident) -> str:
 
 
 def step(incident: Incident, *devices: Device) -> Step:
-    """Return what to do now about an incident of one device or of several alike; no text if there is nothing to do.
+    """Return what to do now about an incident of one device, or of several devices with equal incidents.
 
-    Every report gives the same step, and so do the first lines of a status if they are about this incident.
+    The step has no text if there is nothing to do. It is the same in every report and in the first lines of a status.
     """
     lead, wrong = incident.lead, incident.wrong
     first, each = devices[0], " for each" if len(devices) > 1 and not devices[0].weak_identity else ""
@@ -127,12 +127,15 @@ def step(incident: Incident, *devices: Device) -> Step:
 
 
 def awaits_tests(incident: Incident) -> bool:
-    """Return whether a device is unknown only because its tests have not run yet: the incident's words say so."""
+    """Return whether the device is unknown only because a test or a judgement is still to come."""
     return incident.lead.rule in (NO_EVIDENCE, NOT_EXAMINED, UNJUDGED_RULE, UNTENDED_RULE)
 
 
 def next_step(incident: Incident, device: Device) -> Step:
-    """Return what to do about a faulty device after `step`: what to send to the vendor, if the part is at fault."""
+    """Return the step to do after `step` about a faulty device, such as sending the report to the vendor.
+
+    The step has no text if the device is not faulty or no further step is needed.
+    """
     if incident.state is not State.FAULTY or incident.wrong is None or device.is_endpoint:
         return Step("")
     if incident.cause is Cause.HARDWARE:
@@ -147,13 +150,13 @@ def next_step(incident: Incident, device: Device) -> Step:
 
 
 def _parted(action: str) -> Step:
-    """Return an action as a step. A command at its end is separated from the text, because people copy it."""
+    """Return the sentence `action` as a step. A command at its end becomes `Step.command`, because people copy it."""
     text, _, command = action.rpartition(": ")
     return Step(f"{text}:", command) if text and command.startswith(COMMANDS) else Step(sentence(action))
 
 
 def _repeat(text: str, device: Device, there: Elsewhere) -> Step:
-    """Return a step that repeats the test `there`, to show whether another device computes the same."""
+    """Return a step with `text` and the command that repeats a test on another device; `there` has its options."""
     words = ["canaryd", "check", "--device", there.device, "--probe", there.probe, "--case", there.case]
     words += ["--seed", str(there.seed), "--level", there.level]
     words += ["--instruction-set", there.instruction_set] if there.instruction_set else []
@@ -191,9 +194,9 @@ def names_of(devices: Sequence[Device]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a clause with a full stop, unless it is empty, has an end mark, or ends with a command.
+    """Return a clause with a full stop, unless it is empty, already has an end mark, or ends with a command.
 
-    A command at its end gets no full stop, because people copy it.
+    A command gets no full stop, because people copy it.
     """
     as_it_is = not text or text[-1] in ".:!?…" or text.rpartition(": ")[2].startswith(COMMANDS)
     return text if as_it_is else f"{text}."
@@ -204,7 +207,7 @@ def _few(names: Sequence[str], things: str) -> str:
 
 
 def _bits(wrong: WrongResults) -> str:
-    """Return which bits were flipped. If these are too many, name those of the probes with the fewest bits."""
+    """Return the flipped bits as a clause. If they are too many, list those of the probe with the fewest bits."""
     bits, where = wrong.bits, ""
     if len(bits) > BITS_NAMED:
         bits = min((t.bits for t in wrong.probes.values() if t.bits), key=len)
@@ -215,9 +218,9 @@ def _bits(wrong: WrongResults) -> str:
 
 
 def _places(results: WrongResults) -> str:
-    """Return a clause about the places of wrong results, among all places that computed; "" if none is known.
+    """Return a clause that says which of the tested cores, SMs or links gave wrong results; "" if that is not known.
 
-    A result of all cores together has no single place: the clause is about the other results.
+    A result that all cores computed together has no single place: the clause is about the other results.
     """
     places = results.places
     wrong = [p.place for p in places if p.wrong]
@@ -247,7 +250,7 @@ def _confirmed(wrong: WrongResults) -> str:
 
 
 def _cause(incident: Incident, wrong: WrongResults) -> str:
-    """Return the cause, and the evidence that rejects other explanations, one clause for each kind of evidence."""
+    """Return sentences about the cause and about each kind of evidence that rejects other explanations."""
     rejected: dict[tuple[Shown, tuple[str, ...]], list[Suspect]] = {}
     for rival in _rivals(incident):
         if rival.rejected and rival.what is not None:
@@ -264,7 +267,7 @@ def _cause(incident: Incident, wrong: WrongResults) -> str:
 
 
 def _blaming(incident: Incident) -> Finding:
-    """Return the first finding whose state and cause are those of the incident."""
+    """Return the incident's first finding that has the incident's state and cause."""
     return next(f for f in incident.findings if f.state is incident.state and f.cause is incident.cause)
 
 
@@ -280,7 +283,7 @@ def _reason(shown: Shown, by: Sequence[str]) -> str:
 
 
 def _or(what: Sequence[Suspect]) -> str:
-    """Return "the software, reference or host". The device itself is never rejected together with another."""
+    """Return the rejected explanations as one phrase: "the software, reference or host", or "this device alone"."""
     if Suspect.DEVICE in what:
         return "this device alone"
     return f"the {listed([each.value for each in what], 'or')}"
@@ -351,9 +354,10 @@ def state_lines(
     advised: bool = False,
     width: int | None = None,
 ) -> Iterator[Line]:
-    """Yield lines about a device: its worst incident, the other incidents, then notes; with `verbose` each finding.
+    """Yield lines about a device: its worst incident, then the others, then notes.
 
-    `name`: names of all devices with the same text. `advised`: another line says what to do about the worst incident.
+    `verbose`: every finding too. `name`: the names of all devices to which the lines apply, if there are several.
+    `gone`: it is not found now. `advised`: another line already says what to do about the worst incident.
     """
     found, who = incidents(verdict), name or device.name
     yield from _title_lines(device, verdict, found, who, width, gone=gone)
@@ -372,12 +376,12 @@ def state_lines(
 
 
 def shown_notes(verdict: Verdict) -> list[Finding]:
-    """Return the notes that need an action, and those of operators. The others are shown on request."""
+    """Return the notes that a report shows without -v: those with an action, and those whose rule is in `TELLING`."""
     return [f for f in notes(verdict) if f.action or f.rule in TELLING]
 
 
 def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> Iterator[Line]:
-    """Yield lines with the notes on a device; with `verbose` all notes, with their evidence."""
+    """Yield lines with the notes on a device; with `verbose` all notes and their evidence."""
     for note in notes(verdict) if verbose else shown_notes(verdict):
         about = f"{note.probe}: " if note.probe else ""
         said = f"{about}{sentence(note.message)} {sentence(note.action)}".strip()
@@ -389,7 +393,7 @@ def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> 
 def _title_lines(
     device: Device, verdict: Verdict, found: Sequence[Incident], name: str, width: int | None, *, gone: bool
 ) -> list[Line]:
-    """Return lines with state, name, model, serial number and start of the state; the serial number only if it fits."""
+    """Return the title: state, name, model, serial number (only if there is room) and start of the state."""
     since = format_time(found[0].since if found else verdict.since, seconds=False)
     ends = ["GONE"] * gone + ["drill, not the device" if verdict.drill else f"since {since}"]
     ends[-1] += _known_cause(found[0]) if found else ""
@@ -401,7 +405,7 @@ def _title_lines(
 
 
 def _known_cause(incident: Incident) -> str:
-    """Return the cause in brackets; "" if it is not known or the incident's own words contain it."""
+    """Return the cause in brackets, or "" if it is not known or the incident's description names it."""
     silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED) or awaits_tests(incident)
     return "" if silent else f" ({cause_words(incident.cause)})"
 

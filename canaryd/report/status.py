@@ -27,21 +27,21 @@ from canaryd.store.rows import parse_time
 from canaryd.store.store import Store
 
 UNTENDED = 1800.0
-"""Seconds after which a verdict that was not renewed no longer counts: a daemon renews it every ten minutes."""
+"""Age in seconds above which a stored verdict no longer counts: a daemon stores it again every ten minutes."""
 UNTENDED_RULE = "untended"
-"""Rule of the finding about a verdict that was not renewed. It is made here, not by the judge."""
+"""Rule of the finding that the verdict is too old. This module makes it, not the judge."""
 WITHHELD_RULE = "budget-withheld"
-"""Rule of the note about tests that wait for the budget. It is made here too."""
+"""Rule of the note about tests that wait because canaryd's share of the device is used up. This module makes it."""
 UNJUDGED_RULE = "unjudged"
-"""Rule of the finding about records newer than the verdict, not judged yet. It is made here too."""
+"""Rule of the finding that newer runs or repairs are stored, but not judged yet. This module makes it."""
 UNSTORED_RULE = "unstored"
-"""Rule of the finding about a verdict whose daemon cannot store a newer one. It is made here too."""
+"""Rule of the finding that the daemon cannot store newer verdicts. This module makes it."""
 RECENT = DAY
 """Seconds for which an event is shown after it happened."""
 STALLED = 300.0
-"""Age in seconds from which a cached status is reported as old: a daemon gathers it every 15 s (ours)."""
+"""Age in seconds above which the daemon's own pages report their status as old: it is renewed every 15 s (ours)."""
 LEVELLED = "exact_matmul"
-"""The probe whose newest run shows the level at which a node is tested."""
+"""The probe whose newest run shows the level (quick, standard, deep) at which this machine is tested."""
 LOOKED = 20
 """Number of a probe's newest runs that are searched for a completed one, or for a wrong one."""
 Newest = Mapping[str, float | None]
@@ -50,14 +50,14 @@ Newest = Mapping[str, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """A device's newest drill, shown for a time. A drill never counts against the device."""
+    """The newest drill (a test with an injected fault) of a device. It never counts against the device."""
 
     fault: str
     at: float
     """Time of the drill, in seconds since the epoch."""
     caught: bool
     until: float
-    """Time after which the drill is not shown. Its alert CanarydDrill (if it was caught) has ended by then."""
+    """Time until which the drill is shown (s since the epoch). Its alert CanarydDrill, if any, has ended by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,13 @@ class DeviceStatus:
     events: tuple[Event, ...]
     """Events of the last day, newest last."""
     acks: tuple[Ack, ...] = ()
-    """Acknowledgements in force, newest last."""
+    """Operators' statements about the device, without acknowledgements that have ended; newest last."""
     evidence: Newest = field(default_factory=dict)
     drill: Drill | None = None
 
     @property
     def awaits_first_tests(self) -> bool:
-        """Whether the only problem is that the device's first tests have not ended."""
+        """Whether the device's numbers are in doubt only because its first tests have not ended."""
         doubts = self._doubts
         # Without a probe and not of this module: no probe is enabled for it, and none will run.
         return bool(doubts) and all(f.rule == NO_EVIDENCE and (f.probe or f.cause is Cause.HARNESS) for f in doubts)
@@ -98,13 +98,13 @@ class DeviceStatus:
 
     @property
     def acks_to_show(self) -> tuple[Ack, ...]:
-        """The acknowledgements that no finding mentions."""
+        """The operators' statements to print: an acknowledgement is left out if a finding already mentions it."""
         mentioned = any(f.rule == ACKNOWLEDGED for f in self.verdict.findings)
         return tuple(a for a in self.acks if not (mentioned and a.kind == AckKind.ACKNOWLEDGED))
 
     @property
     def stalest(self) -> tuple[str, float | None] | None:
-        """The probe whose newest evidence is oldest, and the start of that run; None if no probe is known."""
+        """The probe whose newest run is oldest, with that run's start (None for no run); None if there is no probe."""
         return min(self.evidence.items(), key=lambda item: (item[1] or 0.0, item[0]), default=None)
 
 
@@ -120,23 +120,23 @@ class Status:
     devices: tuple[DeviceStatus, ...]
     problems: tuple[str, ...]
     unreadable: str = ""
-    """A sentence with the reason why the record could not be read; "" if it could."""
+    """A sentence with the reason why the stored results could not be read; "" if they could."""
     absent: str = ""
     """The state directory if it does not exist; else ""."""
     closed: bool = False
-    """Whether the state directory is absent and this user cannot create it: a daemon may run without a record."""
+    """Whether the state directory is absent and this user cannot create it. A daemon can still run, without storing."""
     not_tested: tuple[Gap, ...] = ()
     """Parts that the recorded tests did not examine."""
 
     @property
     def first_tests(self) -> tuple[DeviceStatus, ...]:
-        """The devices whose first tests a daemon runs now; empty if any device is known to be worse."""
+        """The devices whose first tests a daemon runs now; empty if any device is suspect or faulty."""
         waiting = tuple(d for d in self.devices if d.awaits_first_tests)
         return waiting if self.daemon and self.state is State.UNKNOWN and not self.released_until else ()
 
     @property
     def state(self) -> State:
-        """The state of the worst device, at least unknown if the record is unreadable; unknown without devices."""
+        """The state of the worst device. Without devices it is unknown, with an unreadable store at least unknown."""
         state = judge_verdict.worst([d.verdict for d in self.devices])
         return max(state, State.UNKNOWN, key=lambda s: s.severity) if self.unreadable else state
 
@@ -150,12 +150,11 @@ def gather(
     evidence: Mapping[str, Newest] | None = None,
     itself: bool = False,
 ) -> Status:
-    """Return the status from the store. A verdict that was not renewed becomes unknown, with a note on its old state.
+    """Return the status of this machine from the store, as of `now` (default: the present).
 
-    A verdict also becomes unknown while the daemon cannot store, unless the daemon `itself` calls: it has newer ones.
-
-    `daemon` (whether one runs) and `evidence` (device → probe → time) are read from the store by default. The daemon
-    itself passes both.
+    A verdict becomes unknown, with a note on its former state, if it was not renewed in time or if the daemon cannot
+    store a newer one. The second does not apply if the daemon calls (`itself`), because it has the newer verdict.
+    `daemon`: whether one runs (default: find out). `evidence`: device → probe → time (default: from the store).
     """
     now = time.time() if now is None else now
     verdicts = store.verdicts()
@@ -220,7 +219,7 @@ def _by_device(items: Iterable[Any]) -> Mapping[str, list[Any]]:
 
 
 def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -> tuple[Gap, ...]:
-    """Return the parts that the recorded tests did not examine, in the words of a check; () if there are no tests."""
+    """Return the parts that the stored tests did not examine, in the words of a check; () if no device was tested."""
     tested = [d for d in devices if d.present and not d.device.is_endpoint and any(d.evidence.values())]
     if not tested:
         return ()
@@ -260,7 +259,7 @@ def _drill(runs: Iterable[Run], now: float) -> Drill | None:
 
 
 def _postponed(store: Store) -> Mapping[str, Finding]:
-    """Return device → a note about its tests that wait for the budget, from the daemon's stored note."""
+    """Return device → note about its tests that wait because canaryd's share of the device is used up."""
     return {
         uuid: Finding(
             rule=WITHHELD_RULE,
@@ -282,7 +281,7 @@ def _since_repair(evidence: Newest, repaired: float) -> Newest:
 
 
 def as_of(status: Status, now: float) -> Status:
-    """Return an earlier status as it is at `now`: old verdicts become unknown, old events are removed."""
+    """Return an earlier status brought up to the time `now`: old verdicts become unknown, old events are removed."""
     old = now - status.now
     stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
     return replace(
@@ -314,7 +313,7 @@ def _worst_first(devices: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
 
 
 def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[str, Newest]:
-    """Return device → newest evidence of each of its probes that is not switched off."""
+    """Return device → start of the newest run of each of its probes, without probes that are switched off."""
     found: dict[str, Newest] = {}
     probes = {
         (of.get("device", ""), of.get("probe", ""))  # labels may have rotted
@@ -336,14 +335,14 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
 
 
 def _in_force(device: Device, acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
-    """Return all repairs and replacements, and the acknowledgement that has not ended."""
+    """Return the statements about the device, except acknowledgements that have ended."""
     heeded = judge_acks.heeded(acks, now)
     standing = judge_acks.standing(device, heeded, now)
     return tuple(a for a in heeded if a.kind != AckKind.ACKNOWLEDGED or a is standing)
 
 
 def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
-    """Return probe → time for the evidence that all devices with this probe have, the oldest first."""
+    """Return probe → the oldest of the devices' newest results (its time), None if a device has none; oldest first."""
     probes = {probe for d in devices for probe in d.evidence}
     found: dict[str, float | None] = {}
     for probe in probes:
@@ -371,7 +370,7 @@ READ_LOG = "Free disk space, or give the files to the daemon's user; its log say
 def _up_to_date(
     store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float, *, daemon: bool
 ) -> Verdict:
-    """Return the verdict with findings about newer records that are not judged yet: acknowledgements, wrong runs."""
+    """Return the stored verdict, changed by newer statements and wrong runs that have not been judged yet."""
     shown, action = _unless_old(verdict, device, now, daemon=daemon), JUDGE_NOW if daemon else TEST_NOW
     if verdict is None:
         return shown
@@ -412,9 +411,9 @@ def _up_to_date(
 
 
 def _with_acks(verdict: Verdict, ack: Ack | None, now: float, action: str) -> Verdict:
-    """Return a verdict with the acknowledgement in force applied, as the judge would apply it.
+    """Return a verdict as the judge would change it for `ack`, the acknowledgement that has not ended (None for none).
 
-    Suspicions that it covers become unknown. If an acknowledgement has ended, what it covered is suspect again.
+    Suspicions that it covers become unknown. If there is none any more, what it had covered is suspect again.
     """
     if ack is None:
         covered = [f for f in verdict.findings if f.acknowledged]
@@ -439,7 +438,7 @@ def _without_ack_note(verdict: Verdict) -> tuple[Finding, ...]:
 
 
 def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
-    """Return a verdict with one more finding, and the new state and cause; `at` is when a new state began."""
+    """Return a verdict with one more finding and the state and cause that follow. A new state begins at `at`."""
     findings = tuple(sorted((finding, *verdict.findings), key=lambda f: -f.state.severity))
     state, cause = conclusion(findings)
     since = verdict.since if (state, cause) == (verdict.state, verdict.cause) else at
@@ -447,7 +446,7 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
-    """Return a verdict; unknown if there is none or it was not renewed. An old alarm stays, with a note."""
+    """Return the verdict if it was renewed. If not, or for None, the state is unknown, but suspect and faulty stay."""
     if verdict is None:
         return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", JUDGE_NOW if daemon else ""))
     age = now - verdict.decided
@@ -465,7 +464,7 @@ def _is_renewed(verdict: Verdict, now: float) -> bool:
 
 
 def in_force(verdicts: Mapping[str, Verdict], now: float) -> dict[str, Verdict]:
-    """Return the verdicts that count at `now`: alarms, and other verdicts that were renewed.
+    """Return device → verdict for the verdicts that count at `now`: suspect and faulty ones, and all that were renewed.
 
     A device that was healthy when the daemon was stopped long ago is not known to be healthy now.
     """
@@ -474,14 +473,14 @@ def in_force(verdicts: Mapping[str, Verdict], now: float) -> dict[str, Verdict]:
 
 
 def _unless_alarm(verdict: Verdict, note: Finding) -> Verdict:
-    """Return unknown with the note added; an alarm keeps its state and gets the note too."""
+    """Return the verdict with the note added. Its state becomes unknown, unless it is suspect or faulty."""
     if verdict.state.severity > State.UNKNOWN.severity:
         return replace(verdict, findings=(*verdict.findings, note))
     return _unknown(verdict.device, verdict.decided, note, *verdict.findings)
 
 
 def _note(rule: str, message: str, action: str, *evidence: str) -> Finding:
-    """Return a finding of this module, with state unknown and canaryd itself as the cause."""
+    """Return a finding with state unknown whose cause is canaryd itself."""
     return Finding(
         rule=rule, state=State.UNKNOWN, cause=Cause.HARNESS, message=message, action=action, evidence=evidence
     )

@@ -65,11 +65,11 @@ SHAPES = {
     State.FAULTY: '<path d="M7 0h10l7 7v10l-7 7H7l-7-7V7z"/>'
     '<path d="M7 7l10 10M17 7L7 17" stroke-width="3" class="ink"/>',
 }
-"""State → a shape, 24 by 24 units, for readers who cannot see its colour."""
+"""State → SVG shape, 24 by 24 units, for readers who cannot see colours."""
 
 
 def render(status: Status, now: float) -> bytes:
-    """Return the page at the time `now` for a status gathered at `status.now`; both in seconds since the epoch."""
+    """Return the page at the time `now`, from a status that was gathered a little earlier (at `status.now`)."""
     current = as_of(status, now)
     state, host = current.state, socket.gethostname()
     bad = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
@@ -95,7 +95,7 @@ from the state at {_time(status.now)}; this page reloads itself every {RELOAD} s
 
 
 def _text(text: object) -> str:
-    """Return a text as HTML. Control characters become "?", because a device's name may contain some."""
+    """Return a text as HTML. Control characters, which a device's name can contain, become "?"."""
     return html.escape("\n".join(map(printable, str(text).split("\n"))))
 
 
@@ -112,7 +112,7 @@ def _html(todo: Iterable[Step]) -> str:
 
 
 def _untested(status: Status) -> str:
-    """Return what was not tested, with the way to test it behind a click; "" if nothing was tested yet."""
+    """Return HTML about what was not tested, and on a click how to test it; "" if nothing has been tested yet."""
     what = ", ".join(gap.what for gap in status.not_tested)
     return f"<details><summary>Not tested: {_text(what)}</summary>{_items(status.not_tested)}</details>" if what else ""
 
@@ -132,7 +132,10 @@ def _section(title: str, devices: Iterable[DeviceStatus], status: Status, kind: 
 
 
 def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
-    """Return the HTML for a device: its incidents, and behind a click the findings, events and the age of results."""
+    """Return the HTML for a device: its incidents and, on a click, findings, events and the age of the newest results.
+
+    `advised`: the top of the page already says what to do about the worst incident.
+    """
     verdict, device, found = d.verdict, d.device, incidents(d.verdict)
     gone = "" if d.present else " <strong>GONE</strong>"
     began = f", since {_time(found[0].since, seconds=False)}" if found else ""
@@ -154,7 +157,7 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
 
 
 def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
-    """Return an incident as one HTML paragraph; `advised`: the top of the page already says what to do about it."""
+    """Return an incident as one HTML paragraph. `advised`: the top of the page already says what to do about it."""
     todo = "" if advised else _html([step(incident, device), next_step(incident, device)])
     action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
     silent = incident.wrong is not None or awaits_tests(incident)

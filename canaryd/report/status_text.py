@@ -21,7 +21,7 @@ SCHEMA = "canaryd.status/1"
 RECENT_EVENTS = 10
 """Events of one device that a terminal shows; JSON has all of them."""
 PARAGRAPHS = 2
-"""Most paragraphs on unhealthy devices for which untested parts are listed. With more, these are only counted."""
+"""Largest number of paragraphs on devices beside which untested parts are listed. Above it they are only counted."""
 
 
 def as_json(status: Status) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
 
 
 def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
-    """Return whether a device is healthy and has no events, acknowledgements or notes to show."""
+    """Return whether a device is healthy and nothing else about it (event, acknowledgement, note) has to be shown."""
     healthy = d.verdict.state is State.HEALTHY and not (d.events or d.acks)
     return healthy and not any(note_lines(d.verdict, verbose=verbose))
 
 
 def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
-    """Return the content of a device's paragraph. Devices with equal content share one paragraph."""
+    """Return a key that is equal for devices whose paragraphs are equal, so that one paragraph can show them all."""
     said: tuple[object, ...] = tuple(
         (describe(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
         for number, i in enumerate(incidents(d.verdict))
@@ -113,7 +113,7 @@ def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
 
 
 def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, more: str, *, verbose: bool) -> Iterator[Line]:
-    """Yield lines with the devices that have nothing else to report, one line if they fit; `more` ends the line."""
+    """Yield lines that list the healthy devices with nothing else to report. `more` is added after the names."""
     models: dict[str, list[str]] = {}
     for d in devices:
         models.setdefault(d.device.model, []).append(d.device.name)
@@ -127,7 +127,7 @@ def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, more: str, *
 
 
 def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool, advised: bool) -> Iterator[Line]:
-    """Yield the paragraph that these devices share; `advised`: the first lines already say what to do."""
+    """Yield the paragraph for devices with equal content. `advised`: the first lines already say what to do."""
     d = same[0]
     name = ", ".join(each.device.name for each in same)
     yield from state_lines(d.device, d.verdict, name=name, gone=not d.present, advised=advised, verbose=verbose)
@@ -143,7 +143,7 @@ def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool
 
 
 def _event_lines(events: Sequence[str], *, verbose: bool) -> Iterator[Line]:
-    """Yield one line for each of the newest events of the last day if `verbose`, else one for the newest event."""
+    """Yield a line with the newest event of the last day; with `verbose` a line for each of the newest events."""
     if not verbose:
         for event in events[-1:]:
             end = f" (and {len(events) - 1} more: -v)" if len(events) > 1 else ""
@@ -170,7 +170,7 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 
 
 def _last_lines(status: Status) -> Iterator[Line]:
-    """Yield lines about the daemon, the probe and device without a result for longest, the time zone, and the state."""
+    """Yield the last lines: whether the daemon runs, the oldest of all newest results, the time zone, and the state."""
     known = [(*d.stalest, d.device.name) for d in status.devices if d.stalest]
     oldest = ""
     if known:

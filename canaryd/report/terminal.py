@@ -28,18 +28,18 @@ PRINTED = re.compile(
     rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)"
     r"((?: --[\w-]+(?: [^\s,;-][^\s,;]*)?)*)"
 )
-"""Matches a command in a text for people, and the options that follow. It does not match a path, which names the
-program of a process, nor the words "canaryd baseline export wrote"."""
+"""Pattern of a canaryd command in a text for people, with its options. It matches neither a path to the program nor the
+words "canaryd baseline export wrote"."""
 SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
 """Directories in whose `systemd/system` units are installed (systemd.unit(5))."""
 UNBROKEN = "\u00a0"
-"""A space at which lines are never broken."""
+"""Character that looks like a space, and at which lines are never broken."""
 _REPLACED: dict[str, str] = {}
-"""The arguments of `type_with`: "options" and "start"."""
+"""What `type_with` set: "options" → text to add to commands; "start" → the command that starts the daemon."""
 
 
 def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
-    """Set the options that `typed` adds to every command in a text, so that it uses the same record.
+    """Set the options (such as --state-dir) that `typed` adds to every command, so that it uses the same store.
 
     Without options, the command that starts the daemon is systemd's, if its unit is installed below one of `roots`.
     """
@@ -49,7 +49,7 @@ def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
 
 
 def typed(text: str, space: str = " ") -> str:
-    """Return a text with its commands written as this user must type them; `space` separates the words of a command."""
+    """Return a text with the options of this user in each command; `space` is put between the words of a command."""
 
     def command(found: re.Match[str]) -> str:
         start = _REPLACED.get("start") if found[1] == "run" else ""
@@ -68,9 +68,9 @@ def paint(lines: Iterable[Line], *, color: bool) -> str:
 
 
 def paragraph(lead: str, text: str, width: int | None = None, role: str = "") -> list[Line]:
-    """Return a text as wrapped lines of one role, its commands as this user types them; see `wrapped`.
+    """Return a text as wrapped lines with one role (colour). `lead` begins the first line; the others are indented.
 
-    A command within a sentence is never broken, because people copy it.
+    Commands in the text get this user's options and are never broken, because people copy them.
     """
     own = typed(text, UNBROKEN)
     return [(role, line.replace(UNBROKEN, " ")) for line in wrapped(lead, own, width, whole=own != text)]
@@ -82,7 +82,7 @@ def role_of(state: State) -> str:
 
 
 def cause_note(cause: Cause) -> str:
-    """Return the words for a cause in brackets after a state: "faulty (hardware)", "suspect (cause unknown)"."""
+    """Return the words for a cause in the brackets after a state, such as "hardware" or "cause unknown"."""
     return "cause unknown" if cause is Cause.UNDETERMINED else cause_words(cause)
 
 
@@ -92,19 +92,19 @@ def state_note(state: str, cause: Cause | str) -> str:
 
 
 def verdict_note(verdict: Verdict) -> str:
-    """Return a verdict's state and cause, as `state_note` writes them."""
+    """Return a verdict's state and cause as text: "faulty (hardware)"."""
     return state_note(verdict.state.value, verdict.cause)
 
 
 def cause_words(cause: Cause) -> str:
-    """Return the words for a cause: `harness` is "canaryd itself"."""
+    """Return the name of a cause for people: "canaryd itself" for `harness`, else the cause's own name."""
     return CANARYD if cause is Cause.HARNESS else cause.value
 
 
 def rival_words(rival: Rival) -> str:
-    """Return another explanation as one line: "not the host's memory (hardware): its CPU passed the same tests".
+    """Return another explanation and its evidence: "not the host's memory (hardware): its CPU passed the same tests".
 
-    The explanation comes first: "not hardware (…)" would contradict a fault of other hardware.
+    The explanation comes before its kind of cause: "not hardware (…)" would contradict a fault of other hardware.
     """
     kind, cause = "not" if rival.rejected else "maybe", cause_words(rival.cause)
     what, _, reason = rival.why.partition(": ")

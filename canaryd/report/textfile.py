@@ -1,7 +1,7 @@
 """The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/metrics.md).
 
-Its metrics have their own names, canaryd_check_*: with those of the daemon, every alert would count a node that runs
-both twice.
+The metrics are named canaryd_check_*, unlike those of the daemon: with equal names every alert would count a node
+that runs both twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAMILIES: Mapping[str, Family] = {
         "Highest rate of wrong results that the check may have missed (95 %); absent after a mismatch.",
     ),
 }
-"""Every metric that `render` may write, in this order; docs/metrics.md lists them too, and a test compares the two."""
+"""Every metric that `render` can write, in this order; docs/metrics.md lists them too, and a test compares both."""
 
 
 def render(result: Result, exit_code: int) -> bytes:
