@@ -36,15 +36,15 @@ from canaryd.worker.visible import environment_of
 START = 100.0
 """Seconds for all members together to import torch and to connect (our choice): a slow import takes 12."""
 STEP = 30.0
-"""Seconds after which the members abandon a step; the worker waits the same time again before it gives up."""
+"""Seconds after which the members abandon a step. The worker waits twice as long per step before it gives up."""
 CORES = 4
-"""Number of a processor's cores that send data to each other, spread over all cores: 12 links."""
+"""Number of a processor's cores that send data to each other: 4 cores, spread over all cores, have 12 links."""
 FAULT = "wrong-link"
-"""The drill: a bit flips on one link."""
+"""Name of the drill (run with an injected fault): one bit flips on one link."""
 ENTRY = Path(__file__).resolve().parents[1] / "__main__.py"
 
 Step = tuple[Any, ...]
-"""Name of a method of `member.Member`, and its arguments."""
+"""One step of the members: the name of a method of `member.Member`, then its arguments."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class End:
 
     name: str
     number: int
-    """Its number in a `Place`: the device's number in the group, or the core's number."""
+    """Number of this end in a `Place`: the device's number in the group, or the core's number."""
     device: Device
     core: int | None = None
 
 
 def ends_of(ctx: Context) -> list[End]:
-    """Return the devices of the group, or cores of the processor. Raises `Skip` for a single accelerator."""
+    """Return the devices of the group, or some cores of the processor; raise `Skip` for a single accelerator."""
     if ctx.device.unit != "cpu":
         devices = (ctx.device, *ctx.peers)
         if len(devices) < 2:
@@ -81,10 +81,10 @@ def need_library(backend: str) -> None:
 
 
 class Group:
-    """The member processes, as a context manager that ends them."""
+    """The member processes; leaving this context manager ends them."""
 
     def __init__(self, ends: Sequence[End], seed: int, words: int, wrong_link: tuple[int, int] | None) -> None:
-        """Start the processes; `wrong_link`: ranks of sender and receiver of the link that a drill makes wrong."""
+        """Start one process per end; `wrong_link`: (sender, receiver) ranks of the link that a drill makes wrong."""
         self.ends = ends
         self._answers: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         listener = socket.create_server(("127.0.0.1", 0))
@@ -143,9 +143,10 @@ class Group:
         pipe.flush()
 
     def _collect(self, last: str, seconds: float) -> list[tuple[int, dict[str, Any]]]:
-        """Return (rank, answer) of all members, each up to its answer with the key `last`.
+        """Return (rank, answer) for all answers of all members, until each member has sent one with the key `last`.
 
-        Raises `RuntimeError` when a member fails, ends, or gives no answer for `seconds`.
+        That last answer is not returned. Raises `RuntimeError` if a member fails or ends, or if the answers take longer
+        than `seconds`.
         """
         waiting, found = set(range(len(self.ends))), []
         deadline = time.monotonic() + seconds
@@ -167,7 +168,7 @@ class Group:
         return found
 
     def do(self, steps: Sequence[Step]) -> list[dict[int, dict[str, Any]]]:
-        """Make all members do the steps; return the answers of each step by rank."""
+        """Make all members do the steps; return one dictionary per step, member's rank → answer."""
         for rank in range(len(self.ends)):
             self._tell(rank, steps)
         found: list[dict[int, dict[str, Any]]] = [{} for _ in steps]
@@ -182,14 +183,14 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "
 
 @dataclass
 class _Found:
-    """The results of one run."""
+    """The collected results of one run."""
 
     ctx: Context
     ends: Sequence[End]
     words: int
     trials: int = 0
     right: dict[tuple[str, Place], int] = field(default_factory=dict)
-    """Case and place → number of right results."""
+    """Case and place (the link or the member) → number of right results."""
     wrong: list[Comparison] = field(default_factory=list)
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     """Sender and receiver → seconds of the fastest transfer."""
@@ -215,15 +216,15 @@ class _Found:
             self.wrong.append(self._comparison(case_of(step), link, wrong_trials=1, evidence=seen))
 
     def _link(self, step: Step, rank: int) -> Place:
-        """Return the place of a step: both ends of its link, or the member `rank` for an operation of all members."""
+        """Return the place of a step: the two ends of its link, or the member `rank` if the step has no link."""
         ranks = step[2:4] if step[0] == "send" else (rank,)
         return Place(unit="link", numbers=tuple(self.ends[r].number for r in ranks))
 
     def comparisons(self) -> Iterator[Comparison]:
-        """Yield the wrong results, then the right ones.
+        """Yield the comparisons with wrong results, then those with right ones.
 
-        A wrong result of an operation of all members names no link. If transfers show a wrong link at the member with
-        the result, that link is blamed for it. If all wrong links are elsewhere, the result is left out.
+        A wrong result of an operation of all members does not show which link is wrong. If transfers show a wrong link
+        at the member with this result, that link is blamed. If all wrong links are elsewhere, the result is left out.
         """
         links = {c.place for c in self.wrong if len(c.place.numbers) == 2}
         for c in self.wrong:
@@ -255,7 +256,7 @@ def case_of(step: Step) -> str:
 
 
 def steps_of(count: int, formats: Sequence[str]) -> list[Step]:
-    """Return the steps of a round of `count` members: every pattern over every link, then the operations of all."""
+    """Return the steps of a round of `count` members: every pattern over every link, then operations of all members."""
     pairs = list(itertools.permutations(range(count), 2))
     alone: list[Step] = [("send", name, *pair) for name in PATTERNS for pair in pairs]  # first: they name the link
     together: list[Step] = [("gather", name) for name in PATTERNS]
@@ -263,11 +264,11 @@ def steps_of(count: int, formats: Sequence[str]) -> list[Step]:
 
 
 def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fact]:
-    """Let all ends send to each other, at least one round, until the budget is spent; yield every fact of the run.
+    """Let all ends send to each other in rounds until the time is over, at least once; yield every fact of the run.
 
-    `words`: words of 64 bits in each transfer; `formats`: formats of the sums. Raises `Skip` if there are not two ends,
-    if this torch has no library for them, or if the drill does not exist; `NoCase` if no case has a requested name;
-    `RuntimeError` when a member fails or hangs.
+    `words`: words of 64 bits in each transfer; `formats`: number formats of the sums. Raises `Skip` if there are not
+    two ends, if this torch has no library for them, or if the drill does not exist. Raises `NoCase` if no case has a
+    requested name, and `RuntimeError` if a member fails or hangs.
     """
     if ctx.drill not in ("", FAULT):
         raise Skip(f"unknown fault {ctx.drill!r}; there is {FAULT}")
@@ -299,7 +300,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
 
 
 def _repeated(group: Group, found: _Found, steps: Sequence[Step]) -> Iterator[Comparison]:
-    """Yield the wrong results, with the number of wrong repetitions of the same transfer."""
+    """Yield the wrong results; the first `AGAIN` ones are repeated and have the number of wrong repetitions."""
     for c in found.wrong[:AGAIN]:
         assert c.evidence is not None
         numbers = [end.number for end in found.ends]
@@ -312,7 +313,7 @@ def _repeated(group: Group, found: _Found, steps: Sequence[Step]) -> Iterator[Co
 
 
 def _speeds(found: _Found) -> Iterator[Reading]:
-    """Yield the speed of every link. Only the speeds of devices have a name that is followed over time."""
+    """Yield the speed of every link, from its fastest transfer. Only speeds between devices are followed over time."""
     name = "core_link_speed" if found.ctx.device.unit == "cpu" else f"{SPEEDS}between"
     for (sender, receiver), seconds in sorted(found.seconds.items()):
         labels = {"from": found.ends[sender].name, "to": found.ends[receiver].name}

@@ -27,14 +27,14 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import same_bits, synchronize, torch, torch_device
 
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "rocm": "nccl", "xpu": "xccl", "npu": "hccl"}
-"""Backend of a device → backend of torch.distributed, in which RCCL is called nccl."""
+"""Backend of a device → backend of torch.distributed; RCCL is also called nccl there."""
 FORMATS = {"int64": -1, "float32": (1 << 16) - 1, "bfloat16": 7}
-"""Format of a sum → mask of the bits of the words that are added. With up to 32 members the sum is exact in any order
-(24 and 8 bits); for int64 all bits are added, because int64 wraps."""
+"""Number format of a sum → mask of the bits of each word that are added. With up to 32 members the sum is exact in any
+order (24 and 8 bits); for int64 all bits are added, because int64 wraps."""
 
 
 class Member:
-    """The steps that this process can do."""
+    """One process of the group, with the steps that it can do."""
 
     def __init__(self, who: dict[str, Any]) -> None:
         """Join the group with the settings `who`, which `group.Group` wrote."""
@@ -59,7 +59,10 @@ class Member:
         return make(pattern, self.words, derive(self.seed, f"{pattern} of {rank}"), self.place)
 
     def send(self, pattern: str, sender: int, receiver: int) -> dict[str, Any] | None:
-        """Send words from one member to another; return this member's observation, or None if it is neither of them."""
+        """Send words from one member to another; return this member's observation, or None if it takes no part.
+
+        The sender reports whether its own words are still right, the receiver reports the time and the wrong words.
+        """
         if self.rank == sender:
             words = self.words_of(sender, pattern)
             torch.distributed.send(words, receiver)
@@ -78,7 +81,7 @@ class Member:
         return {"seconds": seconds, "evidence": self._compared(self.buffer, expected, Way.BETWEEN)}
 
     def reduce(self, pattern: str, name: str) -> dict[str, Any]:
-        """Add the words of all members; return this member's observation. Every partial sum is exact."""
+        """Add all members' words in the format `name`; return {"evidence": wrong sums or None}. Every sum is exact."""
         kind, mask = getattr(torch, name), FORMATS[name]
         mine = (self.words_of(self.rank, pattern) & mask | 1).to(kind)
         torch.distributed.all_reduce(mine)
@@ -88,7 +91,7 @@ class Member:
         return {"evidence": self._compared(mine, expected, Way.TOGETHER)}
 
     def gather(self, pattern: str) -> dict[str, Any]:
-        """Gather the words of all members; return this member's observation."""
+        """Gather the words of all members; return the evidence of wrong words, or None, as "evidence"."""
         parts = [torch.empty_like(self.buffer) for _ in range(self.size)]
         torch.distributed.all_gather(parts, self.words_of(self.rank, pattern))
         synchronize(self.device)
@@ -104,7 +107,7 @@ class Member:
 
     @staticmethod
     def _compared(found: Any, expected: Any, way: Way) -> Any:
-        """Return the evidence of the difference as JSON, or None if there is none."""
+        """Return the evidence of the difference as JSON, or None if there is none; `way` is the kind of transfer."""
         if same_bits(found, expected):
             return None
         seen: Evidence = differences(expected, found)

@@ -1,4 +1,4 @@
-"""Words that toggle the lines of a link. Each device computes them itself, so both ends know the right words."""
+"""Patterns of words that switch the lines of a link. Each device computes them, so both ends know the right words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random(index: Any, seed: int) -> Any:
 
 
 def address(index: Any, _: int) -> Any:
-    """Return each word's own number, with its complement in the upper half, so that a misplaced word shows."""
+    """Return each word's own number, with its complement in the upper half, so that a word at a wrong place is seen."""
     return index * OWN - (1 << 32)
 
 

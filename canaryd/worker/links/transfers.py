@@ -1,8 +1,8 @@
 """Copy patterns from the host to a device and back, compare them at both ends, and find the wrong direction.
 
-Each end computes the pattern itself. If words on the device are wrong, the device writes them again itself: if they
-are right then, the copy was wrong, otherwise the memory. If they are right on the device but wrong on the host
-afterwards, the copy to the host was wrong.
+Each end computes the pattern itself. If words on the device are wrong, the device writes them again itself: if they are
+right then, the copy was wrong, otherwise the memory. If words are right on the device but wrong on the host afterwards,
+the copy to the host was wrong.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, synchronize, torch, torch_device
 
 AGAIN = 3
-"""Repetitions of a wrong copy, which show whether the error persists."""
+"""Number of times that a wrong copy is repeated, to see whether the error persists."""
 LOCKED = ("cuda",)
 """Types of torch devices for which the host's pages are locked, so that copies are as fast as the link."""
 FLIPPED = 1 << 11
-"""The bit that a drill flips."""
+"""Mask of the bit that a drill (run with an injected fault) flips."""
 WAYS = {
     Way.TO_DEVICE: "on the way to the device",
     Way.TO_HOST: "on the way to the host",
@@ -50,16 +50,16 @@ CULPRITS = {
     Culprit.MEMORY: "the receiver's memory does not hold what it writes itself",
     Culprit.SOURCE: "the sender's memory no longer held it",
 }
-"""Culprit → the evidence against it in words."""
+"""Culprit (memory, transfer or source) → the evidence against it in words."""
 NAMES = {Way.TO_DEVICE: "to-device", Way.TO_HOST: "to-host"}
-"""Direction → its part of the names of cases."""
+"""Direction of a copy → the word for it in the names of cases."""
 
 
 class Copies:
-    """The copies between the host and one device. The probe copies only with `send` and `fetch`."""
+    """Memory on both sides, and the copies between host and device. The probe copies only with `send` and `fetch`."""
 
     def __init__(self, device: Any, words: int) -> None:
-        """Allocate memory on both sides; lock the host's pages where the backend can copy from locked pages."""
+        """Allocate `words` words on both sides; lock the host's pages if the backend can copy from locked pages."""
         locked = device.type in LOCKED
         self.host, self.back = (torch.empty(words, dtype=torch.int64, pin_memory=locked) for _ in range(2))
         self.there = torch.empty(words, dtype=torch.int64, device=device)
@@ -79,7 +79,7 @@ class Copies:
 
 @dataclass
 class _Round:
-    """One run: the copies, the fastest times, and the wrong results."""
+    """The state of one run: the copies, the fastest times, and the wrong results."""
 
     ctx: Context
     copies: Copies
@@ -88,7 +88,7 @@ class _Round:
     """Direction → seconds of the fastest copy."""
 
     def copy(self, way: Way) -> None:
-        """Copy once in one direction; keep the time if it is the fastest."""
+        """Copy once in one direction; keep the duration if it is the shortest."""
         synchronize(self.ctx.device)
         begun = time.perf_counter()
         (self.copies.send if way is Way.TO_DEVICE else self.copies.fetch)()
@@ -97,7 +97,7 @@ class _Round:
         self.seconds[way] = min(took, self.seconds.get(way, took))
 
     def there_and_back(self, name: str) -> Iterator[Comparison]:
-        """Copy a pattern to the device and back; yield one comparison for each direction."""
+        """Copy a pattern to the device and back; yield a comparison each way, the second only if memory is right."""
         copies, seed = self.copies, derive(self.ctx.seed, name)
         words = copies.host.numel()
         copies.host.copy_(make(name, words, seed, copies.host.device))
@@ -155,7 +155,7 @@ class _Round:
 
 
 def differences(expected: Any, there: Any) -> Evidence:
-    """Return the evidence of the differences that the device finds; only wrong words are copied to the host."""
+    """Return the evidence of differences between two tensors on the device; only wrong words are copied to the host."""
     where = torch.nonzero(bits(expected) != bits(there)).reshape(-1)[: evidence.EXAMINED]
     found = evidence.collect(expected[where].cpu(), there[where].cpu())
     numbers = where.tolist()
@@ -166,13 +166,13 @@ def differences(expected: Any, there: Any) -> Evidence:
 
 
 def traced(seen: Evidence, way: Way, culprit: Culprit) -> Evidence:
-    """Return the evidence with the direction of the transfer and the culprit."""
+    """Return the evidence `seen`, completed by the direction of the transfer and the culprit."""
     pattern = f"{WAYS[way]}, {CULPRITS[culprit]}: {seen.pattern}"
     return replace(seen, transfer=WrongTransfer(way=way, culprit=culprit), pattern=pattern)
 
 
 def again(seen: Evidence, wrong: Callable[[], bool]) -> Evidence:
-    """Return the evidence with the number of wrong repetitions of the same transfer."""
+    """Return the evidence with the number of wrong repetitions; `wrong` repeats the transfer once and judges it."""
     return replace(seen, repeats=AGAIN, repeats_wrong=sum(wrong() for _ in range(AGAIN)))
 
 
@@ -182,10 +182,10 @@ def case_of(way: Way, name: str) -> str:
 
 
 def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
-    """Copy every pattern to the device and back until the budget is spent, each at least once; yield the run's facts.
+    """Copy every pattern to the device and back until the time is over, each at least once; yield the facts of the run.
 
-    `words`: words of 64 bits in one copy. Clean copies of a pattern are counted in one comparison. Raises `Skip` if the
-    drill does not exist, `NoCase` if no case has a requested name.
+    `words`: words of 64 bits in one copy. Right copies of a pattern are counted in one comparison. Raises `Skip` if the
+    drill does not exist, and `NoCase` if no case has a requested name.
     """
     if ctx.drill and ctx.drill not in FAULTS:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(FAULTS)}")
@@ -254,4 +254,4 @@ FAULTS: dict[str, type[Copies]] = {
     "to-host": _WrongToHost,
     "device-memory": _WrongMemory,
 }
-"""Name of a drill → class of copies with this fault."""
+"""Name of a drill → class of copies that injects this fault."""

@@ -1,6 +1,6 @@
 """Slices of memory for WebGPU: storage buffers, which shaders write and compare.
 
-A wrong cell is distinguished from a wrong transfer as for torch's memory (`canaryd.worker.memory.cells`). The methods
+As for torch's memory, a wrong cell is distinguished from a wrong transfer (`canaryd.worker.memory.cells`). The methods
 take and return tensors in the host's memory.
 """
 
@@ -14,11 +14,11 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime import interface, wgsl
 
 AT_ONCE = 128
-"""Rows that one dispatch reads or writes: 8 MiB. The host compares all of them only where a word is wrong."""
+"""Number of rows that one shader call reads or writes: 8 MiB. The host compares all of them only if a word is wrong."""
 
 
 class Scratch:
-    """Buffers that all slices of one device share: the differences, a flag, and the present tile."""
+    """Buffers that all slices of one device share: differences, a flag "something differs", and the expected words."""
 
     def __init__(self, device: Device, rows: int) -> None:
         """Allocate memory for at most `rows` rows."""
@@ -35,7 +35,7 @@ class Scratch:
         return self.rows
 
     def tile(self, expected: Expected) -> Any:
-        """Return the buffer that holds the content of every row; upload it first where it changed."""
+        """Return the buffer with the expected words of a row; upload them first if they have changed."""
         if self._tile is not expected.tile:
             self._tile = expected.tile
             self.runtime.write(self._uploaded, 0, expected.tile)
@@ -43,7 +43,7 @@ class Scratch:
 
 
 class Words:
-    """The words of a buffer, by number: one word as an int, a range as a copy in a tensor of int64."""
+    """The words of a buffer, indexed by their number: one word is an int, a range is a copy in an int64 tensor."""
 
     def __init__(self, runtime: Any, buffer: Any, count: int) -> None:
         """Give access to the first `count` words of `buffer`."""

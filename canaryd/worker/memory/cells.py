@@ -12,31 +12,31 @@ from canaryd.worker.memory.slices import TILE, Expected, Slice, number_in
 from canaryd.worker.numeric.tensors import torch
 
 EXAMINED = 4096
-"""Most wrong words of one slice and pattern that are examined; further ones are only counted."""
+"""Largest number of wrong words of one slice and pattern that are examined; further ones are only counted."""
 TRACED = 4
-"""Most words of one group of rows for which the disturbing word is searched."""
+"""Largest number of wrong words of one group of rows for which the word that disturbs them is searched."""
 MARKS = (0x0F1E2D3C4B5A6978, 0x5A5A0FF0C33C6996)
-"""Two values that are written to one word to see whether another word shows them too (an alias, no coupling)."""
+"""Two values written to one word: another word that shows both shares its cell (an alias, no coupling)."""
 
 
 @dataclass
 class Wrong:
-    """The words of one slice that one pattern found wrong, oldest first."""
+    """The words of one slice that were wrong in one pattern, in the order in which they were found."""
 
     slices: Sequence[Slice]
-    """All slices under test."""
+    """All slices under test, not only the slice with the wrong words."""
     count: int = 0
     at: list[int] = field(default_factory=list)
     """Numbers of the wrong words within the slice, at most `EXAMINED`."""
     expected: list[int] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
-    """Bits that differed at the first read, as int64."""
+    """Wrong bits of each word at the first read, as int64."""
     cells: Counter[Cell] = field(default_factory=Counter)
     partner: int | None = None
-    """Number, counted over all slices, of the first word found to disturb or replace another; None if none was."""
+    """Number, over all slices, of the first word found to disturb or replace another word; None if there is none."""
 
     def add(self, memory: Slice, part: range, expected: Expected, difference: Any) -> None:
-        """Record the wrong words of a group of rows, and examine them before anything else is written."""
+        """Record the wrong words of a group of rows (`difference`: wrong bits); examine them before further writes."""
         flat = difference.reshape(-1)
         where = torch.nonzero(flat).reshape(-1)
         if self.at:  # an earlier look may have found them too
@@ -53,7 +53,7 @@ class Wrong:
             self._examine(memory, at, values, own=expected.own)
 
     def _examine(self, memory: Slice, at: Any, values: Any, *, own: bool) -> None:
-        """Read the words again, then write test values; count each in `cells`; leave the right value in each."""
+        """Classify words by reading again and by test values; count the kinds in `cells`; restore the right values."""
         again = memory.get(at)
         stays = again != values
         self.cells[Cell.TRANSFER] += int((~stays).sum())
@@ -72,7 +72,7 @@ class Wrong:
             self.cells[self._behaviour(memory, word, value, held, own=own, trace=number < TRACED)] += 1
 
     def _behaviour(self, memory: Slice, word: int, value: int, held: int, *, own: bool, trace: bool) -> Cell:
-        """Return how a word that was wrong but can be written behaves; `trace`: search the word that disturbs it."""
+        """Return the kind of error of a word that is not stuck; `held`: wrong value; `trace`: find its disturber."""
         number = number_in(held, sum(m.count for m in self.slices)) if own else None
         if number is not None:
             owner = next(m for m in reversed(self.slices) if m.first * TILE <= number)
@@ -87,7 +87,7 @@ class Wrong:
 
 
 def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, other_value: int) -> bool:
-    """Return whether `word` shows the values written to the word `other`; leave the right value in both."""
+    """Return whether `word` shows what is written to the word `other` of `owner`; restore the right value in both."""
     one, mine = (torch.tensor([number], device=memory.device) for number in (other, word))
     follows = []
     for mark in MARKS:
@@ -99,9 +99,9 @@ def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, oth
 
 
 def disturber(memory: Slice, word: int, value: int) -> int | None:
-    """Return the number of a word of the slice whose writing changes `word`, or None if no such word is found.
+    """Return the number of a word of the slice that changes `word` when it is written, or None if none is found.
 
-    `value` is what `word` must hold. The search halves the slice repeatedly and inverts the words of a half twice.
+    `value` is what `word` must hold. The search halves the slice repeatedly and inverts the words of each half twice.
     """
 
     def disturbed(start: int, stop: int) -> bool:
@@ -129,7 +129,7 @@ def disturber(memory: Slice, word: int, value: int) -> int | None:
 
 
 def holds(memory: Slice, wrong: Wrong, seconds: float) -> int:
-    """Write the wrong words again, wait for `seconds` without access, and return the number that are wrong then."""
+    """Write the wrong words again, wait for `seconds` without access; return how many are wrong afterwards."""
     at = torch.tensor(wrong.at, device=memory.device)
     values = torch.tensor(wrong.expected, dtype=torch.int64, device=memory.device)
     memory.put(at, values)

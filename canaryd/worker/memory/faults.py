@@ -1,4 +1,4 @@
-"""Faulty memory for drills and tests of detection: slices whose cells or transfers err as a model defines."""
+"""Faulty memory for drills (runs with an injected fault) and tests: slices whose cells or transfers err on purpose."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MODELS = {
     "transfer": Cell.TRANSFER,
     "leaking": Cell.LEAKING,
 }
-"""Name of a drill → the kind of wrong word that a sweep must report."""
+"""Name of a drill → the kind of wrong word that the memory test must report for it."""
 
 
 @dataclass
 class Model:
-    """A model of faulty memory. `flat`: a slice's words; `word`, `bit`: the faulty place; `other`: a second word."""
+    """A model of a memory fault. `flat`: a slice's words; `word`, `bit`: place of the fault; `other`: a second word."""
 
     name: str
     """One of `MODELS`, or "" for memory without a fault."""
@@ -59,7 +59,7 @@ class Model:
                 flat[high] = flat[low]
 
     def read(self, difference: Any) -> None:
-        """Flip one bit of `difference`, in place, at every third read: a wrong transfer from right memory."""
+        """Flip one bit of `difference`, in place, at every third read, as a wrong transfer from right memory does."""
         self.reads += 1
         if self.name == "transfer" and self.reads % 3 == 1:
             difference.view(-1)[mix64(self.word + self.reads) % difference.numel()] ^= self.bit
@@ -71,18 +71,18 @@ class Model:
 
 
 NAMES = (*MODELS, *faults.FAULTS)
-"""Every drill of memory: the models here, and the faults of other probes' results, which here change written words."""
+"""All drills of memory: the models here, and the faults of other probes' results, here applied to written words."""
 
 
 class Faulty(Slice):
-    """A mixin that makes the slice class behind it faulty."""
+    """A mixin that injects a fault into the slice class that follows it in the list of base classes."""
 
     model: Model = Model("")
     strike_rows: Callable[[int, int], None] = staticmethod(lambda _start, _stop: None)
-    """Injects a fault into the words start…stop - 1 after rows were written; writes of single words have none."""
+    """Function that injects a fault into the words start…stop - 1 after rows (not single words) were written."""
 
     def arm(self, name: str, case: str, seed: int) -> None:
-        """Inject the fault called `name` at a place drawn from `seed`; raise `KeyError` for an unknown name."""
+        """Choose the fault called `name`, at a place drawn from `seed`; raise `KeyError` for an unknown name."""
         size = self.count
         if name in MODELS:
             word = mix64(seed) % size

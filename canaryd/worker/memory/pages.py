@@ -8,7 +8,8 @@ import struct
 from pathlib import Path
 
 PRESENT, FRAME = 1 << 63, (1 << 55) - 1
-"""Bits of an entry of /proc/PID/pagemap: "the page is in memory", and the number of its frame (Linux, pagemap.rst)."""
+"""Masks for an entry of /proc/PID/pagemap: the bit "the page is in memory", and the bits of the frame number (Linux,
+pagemap.rst)."""
 
 
 def lock(address: int, size: int) -> bool:
@@ -24,7 +25,7 @@ def lock(address: int, size: int) -> bool:
 
 
 def physical_address(address: int, pagemap: Path = Path("/proc/self/pagemap")) -> int | None:
-    """Return the physical address of a virtual one of this process, or None where the system does not give it.
+    """Return the physical address of a virtual address of this process, or None if the system does not give it.
 
     The kernel shows frame numbers only to processes with CAP_SYS_ADMIN; other processes read zeros.
     """

@@ -1,7 +1,7 @@
-"""Slices of memory, and the few operations of a sweep on them, all computed on the device.
+"""Slices of memory, and the few operations of a memory test on them, all computed on the device.
 
-A slice has `rows` x `TILE` words of 64 bits. The number of a word determines its content: a word of the tile, which
-repeats in every row, or the number itself.
+A slice has `rows` x `TILE` words of 64 bits. The content of a word depends on its number: it is a word of the tile (the
+content of every row), or the number itself.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from canaryd.worker.memory import pages
 from canaryd.worker.numeric.tensors import torch
 
 TILE = 8191
-"""Words of a row. A prime of the form 2**13 - 1: no power of two is a multiple of it, so two words whose addresses
-differ in one bit never hold the same word of the tile."""
+"""Number of words in a row. It is a prime of the form 2**13 - 1, so no power of two is a multiple of it. Therefore two
+words whose addresses differ in one bit never hold the same word of the tile."""
 WORD = 8
 ROW = TILE * WORD
 LARGEST = 256 << 20
 """Largest size of one slice in bytes."""
 AT_ONCE = {"cpu": 16}
-"""Rows that one operation reads or writes: 1 MiB, so that the scratch memory stays in a processor's cache."""
+"""Device type → rows that one operation reads or writes: 1 MiB, so that the scratch memory fits a processor's cache."""
 AT_ONCE_ELSEWHERE = 1024
 OWN = 1 - (1 << 32)
-"""Factor: a word's number times this, minus 2**32, has the number in its lower half and its complement in the upper."""
+"""Factor for the pattern of own numbers. A word's number times this factor, minus 2**32, has the number in the lower
+half and its complement in the upper half."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Expected:
     """The right content of the words of a slice."""
 
     tile: Any
-    """int64, shape (TILE,), on the device: the content of each row; with `own`, the contents of row 0."""
+    """Content of each row, int64, shape (TILE,), on the device; with `own`, the content of row 0."""
     own: bool = False
     """True: each word holds its own number in its lower half, and the complement in its upper half."""
 
@@ -44,7 +45,7 @@ class Expected:
         return torch.add((first * (TILE * OWN) - (1 << 32))[:, None], self.tile, out=out)
 
     def values(self, row: int, at: Any) -> Any:
-        """Return the right content of the words `at` (int64: numbers within a slice whose first row is `row`)."""
+        """Return the right content of the words with the numbers `at` (int64) in a slice whose first row is `row`."""
         return (at + row * TILE) * OWN - (1 << 32) if self.own else self.tile[at % TILE]
 
     def inverted(self) -> Expected:
@@ -54,22 +55,22 @@ class Expected:
 
 
 def own_numbers(device: Any) -> Expected:
-    """Return the pattern in which each word holds its own number."""
+    """Return the pattern in which each word holds its own number, for tensors on `device`."""
     return Expected(torch.arange(TILE, dtype=torch.int64, device=device) * OWN, own=True)
 
 
 def number_in(value: int, words: int) -> int | None:
-    """Return the number of the word that holds `value` if each holds its own; None if none of `words` words does."""
+    """Return the number of the word that holds `value` if each word holds its own, or None if no word does."""
     low, high = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
     number = low + ((high + low + 1 & 0xFFFFFFFF) << 32)
     return number if number < words else None
 
 
 class Slice:
-    """One allocation under test. Every read and write of the sweep goes through these methods."""
+    """One block of allocated memory under test. The test reads and writes it only through these methods."""
 
     def __init__(self, rows: int, first: int, device: Any, scratch: Any) -> None:
-        """Allocate `rows` rows. `first`: rows of all slices before this one; `scratch`: shared rows for differences."""
+        """Allocate `rows` rows. `first`: rows in all earlier slices; `scratch`: shared memory for differences."""
         self.rows, self.first = rows, first
         self.words: Any = torch.empty((rows, TILE), dtype=torch.int64, device=device)
         self.flat: Any = self.words.view(-1)
@@ -77,7 +78,7 @@ class Slice:
 
     @property
     def address(self) -> int | None:
-        """Virtual address of the first byte, in the numbering of process or driver; None if unknown."""
+        """Virtual address of the first byte, as the process or the driver counts addresses; None if it is unknown."""
         return int(self.words.data_ptr())
 
     @property
@@ -95,7 +96,7 @@ class Slice:
         return self.device.type == "cpu" and pages.lock(int(self.words.data_ptr()), self.words.nbytes)
 
     def parts(self) -> list[range]:
-        """Return the rows in ascending groups, each for one operation."""
+        """Return ranges of row numbers, ascending, each small enough for one operation."""
         at_once = len(self._scratch)
         return [range(start, min(self.rows, start + at_once)) for start in range(0, self.rows, at_once)]
 
@@ -104,19 +105,19 @@ class Slice:
         expected.into(self.words[part.start : part.stop], self.first + part.start)
 
     def difference(self, part: range, expected: Expected) -> Any:
-        """Read a group of rows once; return its wrong bits, int64 (rows, TILE), valid until the next call."""
+        """Read rows once; return int64 (rows, TILE) with a 1 for each wrong bit, valid until the next call."""
         out, words = self._scratch[: len(part)], self.words[part.start : part.stop]
         if expected.own:
             return expected.into(out, self.first + part.start).bitwise_xor_(words)
         return torch.bitwise_xor(words, expected.tile, out=out)
 
     def get(self, at: Any) -> Any:
-        """Return single words read again from memory: reading all other words first empties the caches."""
+        """Return the words numbered `at`, read again from memory: reading all others first empties the caches."""
         self.words.sum()
         return self.flat[at]
 
     def put(self, at: Any, values: Any) -> None:
-        """Write single words."""
+        """Write `values` to the words with the numbers `at`."""
         self.flat[at] = values
 
     def invert(self, start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Test slices of memory with patterns, and yield the comparisons."""
+"""Test slices of memory with patterns of words, and yield the comparisons."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from canaryd.worker.runtime import interface
 
 ALTERNATING = 0x5555555555555555
 FIRST = 64
-"""Wrong words that are reported with their bits."""
+"""Number of wrong words that are reported with their bits."""
 WRONG_ENOUGH = 8
-"""Wrong slices of one pattern after which the pattern stops."""
+"""Number of slices with wrong words after which a pattern stops."""
 RESERVE = 512 << 20
 """Bytes of a device's memory that a sweep never takes: the driver and other processes need some."""
 HOST_RESERVE = 2 << 30
-"""Bytes of the host's memory that a sweep never takes; at least an eighth of the free memory."""
+"""Bytes of the host's memory that a sweep never takes, or an eighth of the free memory if that is more."""
 UNREPORTED = 1 << 30
-"""Most bytes of a sweep where the runtime reports no free memory: a server on the device may need the rest."""
+"""Most bytes that a sweep takes if the runtime reports no free memory: a server on the device can need the rest."""
 OF_ROOM = 2
-"""Divisor: beside a server a sweep takes this part of the budget's memory, because torch itself needs some."""
+"""Divisor of the memory that is free beside a server: a sweep takes only this part, because torch itself needs some."""
 
 
 @dataclass
 class Sweep:
-    """One run: the slices under test, and the operations of the patterns on them."""
+    """The state of one memory test: the slices under test, and the operations that patterns consist of."""
 
     ctx: Context
     slices: list[Slice]
@@ -58,7 +58,7 @@ class Sweep:
     trials: int = 0
     bytes_read: int = 0
     wrong: dict[int, cells.Wrong] = field(default_factory=dict)
-    """Number of a slice → its wrong words in the present pattern."""
+    """Number of a slice → the words that were wrong in the current pattern."""
 
     def fill(self, expected: Expected) -> Iterator[None]:
         """Write every word of every slice; yield after each slice."""
@@ -69,7 +69,7 @@ class Sweep:
             yield
 
     def look(self, number: int, memory: Slice, part: range, expected: Expected) -> None:
-        """Read and compare a group of rows once; examine its wrong words."""
+        """Read a group of rows of slice `number` once, compare it, and examine the wrong words."""
         self.ctx.pace()
         difference = memory.difference(part, expected)
         self.bytes_read += len(part) * ROW
@@ -86,14 +86,14 @@ class Sweep:
 
 
 def address(sweep: Sweep) -> Iterator[None]:
-    """Write each word's own number and compare: two addresses that share a cell show, over all slices."""
+    """Write its own number to each word and compare: two addresses that share a cell are found, over all slices."""
     expected = own_numbers(sweep.slices[0].device)
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
 
 
 def inversions(sweep: Sweep) -> Iterator[None]:
-    """Read and invert all words upwards, then downwards (moving inversions), over neighbours read before."""
+    """Read and invert all words upwards, then downwards (moving inversions), next to words that were read before."""
     device = sweep.slices[0].device
     plain = Expected(torch.full((TILE,), ALTERNATING, dtype=torch.int64, device=device))
     inverse = plain.inverted()
@@ -112,7 +112,7 @@ def inversions(sweep: Sweep) -> Iterator[None]:
 
 
 def random(sweep: Sweep) -> Iterator[None]:
-    """Write random words and compare them twice: between the two reads of a word all other memory is read."""
+    """Write random words and compare them twice: all other memory is read between the two reads of a word."""
     expected = _random_tile(sweep, "random")
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
@@ -183,9 +183,9 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
 
 
 def _asked_for(ctx: Context) -> list[tuple[str, str]]:
-    """Return the cases that `ctx.cases` selects, each with its pattern; raise `NoCase` if there is none.
+    """Return (case, pattern) for each case that `ctx.cases` selects; raise `NoCase` if there is none.
 
-    Sizes in names are ignored: the size follows from the free memory, so a retest may have another one.
+    Sizes in names are ignored: the size follows from the free memory, so a retest can have another one.
     """
     names = [(f"int64/{name}/sweep", name) for name in PATTERNS]
     wanted = [case.partition("@")[0] for case in ctx.cases]
@@ -198,9 +198,9 @@ def _asked_for(ctx: Context) -> list[tuple[str, str]]:
 
 
 def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
-    """Run a pattern over all slices; return False if the budget ended, or enough was wrong, before its end.
+    """Run a pattern over all slices; return True if it reached its end.
 
-    The run never stops inside a slice.
+    Return False if the time ended first, or if enough slices were wrong. The run never stops inside a slice.
     """
     for _ in pattern:
         if len(sweep.wrong) >= WRONG_ENOUGH or (sweep.ctx.left <= 0.0 and len(sweep.slices) > 1):
@@ -209,7 +209,7 @@ def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
 
 
 def allocate(ctx: Context, most: int) -> list[Slice]:
-    """Return slices of at most `LARGEST` bytes each and `most` bytes together, less where less memory is free.
+    """Return slices of at most `LARGEST` bytes each, together `most` bytes or less if less memory is free.
 
     Raises `Skip` if not even one row is free.
     """

@@ -36,12 +36,12 @@ from canaryd.worker.numeric.stack import cudnn_version
 from canaryd.worker.numeric.tensors import Format, torch
 
 GAP = 128.0
-"""Least distance of a losing score below the winner, after scaling, for float32 and narrower: exp(-104) already
-rounds to zero in float32 with subnormals."""
+"""Smallest difference, after scaling, between the winning score and any other score, for float32 and narrower formats.
+exp(-104) already rounds to zero in float32 with subnormals."""
 GAP_FLOAT64 = 1024.0
-"""Least distance for float64, where exp(-745) is the last nonzero value."""
+"""Smallest difference between the winning score and other scores for float64; exp(-745) is the last nonzero value."""
 LARGEST_SCORE = 60_000.0
-"""Largest magnitude of a score: some kernels keep scores in float16."""
+"""Largest permitted magnitude of a score, because some kernels keep scores in float16."""
 
 CONTENTS = ("onehot", "uniform", "rising", "falling")
 MASKS = ("none", "causal", "bool", "float")
@@ -49,7 +49,7 @@ MASKS = ("none", "causal", "bool", "float")
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention problem to build."""
+    """The description of one attention problem: content class, format, kind of mask, sizes."""
 
     content: str
     form: Format
@@ -61,7 +61,7 @@ class Attention:
     S: int
     D: int
     bits: int = 53
-    """Most significant bits of a value; fewer than the format's where the kernel multiplies with fewer."""
+    """Largest number of significant bits of a value; fewer than the format's if the kernel multiplies fewer bits."""
 
     @property
     def shape(self) -> str:
@@ -70,20 +70,22 @@ class Attention:
 
 
 THREE_PRODUCTS = 20
-"""Significant bits of a float32 value that three TF32 products keep exactly: each half holds 11 bits, the second half
-those that rounding removed from the first (NVIDIA CUTLASS, example 27_ampere_3xtf32_fast_accurate_tensorop_gemm)."""
+"""Number of significant bits of a float32 value that a kernel keeps when it computes with three TF32 products. Each
+value is split into two parts of 11 bits: the second part holds bits that rounding removed from the first (NVIDIA
+CUTLASS, example 27_ampere_3xtf32_fast_accurate_tensorop_gemm)."""
 
 
 SOUND_CUDNN = 9, 10, 2
-"""Oldest cuDNN version whose attention may accuse a device. Before 9.10 minus infinity in a mask may give NaN; NVIDIA
-disables 9.10.0 and 9.10.1 for known errors (NVIDIA/cudnn-frontend, attn_score_modifiers.h, get_negative_inf_value;
-sdpa_support_surface.h; jax pull request 22078)."""
+"""Oldest cuDNN version whose wrong attention results count as evidence against a device. Before 9.10, minus infinity in
+a mask can give NaN. NVIDIA disables 9.10.0 and 9.10.1 for known errors (NVIDIA/cudnn-frontend, attn_score_modifiers.h,
+get_negative_inf_value; sdpa_support_surface.h; jax pull request 22078)."""
 
 
 def value_bits(device: Device, form: str, kernel: str) -> int:
-    """Return the number of significant bits of a value that a kernel keeps: all bits of the format, with one exception.
+    """Return the number of significant bits of a value that a kernel keeps.
 
-    Memory-efficient float32 attention on accelerators consists of TF32 products and keeps fewer.
+    This is the number of the format's bits, with one exception: memory-efficient float32 attention on accelerators
+    consists of TF32 products and keeps fewer bits.
     """
     three = device.backend != "cpu" and form == "float32" and kernel.upper() == "EFFICIENT_ATTENTION"
     return THREE_PRODUCTS if three else 53
@@ -127,12 +129,13 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
 
 
 _UNPLANNED: dict[tuple[Any, ...], str] = {}
-"""Problem for which cuDNN has no plan → reason. Some torches keep an empty plan of such a problem, and the process dies
-when it uses that plan (pytorch, aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop)."""
+"""Problems for which cuDNN has no plan: key of the problem → reason. Some torch versions keep an empty plan for such
+a problem, and the process dies when it uses that plan (pytorch, aten/src/ATen/native/cudnn/MHA.cpp,
+run_cudnn_SDP_fprop)."""
 
 
 def _unsound(query: Any, *, causal: bool) -> str:
-    """Return the reason why a wrong answer of cuDNN's kernel is no evidence against the device, or "" if it is.
+    """Return the reason why a wrong result of cuDNN's kernel does not count against the device, or "" if it counts.
 
     Sources: pytorch issue 193893 (different answers on B200), for which newer torches refuse one query there (MHA.cpp,
     check_cudnn_sdpa_decode); cuDNN 9.18.1 release notes, "Known Issues" (one query under a causal mask).
@@ -150,7 +153,7 @@ def _unsound(query: Any, *, causal: bool) -> str:
 
 
 def _why_no_kernel(kernel: str, call: Any) -> str:
-    """Return torch's warning after "… kernel not used because:", which says why it does not use this kernel."""
+    """Return torch's warning with the reason why it does not use this kernel, or "" if torch gives no reason."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(RuntimeError):
@@ -164,9 +167,10 @@ def _why_no_kernel(kernel: str, call: Any) -> str:
 
 
 def build(spec: Attention, seed: int) -> Problem:
-    """Build query (B, H, L, D), key and value (B, G, S, D), a mask (L, S) or an empty tensor, and the golden.
+    """Build an attention problem: operands and golden (the one right result).
 
-    Raises `Inexact` when the sizes leave no room for the codes or the values break the bound.
+    The operands are query (B, H, L, D), key and value (B, G, S, D), and a mask (L, S) or an empty tensor. Raises
+    `Inexact` if the sizes leave no room for the codes, or if the sums exceed the bound of exact arithmetic.
     """
     B, H, G, L, S = spec.B, spec.H, spec.G, spec.L, spec.S
     size = {"uniform": 8}.get(spec.content, 1)  # keys per group: the winners of one query
@@ -208,12 +212,12 @@ def build(spec: Attention, seed: int) -> Problem:
 
 
 def _accumulator(form: Format) -> int:
-    """Return the significant bits of the sum over keys: softmax and its products accumulate in float32 at least."""
+    """Return the number of significant bits of the sums over keys: 53 for float64, else 24 (float32 is the least)."""
     return 53 if form.name == "float64" else 24
 
 
 def _groups(spec: Attention, seed: int, size: int) -> Any:
-    """Return the group of each key: key 0 alone (early rows of a causal mask see only it), then groups of `size`."""
+    """Return the group number of each key: key 0 alone (early causal rows see only it), then groups of `size` keys."""
     masked = spec.mask in ("bool", "float")
     if size >= spec.S or (masked and spec.S < 3):
         raise Inexact(f"{spec}: fewer keys than one group")
@@ -233,7 +237,7 @@ def _groups(spec: Attention, seed: int, size: int) -> Any:
 
 
 def _numbered(length: int, size: int) -> Any:
-    """Return the group of each key, in order of position; keys left over form a last group that no query selects."""
+    """Return the group number of each key, in order of position; no query selects the last, incomplete group."""
     n = (length - 1) // size
     group = torch.full((length,), n + 1, dtype=torch.int64)
     group[0] = 0
@@ -242,14 +246,14 @@ def _numbered(length: int, size: int) -> Any:
 
 
 def _winner(spec: Attention, seed: int) -> int:
-    """Return the position of a ladder's winning key: last where maxima rise under no mask, otherwise first."""
+    """Return the position of the key with the highest score: near the end for "rising" without a mask, otherwise 0."""
     if spec.mask != "none":
         return 0
     return spec.S - 1 - int(below(seed, "winner", (1,), min(4, spec.S))) if spec.content == "rising" else 0
 
 
 def _asked(spec: Attention, seed: int, size: int) -> Any:
-    """Choose the group that each query selects, among the groups whose keys it can all see."""
+    """Return the number of the group that each query selects, (B, H, L); the query sees all keys of that group."""
     if spec.content in ("rising", "falling"):
         return torch.zeros((spec.B, spec.H, spec.L), dtype=torch.int64)
     seen = torch.full((spec.L,), spec.S)
@@ -272,7 +276,7 @@ def _allowed(spec: Attention) -> Any:
 
 
 def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
-    """Return values with full significands; in groups of several keys, pairs cancel and the last two leave the mean."""
+    """Return values (B, G, S, D) with full significands; within a group, pairs cancel except for the last two."""
     p = min(spec.form.bits, spec.bits if size == 1 else min(spec.bits, _accumulator(spec.form) - 4))
     values = signed(seed, "v", (spec.B, spec.G, spec.S, spec.D), 1 << (p - 1), (1 << p) - 1)
     if size == 1:
@@ -293,7 +297,10 @@ def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
 
 
 def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
-    """Return queries and keys with codes in pairs: key (c, 1 - c), query -(1 - c, c); equal codes give only zeros."""
+    """Return queries and keys built from bit codes: their product is 0 if the codes are equal, else far below 0.
+
+    A key with code c holds (c, 1 - c), a query for code c holds -(1 - c, c): for equal codes all terms are zero.
+    """
     width = max(1, longest(member))
     repeat = spec.D // (2 * width)
     if repeat < 1:
@@ -317,7 +324,7 @@ def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any
 
 
 def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
-    """Return queries and keys whose scores climb to the winner, or fall from it: running maxima change often."""
+    """Return queries and keys whose scores rise to the highest one or fall from it: running maxima change often."""
     winner = _winner(spec, seed)
     distance = (torch.arange(spec.S) - winner).abs().to(torch.float64)
     steps = torch.ceil(distance / max(1.0, spec.S / 128))  # at most 128 steps: exact in bfloat16, within float16
@@ -333,7 +340,7 @@ def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
 def _witness(
     spec: Attention, member: Any, ask: Any, allowed: Any, values: Any, total: Any, owner: Any, seed: int
 ) -> bool:
-    """Compute sampled answers again in plain Python from the definition; return False if one differs."""
+    """Return whether 16 sampled answers are right, computed again in plain Python from the definition."""
     shape = tuple(total.shape)
     for sample in below(seed, "witness", (16, 4), 1 << 40).tolist():
         b, h, row, d = (value % size for value, size in zip(sample, shape, strict=True))

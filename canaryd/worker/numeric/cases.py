@@ -1,4 +1,4 @@
-"""The cases of an exact probe: their definition, the selection for a run, and reasons for skipped cases."""
+"""The test cases of probes with exactly known results: their definition, selection, and reasons for skipped cases."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Elsewhere, Unsupported
 
 QUOTED = 90
-"""Most characters of a backend's error that the reason of a skipped case quotes."""
+"""Largest number of characters of a backend's error message that the reason of a skipped case quotes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One golden to verify: a function that builds it from a seed, and one that computes it on the device."""
+    """One test case: a function that builds operands and golden (the right result), and one that runs on the device."""
 
     name: str
-    """"dtype/content/shape-kind/layout@sizes": the part before "@" is stable, the sizes follow from the budget."""
+    """Name "dtype/content/shape-kind/layout@sizes"; the part before "@" is stable, the sizes depend on the time."""
     build: Callable[..., Problem]
-    """Function seed → problem."""
+    """Function that takes a seed and returns the problem: operands and golden."""
     compute: Callable[[tuple[Any, ...], Any], Any]
-    """Function (operands on the device, a result to overwrite or None) → contiguous result."""
+    """Function that takes (operands on the device, a result to overwrite or None) and returns a contiguous result."""
     characterised: bool = True
-    """Whether canaryd ships it as characterised (`is_characterised`)."""
+    """Whether canaryd knows that healthy devices of this kind give the right result (`is_characterised`)."""
     struck: int = 0
-    """Index of the operand that an injected operand fault changes: one in which every bit reaches the result."""
+    """Index of the operand that an injected fault changes. Every bit of this operand affects the result."""
     fixed: bool = False
-    """True: built from FIXED_SEED, computed in one trial, part of the fingerprint."""
+    """True if the case is built from `FIXED_SEED`, computed once, and part of the fingerprint of the device."""
     product: Product | None = None
-    """The product, if a device may gather fresh operands of it for every turn; `build` then takes a `turn`."""
+    """The product, if the device can gather new operands for it; `build` then also takes the draw's number `turn`."""
     stem: str = ""
-    """Text that the seed is derived from, if cases of other sizes share their pools; "": the name before "@"."""
+    """Text from which the seed is derived, if cases of other sizes draw from the same pools. With "", the seed is
+    derived from the name before "@"."""
 
     def at(self, turn: int) -> Case:
-        """Return one turn as a separate case whose operands the host makes: "name#turn"; the first turn is "name"."""
+        """Return a case for draw number `turn` of the operands, which the host makes.
+
+        The case is called "name#turn", or "name" for turn 0.
+        """
         name = f"{self.name}#{turn}" if turn else self.name
         return replace(self, name=name, build=partial(self.build, turn=turn), product=None)
 
@@ -57,17 +61,18 @@ def chosen(ctx: Context, name: str) -> bool:
 
 
 def selects(want: str, name: str) -> bool:
-    """Return whether `want`, an item of `ctx.cases`, selects a case: "*", its name, or a prefix before "/" or "@".
+    """Return whether `want` selects the case `name`: if it is "*", the name, or the part of it before a "/" or "@".
 
-    With "*" a run tries every variant of every case until its budget is spent, whatever its level.
+    With "*" a run tries every variant of every case until its time is spent, at any level of thoroughness.
     """
     return want in ("*", name) or (name.startswith(want) and name[len(want)] in "/@")
 
 
 def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
-    """Return the reason why the device does not support this problem, or "" if it computed it with strict switches.
+    """Return the reason why the device does not support this problem, or "" if it computed the problem.
 
-    Any other error is raised: a failing device must not look like a missing kernel.
+    The device computes with torch's strict switches on. Any other error is raised: a failing device must not look like
+    a missing kernel.
     """
     runtime = interface.of(device)
     try:
@@ -85,7 +90,7 @@ class Refused(Exception):
 
 
 def first_result(device: Device, compute: Callable[[tuple[Any, ...], Any], Any], operands: tuple[Any, ...]) -> Any:
-    """Return the first result of an upload; raise `Refused` if there is no kernel for it."""
+    """Return the result of the first computation on new operands; raise `Refused` if no kernel supports them."""
     try:
         return compute(operands, None)
     except Exception as error:
@@ -95,7 +100,7 @@ def first_result(device: Device, compute: Callable[[tuple[Any, ...], Any], Any],
 
 
 def why_refused(device: Device, error: Exception) -> str:
-    """Return the reason to report for a case that this error made the run skip."""
+    """Return the reason to report for a case that was skipped because of `error`."""
     if isinstance(error, Elsewhere):
         return str(error)  # whole: it names the nodes
     text = (str(error).splitlines() or ["no reason given"])[0]
@@ -117,7 +122,7 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
 
 
 def none_supported(device: Device, what: str, *reasons: str) -> str:
-    """Return the sentence that the device supports none of `what`, with the first reason."""
+    """Return a sentence that the device supports none of `what`, followed by the first of the `reasons`."""
     return f"this {device.runtime} on {device.unit} supports no {what}" + "".join(f": {why}" for why in reasons[:1])
 
 

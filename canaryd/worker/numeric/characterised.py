@@ -1,6 +1,6 @@
-"""The tables that canaryd ships as characterised: widths of partial sums on devices, and where its goldens hold.
+"""Tables of what canaryd knows about healthy devices: the width of partial sums, and where results are exact.
 
-Everything else is characterised by evidence, which is the task of canaryd/judge/characterised.py.
+What is not in these tables must be shown by evidence, which is the task of canaryd/judge/characterised.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class Accumulator:
 
 
 def accumulator(device: Device, source: str) -> Accumulator:
-    """Return the narrowest format in which a kernel of `device` may keep partial sums of `source` products.
+    """Return the width of the narrowest format in which a kernel of `device` can keep partial sums.
 
-    Sources: NVIDIA CUDA C++ Programming Guide (float32 accumulation of tensor cores, when reduced-precision reduction
-    is off); M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021 (additions inside a block are
-    aligned and truncated: two bits of margin); DeepSeek-V3 report, section 3.3.2 (FP8 on Hopper accumulates about 14
-    bits: one bit of margin). x86 CPUs: `benchmarks/clean_runs.py`, see benchmarks/results/.
+    `source` is the format of the operands. Sources: NVIDIA CUDA C++ Programming Guide (float32 accumulation of tensor
+    cores, when reduced-precision reduction is off); M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ
+    CS 2021 (additions inside a block are aligned and truncated: two bits of margin); DeepSeek-V3 report, section 3.3.2
+    (FP8 on Hopper accumulates about 14 bits: one bit of margin). x86 CPUs: `benchmarks/clean_runs.py`, see
+    benchmarks/results/.
     """
     if device.runtime != TORCH:
         return _accumulator_elsewhere(device, source)
@@ -73,18 +74,19 @@ SHOWN: Mapping[str, tuple[str, str]] = {
     "onnx-cpu": ("onnxruntime", "1.32.0"),
     "jax-cpu": ("jax", "0.10.2"),
 }
-"""Backend of another runtime than torch → its package, and the version with which a healthy x86 processor was right in
-every class in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Evidence characterises other versions."""
+"""Backends of runtimes other than torch: backend → package, and the version with which a healthy x86 processor was
+right in every class in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Other versions need their own
+evidence."""
 
 
 def is_shown(device: Device) -> bool:
-    """Return whether a device of another runtime than torch runs the version in `SHOWN`."""
+    """Return whether a device of a runtime other than torch runs the package version that `SHOWN` lists."""
     package, version = SHOWN.get(device.backend, ("", ""))
     return bool(package) and is_x86(device) and device.detail.get(package) == version
 
 
 def _accumulator_elsewhere(device: Device, source: str) -> Accumulator:
-    """Return the `accumulator` of a device of another runtime than torch.
+    """Return the width of partial sums (see `accumulator`) for a device of a runtime other than torch.
 
     On x86 processors MLX and ONNX Runtime multiply 16-bit formats in float32 (measured as `characterise` does: 24 bits
     kept). CUDA's tensor cores are as under torch; ONNX Runtime has no known switch that forbids float16 sums there.
@@ -110,10 +112,10 @@ training products multiply float32 in float16 (precision mode force_fp16)."""
 
 
 def is_characterised(device: Device, source: str, *, rounds_nothing: bool = False) -> bool:
-    """Return whether canaryd ships the cases of a format as characterised on a device (docs/goldens.md).
+    """Return whether canaryd knows that healthy devices of this kind give right results for a format (docs/goldens.md).
 
-    It does for cases without rounding on the backends in `SETTLED`, unless the environment overrides the switches.
-    Processors have a table of their own. The judge characterises everything else by evidence.
+    This holds for cases without rounding on the backends in `SETTLED`, unless the environment overrides the switches.
+    Processors have a table of their own. Everything else needs evidence, which the judge weighs.
     """
     if overrides():
         return False
@@ -121,5 +123,5 @@ def is_characterised(device: Device, source: str, *, rounds_nothing: bool = Fals
 
 
 def is_settled(device: Device) -> bool:
-    """Return whether canaryd ships the integer and index kernels of a device as characterised."""
+    """Return whether canaryd knows that integer and index kernels are right on healthy devices of this kind."""
     return device.backend in ("cpu", *SETTLED) or is_shown(device)

@@ -52,11 +52,12 @@ Bounded = tuple[Any, Any]
 
 
 def unit(device: Device, source: str) -> float:
-    """Return the unit roundoff of the partial sums of `source` products on `device`.
+    """Return the unit roundoff (largest relative rounding error) of partial sums on `device`; `source`: operand format.
 
-    For tensor cores it is four times 2**-bits: they truncate instead of rounding (twice), and align all products of a
-    block to the largest before adding (each loses less than one unit of the largest: twice again; M. Fasi et al.,
-    PeerJ CS 2021). For FP8, `exact.accumulator` already includes one of these margins for tensor cores.
+    For tensor cores it is four times 2**-bits. They truncate instead of rounding, which doubles the error. They align
+    all products of a block to the largest before adding, so that each loses less than one unit of the largest, which
+    doubles it again (M. Fasi et al., PeerJ CS 2021). For FP8, `exact.accumulator` already includes one of these two
+    factors.
     """
     if device.backend == "cpu" and source.startswith("float8"):
         return SINGLE  # their products are exact in float32, in which CPUs add them
@@ -72,12 +73,12 @@ def roundoff(form: Format) -> float:
 
 
 def reach(*steps: tuple[float, float]) -> float:
-    """Return the largest relative change by factors (1 + d)**±1; `steps`: pairs of their number and unit roundoff."""
+    """Return the largest relative change by factors (1 + d)**±1; `steps`: pairs (number of factors, largest |d|)."""
     return math.expm1(sum(-count * math.log1p(-u) for count, u in steps))
 
 
 def allowed(bounded: Bounded, form: Format) -> Bounded:
-    """Return the bounds with a rounding to `form` added: half a unit in the last place of the largest value allowed."""
+    """Return the bounds after one more rounding, to `form`: half a unit in the last place is added to the tolerance."""
     reference, tolerance = bounded[0], bounded[1] * WIDER
     exponent = torch.frexp(reference.abs() + tolerance).exponent - 1
     half = torch.ldexp(torch.ones_like(reference), exponent.clamp(min=form.emin) - form.bits)
@@ -85,36 +86,36 @@ def allowed(bounded: Bounded, form: Format) -> Bounded:
 
 
 def dot(a: Any, b: Any, u: float, *more: tuple[float, float]) -> Bounded:
-    """Return the bounds of a @ b (…, M, K) x (…, K, N) in any order of sums; `more`: the operands' own roundings."""
+    """Return reference and tolerance of a @ b; `u`: unit roundoff of the sums, `more`: other roundings, for `reach`."""
     return a @ b, (a.abs() @ b.abs()) * reach((a.shape[-1], u), *more)
 
 
 def elementary(function: Any, x: Any) -> Bounded:
-    """Return the bounds of a float32 function: `ULPS` units in the last place, each at most 2u of the value."""
+    """Return reference and tolerance of a float32 function: `ULPS` last-place units, each at most 2u of the value."""
     reference = function(x)
     return reference, reference.abs() * reach((2 * ULPS, SINGLE))
 
 
 def rsqrt(x: Any, form: Format) -> Bounded:
-    """Return the bounds of 1 / sqrt(x): torch's scalar code writes the root in `form` before it divides."""
+    """Return reference and tolerance of 1 / sqrt(x); torch's scalar code rounds the root to `form` before dividing."""
     reference, tolerance = elementary(torch.rsqrt, x)
     return reference, tolerance + (reference.abs() + tolerance) * reach((1, roundoff(form)), (2, SINGLE))
 
 
 def erf(x: Any) -> Bounded:
-    """Return the bounds of erf, an absolute error: near zero the vectorised formula subtracts 1 from nearly 1."""
+    """Return reference and tolerance of erf, an absolute error: near 0 the formula subtracts 1 from nearly 1."""
     reference, tolerance = elementary(torch.erf, x)
     return reference, tolerance + ERF
 
 
 def silu(x: Any) -> Bounded:
-    """Return the bounds of x / (1 + exp(-x)): an exponential, an addition of positive terms, a division, a product."""
+    """Return reference and tolerance of x / (1 + exp(-x)): exponential, sum of positive terms, division, product."""
     reference = x * torch.sigmoid(x)
     return reference, reference.abs() * reach((2 * ULPS + 3, SINGLE))
 
 
 def swiglu(gate: Any, up: Any, form: Format) -> Bounded:
-    """Return the bounds of silu(gate) * up; a kernel may write the first factor in `form` and read it again."""
+    """Return reference and tolerance of silu(gate) * up; a kernel can store the first factor in `form`."""
     reference, tolerance = silu(gate)
     tiny = 2.0 ** (form.emin - form.bits)  # half the spacing of subnormals, where the first factor is one
     relative = reach((1, roundoff(form)), (2, SINGLE))
@@ -123,7 +124,7 @@ def swiglu(gate: Any, up: Any, form: Format) -> Bounded:
 
 
 def gelu(x: Any) -> Bounded:
-    """Return the bounds of x/2 (1 + erf(x/sqrt 2)): near erf = -1 the sum cancels, so the error is the absolute `ERF`.
+    """Return reference and tolerance of x/2 (1 + erf(x/sqrt 2)): near erf = -1 the sum cancels, so the error is `ERF`.
 
     The argument is rounded twice; |z erf'(z)| ≤ sqrt(2/(pi e)) < 1/2, so this changes erf by at most 2u / 2 = u.
     """
@@ -133,7 +134,7 @@ def gelu(x: Any) -> Bounded:
 
 
 def rope(x: Any, cosine: Any, sine: Any, form: Format) -> Bounded:
-    """Return the bounds of x cos + rotate(x) sin; a kernel may write each of the three operations in `form`."""
+    """Return reference and tolerance of x cos + rotate(x) sin; a kernel can round all three operations to `form`."""
     turned = rotate(x)
     size = (x * cosine).abs() + (turned * sine).abs()
     return x * cosine + turned * sine, size * reach((2, roundoff(form)), (2, SINGLE)) + 2.0 ** (form.emin - form.bits)
@@ -146,9 +147,10 @@ def rotate(x: Any) -> Any:
 
 
 def rms_norm(x: Any, weight: Any, eps: float, form: Format) -> Bounded:
-    """Return the bounds of x rsqrt(mean(x²) + eps) weight; the sum has no cancellation, the root halves its error.
+    """Return reference and tolerance of x rsqrt(mean(x²) + eps) weight.
 
-    A kernel may write x times the root in `form` before it multiplies by the weight.
+    The sum has no cancellation, and the root halves its error. A kernel can write x times the root in `form` before it
+    multiplies by the weight.
     """
     reference = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     steps = ((x.shape[-1] / 2 + 2, SINGLE), (2 * ULPS + 2, SINGLE), (1, roundoff(form)))
@@ -156,7 +158,7 @@ def rms_norm(x: Any, weight: Any, eps: float, form: Format) -> Bounded:
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Bounded:
-    """Return the bounds of (x - mean) / sqrt(variance + eps) weight + bias for every common variance algorithm.
+    """Return reference and tolerance of (x - mean) / sqrt(variance + eps) weight + bias for every usual algorithm.
 
     The mean errs by g mean|x| with g = gamma of n + 4 roundings. Let Q = mean(x²), which is ≥ mean² and ≥ variance. The
     textbook formula errs by g Q in mean(x²) and 2 |mean| g mean|x| ≤ 2 g Q in mean²; the two-pass one by less; updating
@@ -180,12 +182,13 @@ def layer_norm(x: Any, weight: Any, bias: Any, eps: float) -> Bounded:
 
 
 def weights(scores: Any, error: Any) -> Bounded:
-    """Return softmax(scores) over the last axis and the relative error theta of each; `error`: errors of the exponents.
+    """Return softmax(scores) over the last axis, and the relative error of each value.
 
-    Subtracting the largest score rounds once, and kernels that use exp2 multiply by a rounded log2(e): at most 4u times
-    |score - largest|; the choice of the subtracted score cancels. With exponents off by theta_j, p_j is multiplied by
-    at most exp(theta_j), and the sum is multiplied or divided by at most sum p exp(theta) =: exp(m) (Jensen), so that
-    theta_j + m bounds the logarithm of the change. Masked entries have p = 0 and do not count.
+    `error` holds the errors theta of the exponents. Subtracting the largest score rounds once, and kernels that use
+    exp2 multiply by a rounded log2(e): at most 4u times |score - largest|; the choice of the subtracted score cancels.
+    With exponents off by theta_j, p_j is multiplied by at most exp(theta_j), and the sum is multiplied or divided by at
+    most sum p exp(theta) =: exp(m) (Jensen), so that theta_j + m bounds the logarithm of the change. Masked entries
+    have p = 0 and do not count.
     """
     largest = scores.amax(-1, keepdim=True)
     away = torch.where(scores.isinf(), torch.zeros_like(scores), scores - largest)
@@ -195,19 +198,20 @@ def weights(scores: Any, error: Any) -> Bounded:
 
 
 def softmax(x: Any) -> Bounded:
-    """Return the bounds of softmax over the last axis: `weights`, a sum of n positive terms, a division."""
+    """Return reference and tolerance of softmax over the last axis: `weights`, sum of n positive terms, division."""
     p, theta = weights(x, torch.zeros_like(x))
     n = x.shape[-1]
     return p, p * torch.expm1(theta + math.log1p(reach((n + 4, SINGLE)))) + 2 * n * FLUSHED
 
 
 def attention(query: Any, key: Any, value: Any, u: float, form: Format, *, causal: bool, written: bool) -> Bounded:
-    """Return the bounds of softmax(q kᵀ / sqrt D) v, (B, H, L, D); `written`: kernels may store scores in `form`.
+    """Return reference and tolerance of attention, softmax(q kᵀ / sqrt D) v, with the shape (B, H, L, D).
 
-    A score errs by a dot product's bound and by four roundings in float32. Where scaled operands, scores and masked
-    scores are written in `form`, four roundings in `form` are added. Probabilities are rounded to `form` before their
-    product with the values. Online kernels rescale sum and result by the same factor, whose own error cancels; the
-    products with it round, at most twice a key.
+    `u`: unit roundoff of dot products; `written`: whether kernels can store scores in `form`. A score errs by a dot
+    product's bound and by four roundings in float32. Where scaled operands, scores and masked scores are written in
+    `form`, four roundings in `form` are added. Probabilities are rounded to `form` before their product with the
+    values. Online kernels rescale sum and result by the same factor, whose own error cancels; the products with it
+    round, at most twice a key.
     """
     share = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)

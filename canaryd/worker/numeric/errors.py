@@ -1,7 +1,7 @@
-"""The meaning of a backend's exception: refused, failed on the device, out of memory, or something else.
+"""The classification of a backend's exceptions: refused, failed on the device, out of memory, or something else.
 
-`MESSAGES` is the table of the messages of CUDA, ROCm, MPS, XPU, NPU and torch itself. An error with none of them is
-`OTHER`: a broken device raises unforeseen errors, and none of them may pass for a kernel that does not exist.
+`MESSAGES` is the table of the messages of CUDA, ROCm, MPS, XPU, NPU and torch itself. An error without such a message
+is `OTHER`: a broken device raises unforeseen errors, and these must not be taken for a missing kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class ErrorKind(str, Enum):
-    """The meaning of an error for the device."""
+    """The kinds of errors that a computation on a device can raise."""
 
     OTHER = "other"
     """Settings, other users of the device, links to other devices, and unforeseen errors."""
@@ -83,7 +83,8 @@ MESSAGES: Mapping[ErrorKind, tuple[str, ...]] = {
         r"unexpected keyword argument|invalid combination of arguments|(module|type object) '.*' has no attribute",
     ),
 }
-"""Kind, in the order of precedence → regular expressions, found anywhere in a message, in upper or lower case."""
+"""Kind of error → regular expressions that are searched in a message, in upper or lower case. If several kinds match,
+the first in this table is taken."""
 
 
 def kind_of(error: BaseException) -> ErrorKind:
@@ -107,5 +108,5 @@ def is_unbuilt(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether a kernel does not support a problem and did not fail on it: only then may the case be skipped."""
+    """Return whether an error says that a kernel does not support a problem; only then can the case be skipped."""
     return kind_of(error) is ErrorKind.REFUSED

@@ -1,4 +1,4 @@
-"""Evidence from two tensors that should be equal: how many elements are wrong, where, and which bits, in words."""
+"""A description of the difference between two tensors that should be equal: how many elements, where, which bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AXES = ("batch", "head", "row", "column")
 def collect(golden: Any, observed: Any) -> Evidence:
     """Compare two host tensors of one format that were reported to differ; return the evidence of their difference.
 
-    The report or this comparison may be wrong: then the evidence has no wrong element.
+    If the report or this comparison is wrong, the evidence contains no wrong element.
     """
     width = golden.element_size() * 8
     unsigned = (1 << width) - 1
@@ -58,7 +58,7 @@ def collect(golden: Any, observed: Any) -> Evidence:
 
 
 def span(indices: Iterable[int], size: int) -> Span:
-    """Return the property that all indices below `size` share: one value, a residue, or only a range."""
+    """Return what all `indices` below `size` have in common: one value, a residue of a power of two, or a range."""
     values = sorted(set(indices))
     # Lanes, fragments and tiles repeat with powers of two: the largest period that all wrong indices share.
     periods = (p for p in (128, 64, 32, 16, 8, 4, 2) if size > p and len({v % p for v in values}) == 1)
@@ -96,5 +96,5 @@ def _sentence(golden: Any, where: Any, found: Evidence, examined: int, *, exchan
 
 
 def collect_nothing(golden: Any, pattern: str = "") -> Evidence:
-    """Return evidence of a disagreement without a wrong element (a digest, a comparator); `pattern` is its text."""
+    """Return evidence without a wrong element; `pattern` describes a disagreement of digests or comparators."""
     return Evidence(wrong=0, total=golden.numel(), first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern=pattern)

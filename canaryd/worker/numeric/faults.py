@@ -1,9 +1,9 @@
-"""Software faults for drills, benchmarks and tests of detection: small, named, in the tensor on the device.
+"""Software faults for drills (runs with an injected fault), benchmarks and tests of detection.
 
-Each fault changes the bits of a result (or an operand) in place, as a broken unit would. All results of a drill have
-the fault's name and never count against the device. Faults of memory are in `canaryd.worker.memory.faults`,
-those of the gather and of the comparison in `canaryd.worker.runtime.faulty`. `canaryd.cli.check` lists those that a
-person can choose.
+Each fault changes the bits of a result or an operand on the device in place, as a broken unit does. All results of a
+drill have the fault's name and never count against the device. Faults of memory are in `canaryd.worker.memory.faults`;
+faults of the gather and of the comparison are in `canaryd.worker.runtime.faulty`. `canaryd.cli.check` lists the faults
+that a person can choose.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.interface import Change, Runtime
 
 LANES = 16
-"""Lanes of the simulated unit: elements this far apart are in the same lane."""
+"""Number of lanes of the simulated unit. Elements this far apart are computed in the same lane."""
 
 
 def signed(pattern: int, flat: Any) -> int:
-    """Return a bit pattern as the integer that torch needs for an element of raw bits; bytes are unsigned."""
+    """Return the bits of `pattern` as the integer that torch needs for one element of `flat`; bytes are unsigned."""
     width = 8 * flat.element_size()
     pattern &= (1 << width) - 1
     return pattern - (1 << width) if width > 8 and pattern >> (width - 1) else pattern
 
 
 def lane(flat: Any, choice: int) -> Any:
-    """Return a view of every sixteenth element along the last axis of raw bits."""
+    """Return a view of every sixteenth element along the last axis of the raw bits `flat`; `choice` picks the first."""
     return flat[..., choice % LANES :: LANES]
 
 
 def force(some: Any, bit: int, *, high: bool) -> None:
-    """Set one bit of raw bits to 1 (`high`) or 0, in place."""
+    """Set bit number `bit` of all elements of `some` (raw bits) to 1 if `high`, otherwise to 0, in place."""
     if high:
         some |= signed(1 << bit, some)
     else:
@@ -80,7 +80,7 @@ def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: the change, its place in the computation, and how often it happens."""
+    """A software fault: how it changes a tensor, whether in an operand or a result, and how often."""
 
     name: str
     change: Change
@@ -105,7 +105,7 @@ FAULTS = {
 
 @dataclass
 class Injector:
-    """Injects one fault during a run: into every result, or once into the case that the seed chooses."""
+    """Injects one fault during a run: into every result, or once, into a case chosen by the seed."""
 
     fault: Fault | None
     seed: int
@@ -115,7 +115,7 @@ class Injector:
     spent: bool = False
 
     def arm(self, cases: list[str]) -> None:
-        """Choose the case for a one-shot fault; the seed decides."""
+        """Choose one of the `cases` by the seed, for a fault that is injected only once."""
         if cases:
             self.target = cases[mix64(self.seed) % len(cases)]
 

@@ -1,8 +1,9 @@
-"""Fresh operands at the speed of the device: rows and columns of uploaded pools, gathered there for every turn.
+"""Operands that the device itself gathers from uploaded pools (rows of A, columns of B), new ones for every turn.
 
-The host makes the pools once and computes their answers twice; after that, a turn costs it only some index numbers.
-Errors of the gather are found as well: operands and golden are gathered by two uploads of the same indices, so an index
-that changed in one upload gives a wrong result. `differs` sometimes checks for errors that change both alike.
+A turn is one draw of rows and columns. The host makes the pools once and computes their answers twice; after that, a
+turn costs the host only some index numbers. Errors of the gather are found as well: operands and golden (right result)
+are gathered by two uploads of the same indices, so an index that changed in one upload gives a wrong result. `differs`
+sometimes checks for errors that change both in the same way.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from canaryd.worker.numeric.tensors import host_same_bits
 from canaryd.worker.runtime.interface import Operation, Runtime
 
 PRODUCTS = 8
-"""Results computed from one gather: fresh operands every eighth product leave nearly all device time to products (our
-choice; benchmarks.verified_gemm has the share)."""
+"""Number of results computed from one gather. With new operands for every eighth product, nearly all device time is
+spent on products (our choice; benchmarks.verified_gemm has the share)."""
 
 Arrays = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class LaidOut(Problem):
-    """Pools in the memory layout that the gather of one product layout reads."""
+    """Pools, also in the memory layout that the gather for one layout of operands reads."""
 
     arrays: Arrays = ()
     """The pools of A, B and the golden, by rows or by columns."""
@@ -60,31 +61,31 @@ class Gatherer:
 
     @property
     def answers(self) -> Any:
-        """The pools' answers on the device: the goldens are gathered from them."""
+        """The matrix of results of all pool rows and pool columns, on the device; goldens are gathered from it."""
         return self._pools[2]
 
     def answer(self, turn: int, choice: int) -> int:
-        """Return the index, in the pools' answers row by row, of one element of a turn's golden; `choice` picks it."""
+        """Return the index, in the flattened `answers`, of one element of the turn's golden; `choice` picks it."""
         rows, columns = (index[0] for index in draw(self._product, self._seed, turn))
         row, column = divmod(choice % (len(rows) * len(columns)), len(columns))
         return int(rows[row]) * self._product.of_pools.N + int(columns[column])
 
     def gather(self, turn: int) -> tuple[Arrays, Any]:
-        """Return operands and golden of a turn, on the device; the next turn overwrites them."""
+        """Return (operands, golden) of draw number `turn`, on the device; the next turn overwrites this memory."""
         return self.gather_by(self._upload(draw(self._product, self._seed, turn), turn), turn)
 
     def sheet(self, number: int) -> Arrays:
-        """Return the indices of `SHEET` turns on the device; `gather_by` takes those of one turn."""
+        """Return the indices of `SHEET` turns, on the device; one row of each tensor is the argument of `gather_by`."""
         return self._upload(sheet(self._product, self._seed, number), number * SHEET + 1)
 
     def _upload(self, drawn: tuple[Any, Any], turn: int) -> Arrays:
-        """Upload rows and columns (…, batch, count) twice, for the operands and for the golden."""
+        """Upload the drawn rows and columns (…, batch, count) twice: for the operands, and for the golden."""
         rows, columns = drawn if self._product.batch else (each[..., 0, :] for each in drawn)
         each = zip(self._ways[turn > 0], (rows, columns, columns, rows), strict=True)
         return self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in each), self._device)
 
     def gather_by(self, indices: Arrays, turn: int) -> tuple[Arrays, Any]:
-        """Return operands and golden for the indices of a turn; turn 0 uses other gather operations than the rest."""
+        """Return (operands, golden) for one turn's indices; turn 0 uses other gather operations than the rest."""
         run, kept = self._runtime.run, self._kept
         for at, (way, index) in enumerate(zip(self._ways[turn > 0], indices, strict=True)):
             pool = self._pools[at] if at < len(self._pools) else kept[at - 1]
@@ -108,9 +109,9 @@ def _of_runs(index: Any, together: int) -> Any:
 
 
 def differs(held: Sequence[Any], right: Problem) -> str:
-    """Return a text that names what the device gathered wrongly, or "" if it equals what the host gathered.
+    """Return a text that names the arrays which the device gathered wrongly, or "" if all are right.
 
-    `held`: the device's operands and golden, copied to the host.
+    `held`: operands and golden of the device, copied to the host; `right`: the same, gathered by the host.
     """
     pairs = zip(("operand A", "operand B", "the golden"), held, (*right.operands, right.golden), strict=True)
     wrong = [name for name, array, own in pairs if not host_same_bits(array, own)]

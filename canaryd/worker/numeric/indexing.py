@@ -19,7 +19,7 @@ from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch
 
 Builder = Callable[[int, int], tuple[tuple[Any, ...], list[Any]]]
-"""Function (seed, n) → operands, and the golden as nested lists of Python integers."""
+"""Function that takes a seed and the size n, and returns (operands, golden as nested lists of Python integers)."""
 
 
 def _gather(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
@@ -82,7 +82,7 @@ def _bucketize(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _experts(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """Build tokens, the expert of each, and the golden: each token changed by its expert's number, in the old order."""
+    """Return tokens, the expert number of each, and the golden: each token changed by its expert's number, in order."""
     tokens, expert = stream(seed, "tokens", (n,)) >> 2, below(seed, "expert", (n,), 64)
     return (tokens, expert), [t ^ (e * 0x9E3779B9) for t, e in zip(tokens.tolist(), expert.tolist(), strict=True)]
 
@@ -104,7 +104,8 @@ EXPRESSIONS: dict[str, tuple[Builder, str]] = {
     "bucketize": (_bucketize, "torch.bucketize(a, b)"),
     "experts": (_experts, EXPERTS),
 }
-"""Name → builder, and the torch expression of its operands a and b, which the dossier's script uses too."""
+"""Name of the operation → its builder, and a torch expression of the operands a and b. The script for people without
+canaryd uses the same expression."""
 OPERATIONS: dict[str, tuple[Builder, Callable[..., Any]]] = {
     name: (make, eval(f"lambda a, b=None: {text}", {"torch": torch}))  # noqa: S307 - our own text
     for name, (make, text) in EXPRESSIONS.items()

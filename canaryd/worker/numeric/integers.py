@@ -1,4 +1,4 @@
-"""Integer arithmetic for the goldens: reproducible streams, exact rounding, and an order-sensitive digest.
+"""Integer arithmetic for known right results: reproducible streams, exact rounding, and an order-sensitive digest.
 
 Nothing here uses a floating-point operation. Everything is defined by two's-complement int64 arithmetic modulo 2**64,
 so that it gives the same bits on every torch, every backend and every vendor.
@@ -26,18 +26,18 @@ def _mix(z: Any) -> Any:
 
 
 def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:
-    """Return int64 values uniform on 0 … 2**63 - 1, on the host; a pure function of its arguments."""
+    """Return int64 values uniform on 0 … 2**63 - 1, on the host; equal arguments give equal values."""
     index = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64)
     return (mixed(index, derive(seed, name)) & ((1 << 63) - 1)).view(shape)
 
 
 def mixed(index: Any, start: int) -> Any:
-    """Return the words of a stream at the positions `index` (int64, any device): all 64 bits, a pure function."""
+    """Return pseudo-random 64-bit words for the positions `index` (int64, any device) of the stream `start`."""
     return _mix(index * _GAMMA + start)
 
 
 def below(seed: int, name: str, shape: tuple[int, ...], limit: int) -> Any:
-    """Return int64 values uniform on 0 … limit - 1; the bias of the remainder is below limit / 2**63."""
+    """Return int64 values on 0 … limit - 1 that are uniform up to a bias below limit / 2**63."""
     return stream(seed, name, shape) % limit
 
 
@@ -71,13 +71,13 @@ def longest(values: Any) -> int:
 
 
 def significant_bits(values: Any) -> int:
-    """Return the largest distance, over all values, from the highest to the lowest set bit, both included, in bits."""
+    """Return the largest distance in bits, over all values, from the highest to the lowest set bit, both included."""
     lowest = bit_length(values & -values)
     return int((bit_length(values) - lowest + (lowest > 0).to(torch.int64)).max())
 
 
 def round_significand(values: Any, precision: int) -> Any:
-    """Round int64 values to `precision` significant bits, to nearest, ties to even, by integer arithmetic."""
+    """Return int64 values rounded to `precision` significant bits, to nearest, ties to even, by integer arithmetic."""
     magnitude = values.abs()
     shift = (bit_length(values) - precision).clamp(min=0)
     quotient = magnitude >> shift
@@ -89,10 +89,10 @@ def round_significand(values: Any, precision: int) -> Any:
 
 
 def digest(tensor: Any) -> str:
-    """Return a digest of 64 bits, as hex, of every bit of the tensor and its place; computed on the tensor's device.
+    """Return a 64-bit digest, as hex, of all bits of the tensor and their places; the tensor's device computes it.
 
-    It is the sum of mixed (bits, index) pairs modulo 2**64. An exchange of two different elements, a moved row or one
-    flipped bit each change it, but for a chance of 2**-64.
+    The digest is the sum of mixed (bits, index) pairs modulo 2**64. An exchange of two different elements, a moved row
+    or one flipped bit changes it, except with a chance of 2**-64.
     """
     flat = bits(tensor.contiguous()).view(-1)
     total = 0
@@ -104,7 +104,7 @@ def digest(tensor: Any) -> str:
 
 
 def combine(digests: list[tuple[str, str]]) -> int:
-    """Return one integer below 2**53 for named digests; a Prometheus sample holds it without loss."""
+    """Return one integer below 2**53 for (name, digest) pairs; a Prometheus sample holds it without loss."""
     total = 0
     for name, value in sorted(digests):
         total = mix64(total ^ derive(int(value, 16), name))

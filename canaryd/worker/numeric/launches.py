@@ -16,11 +16,11 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import synchronize, torch
 
 SHOWN = 200
-"""Most characters of kernel names in a chain, after their digest."""
+"""Most characters of kernel names, after their digest, in a chain (the recorded settings of a result)."""
 
 
 class Launches:
-    """The kernels of recorded cases on one device.
+    """The names of the kernels that run for each recorded case on one device.
 
     A profiler takes longer to start than most cases take to run, so each case is profiled once per device and stack:
     equal stacks choose equal kernels. Without a directory that outlives the process it is profiled once per process.
@@ -41,7 +41,7 @@ class Launches:
             self._recall()
 
     def ask(self, case: str, call: Callable[[], Any]) -> None:
-        """Learn the kernels of a case, by two more calls of it, unless they are known."""
+        """Learn which kernels `call` runs, by two more calls, unless the kernels of this case are already known."""
         if not self._asks or case in self.known:
             return
         names, why = launched(self._device, call)
@@ -63,14 +63,14 @@ class Launches:
 
 
 _IN_PROCESS: dict[tuple[str, str], dict[str, str]] = {}
-"""(uuid, stack) → `Launches.known` of this process."""
+"""Kernel names learnt in this process: (uuid, software stack) → case → names."""
 
 
 def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the kernels of a call as a digest and names, and "" or the reason why they are unknown.
+    """Return (digest and names of the kernels, "" or the reason why they are unknown).
 
-    The call runs twice, and must show the same kernels twice: CUPTI of CUDA 12.6 to 13.0 gives the first kernels of a
-    session no time, and torch's profiler drops those (pytorch issue 192021).
+    The call runs twice and must show the same kernels twice, because CUPTI of CUDA 12.6 to 13.0 gives the first kernels
+    of a session no time, and torch's profiler drops kernels without a time (pytorch issue 192021).
     """
     try:
         # Not `torch.profiler`, which wraps it and imports torch's compiler first: 4 s (ours, on an H200).

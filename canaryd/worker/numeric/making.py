@@ -1,4 +1,4 @@
-"""Make the operands and golden of a run's cases, or the pools of both, twice on the host.
+"""Make the operands and the golden (right result) of a case twice on the host, or the pools that they are drawn from.
 
 While an accelerator computes, the host makes the next case's data, so that the device does not wait.
 """
@@ -24,18 +24,19 @@ from canaryd.worker.numeric.tensors import can_pin, host_same_bits, on_two_cores
 from canaryd.worker.runtime import interface
 
 Made = tuple[Problem, list[Comparison]]
-"""The problem (or pools) of a case, and the comparisons that failed while it was made: none on a healthy host."""
+"""The problem of a case (or its pools), and comparisons that failed while the host made it (none if it is healthy)."""
 
 
 def gathers(session: Session, case: Case) -> bool:
-    """Return whether the device gathers the operands of a case from pools."""
+    """Return whether the device itself gathers the operands of this case from uploaded pools."""
     return case.product is not None and session.runtime.gathers
 
 
 def make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
-    """Return the problem of a case, or its pools if the device gathers; use the result of `begin` if there is one.
+    """Return the data of a case; if `begin` has started to make this data, wait for it and return that.
 
-    Errors of making are raised here.
+    The data are the problem, or its pools if the device gathers. Errors of making are raised here. `core` is the core
+    that will compute, or None; `shipped` is the digest of the golden that canaryd ships, or "".
     """
     if session.begun is not None and session.begun[0] == (case.name, seed):
         future, session.begun = session.begun[1], None
@@ -45,21 +46,21 @@ def make(session: Session, case: Case, seed: int, core: int | None, shipped: str
 
 
 def begin(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> None:
-    """Start making the next case in another thread. On a processor this does nothing: there the host is the device."""
+    """Start making the next case in another thread; do nothing on a processor, because there the host is the device."""
     if session.ctx.device.unit == "cpu":
         return
     session.begun = (case.name, seed), thread("make").submit(_make, session, case, seed, core, shipped)
 
 
 def settle(session: Session) -> None:
-    """Wait until nothing is being made: the golden of an alarm must come from the core that is named as its maker."""
+    """Wait until no other thread makes a case, so that an alarm names the core which really made its golden."""
     if session.begun is not None:
         wait([session.begun[1]])
 
 
 @contextlib.contextmanager
 def settled(session: Session) -> Iterator[None]:
-    """Wait at the end of the block, also after an error, for work in other threads: the next run makes new goldens."""
+    """Run the block, then wait for work in other threads, also after an error: the next run makes new goldens."""
     try:
         yield
     finally:
@@ -69,10 +70,10 @@ def settled(session: Session) -> Iterator[None]:
 
 
 def finish(session: Session) -> list[Comparison]:
-    """Wait for a begun case that will not run any more; return its failed comparisons.
+    """Wait for a case that was begun but will not run any more; return the comparisons that failed while it was made.
 
-    A host that contradicted itself is reported, for every golden. Errors of making are ignored, because the budget left
-    this case out.
+    A host that computed two different goldens is reported even for a case that does not run. Errors of making are
+    ignored, because the case was left out for lack of time.
     """
     begun, session.begun = session.begun, None
     if begun is None:
@@ -90,7 +91,7 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
 
 
 def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Made:
-    """Make the pools of a case twice, or reuse those of the case before if they are the same."""
+    """Make the pools of a case twice on the host, or reuse the last pools if product and seed are the same."""
     assert case.product is not None
     wanted = (case.product.of_pools, seed)
     doubts: list[Comparison] = []
@@ -107,7 +108,7 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Ma
 
 
 def make_twice(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
-    """Build a problem twice on the host; return it, and a failed comparison for each doubt about it."""
+    """Build a problem twice on the host; return it with one failed comparison for each reason to doubt it."""
     first, second = session.makers(case.name, core)
     problem, twin = on_two_cores(first, second, partial(case.build, seed))
     doubts = []

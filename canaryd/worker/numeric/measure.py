@@ -1,7 +1,7 @@
-"""Compute one case on a device again and again, compare every result with its golden, count, and collect evidence.
+"""Compute one case on a device repeatedly, compare every result with the golden (right result), and collect evidence.
 
-The device compares. The host also compares the first result of every upload, because the comparator can be the broken
-part; on an accelerator it does so while the device computes the next results.
+The device compares. The host also compares the first result of every upload, because the comparison on the device can
+be wrong too; on an accelerator the host does so while the device computes the next results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from canaryd.worker.numeric.tensors import host_same_bits, is_alone, on_core, sa
 from canaryd.worker.runtime.faulty import GATHERS
 
 WRONG_ENOUGH = 3
-"""Number of wrong results after which an upload is not repeated further."""
+"""Number of wrong results after which the computation on these operands stops."""
 LOOKED_AT = 8
-"""The host checks the gathered arrays of one in this many cases although nothing is wrong (our choice)."""
+"""The host checks the gathered arrays in one of this many cases, even if nothing is wrong (our choice)."""
 
 Found = tuple[int, Comparison, Comparison | None]
-"""Turn, its comparison, and a second comparison if the comparator erred, else None."""
+"""Number of the turn (draw of operands), its comparison, and a comparison that accuses the comparator, or None if the
+comparator did not err."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class OnDevice:
     operands: tuple[Any, ...]
     golden: Any
     problem: Problem
-    """The problem, or the pools from which it was gathered."""
+    """The problem as the host made it, or the pools from which the device gathered."""
     right: Callable[[], Any]
     """Function that returns the host's own golden."""
     elements: int
@@ -50,20 +51,23 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Computed:
-    """The device's results over one upload, and the host's check of them."""
+    """The result of computing with one set of operands on the device, and of the host's check."""
 
     comparison: Comparison
     agreed: bool = True
-    """Whether the device found the first result equal to the golden."""
+    """Whether the device's own comparison found the first result equal to the golden."""
     looked: Future[Evidence | None] | None = None
-    """How the first result differs from the host's own golden, if it does; None where the host does not compare."""
+    """Future of the evidence that the first result is wrong, or of None; no future if the host does not compare."""
     gathered: Future[str] | None = None
-    """Text that names wrongly gathered arrays; None where the host does not check them."""
+    """Future of a text that names wrongly gathered arrays, or ""; no future if the host does not check them."""
     blind: str = ""
-    """Text that names a difference which the comparator missed, or ""."""
+    """Text about a difference that the device's comparison did not see, or ""."""
 
     def settled(self, right: Callable[[], Any]) -> tuple[Comparison, Comparison | None, str]:
-        """Wait for the host; return the comparison, another if the comparator erred, and the text on wrong gathers."""
+        """Wait for the host's checks; return the comparison, a second one or None, and a text on wrong gathers or "".
+
+        The second comparison accuses the comparator. `right` returns the host's own golden.
+        """
         comparison, erred = self.comparison, self.blind
         if self.looked is not None:
             found = self.looked.result()
@@ -79,7 +83,7 @@ class Computed:
 def measure_whole(
     session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
-    """Compute and compare for `seconds` with one upload of a problem that the host made."""
+    """Compute and compare for `seconds` on operands that the host made and uploads once; return what was found."""
     runtime, device = session.runtime, session.ctx.device
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
@@ -92,9 +96,10 @@ def measure_whole(
 def measure_fresh(
     session: Session, case: Case, pools: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
-    """Compute and compare for `seconds` over turns that the device gathers; clean turns are counted in the first one.
+    """Compute and compare for `seconds` on operands that the device gathers; return what was found.
 
-    The host checks the gathered arrays on every alarm, and in one case of `LOOKED_AT`.
+    The trials of all right turns are added to the comparison of the first turn. The host checks the gathered arrays on
+    every alarm, and in one case of `LOOKED_AT`.
     """
     return _Fresh(session, case, pools, seed, core, session.ctx.clock() + seconds).found()
 
@@ -112,7 +117,7 @@ class _Fresh:
         self.wrong: list[Found] = []
 
     def found(self) -> list[Found]:
-        """Compute the first turn, then others until the time is over or enough is wrong; return all comparisons."""
+        """Compute turns until the time is over or `WRONG_ENOUGH` results are wrong; return all comparisons."""
         done, upload = self._compute(0)
         turns = None if done.comparison.wrong else self._prepared(upload)
         if turns is not None and (blind := turns.blind(derive(self.seed, "flipped on purpose"))):
@@ -159,12 +164,12 @@ class _Fresh:
         return OnDevice(operands, golden, self.pools, right, self.product.elements)
 
     def _gathered(self, turn: int, upload: OnDevice) -> Callable[[], str]:
-        """Copy the gathered arrays to the host; return a function that compares them with the host's own."""
+        """Copy the gathered arrays to the host; return a function that returns a text on the wrong ones, or ""."""
         held = [self.session.runtime.download(array) for array in (*upload.operands, upload.golden)]
         return lambda: differs(held, gather(self.product, self.pools, self.seed, turn))
 
     def _repeat(self, turns: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
-        """Let the device repeat turns without the host, while the host checks the first turn."""
+        """Let the device compute turns one by one without the host, while the host checks the first turn."""
         self.clean = [(0, first.comparison, None)]
         for turn in turns.turns(self.until):
             mine = self._upload(turn.number, turn.by.operands, turn.by.golden)
@@ -192,7 +197,7 @@ class _Fresh:
         return _counted(self.session, case, upload, self.seed, self.core, trials, len(wrong), found)
 
     def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:
-        """Count a clean turn in the first one; keep each wrong turn, with the text on wrongly gathered arrays."""
+        """Add the trials of a right turn to the first comparison; keep the comparison of a wrong turn."""
         comparison, comparator, why = done.settled(upload.right)
         if comparison.wrong or why:
             why = why or self._gathered(turn, upload)()
@@ -206,7 +211,7 @@ class _Fresh:
 
 
 def _with_gather(comparison: Comparison, why: str, golden: Any) -> Comparison:
-    """Return the comparison as wrong, with the text `why`, if the device gathered wrongly; even for right results."""
+    """Return the comparison; if the device gathered wrongly (text `why`), it is wrong even for right results."""
     if not why:
         return comparison
     found = comparison.evidence or evidence.collect_nothing(golden)
@@ -226,9 +231,10 @@ def _compute(
     most: int = 0,
     look: bool = True,
 ) -> Computed:
-    """Compute and compare over one upload until the time `until`, or until `most` results (0: no such limit).
+    """Compute and compare on one set of operands until the clock reads `until`, or until `most` results exist.
 
-    `look`: the host compares the first result too. `buffers` keeps the memory of results between calls.
+    With `most` 0 only the time counts. With `look` the host compares the first result too. `buffers` keeps the memory
+    of results between calls.
     """
     ctx, runtime, golden = session.ctx, session.runtime, upload.golden
     armed = case.name.partition("#")[0]  # a drill names cases, not turns
@@ -268,7 +274,11 @@ def _compute(
 def _look(
     session: Session, case: Case, upload: OnDevice, core: int | None, result: Any, seed: int, *, agreed: bool
 ) -> tuple[bool, Future[Evidence | None], str, str]:
-    """Let the host compare a result; return the device's answer, the host's, the text on blindness, and a digest."""
+    """Let the host compare a result, and test the device's comparison with a flipped bit.
+
+    Returns the device's verdict, a future of the host's evidence or None, a text if the device did not see the flipped
+    bit (else ""), and the digest of a fixed case (else "").
+    """
     runtime = session.runtime
     held = runtime.download(result)
 
@@ -316,7 +326,7 @@ def _counted(
 
 
 def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
-    """Return whether a result is right, compared on the host, on another core and by another method than before."""
+    """Return whether a result equals the golden, compared on the host by another method and on another core."""
     by_bytes = session.pins and (core is not None or is_alone(golden))
     compare = same_bits if by_bytes else host_same_bits
     with on_core(None if core is None else session.makers(case.name, core)[0]):
@@ -324,7 +334,7 @@ def _host_agrees(session: Session, case: Case, core: int | None, result: Any, go
 
 
 def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
-    """Return the comparison that accuses the comparator; `text` describes how host and device disagree."""
+    """Return a comparison that accuses the device's comparator; `text` says how host and device disagree."""
     doubt = evidence.collect_nothing(golden, text)
     erred = replace(comparison, subject=Subject.COMPARATOR, doubt=Doubt.COMPARATOR, evidence=doubt, digest="")
     return replace(erred, trials=1, wrong_trials=1)

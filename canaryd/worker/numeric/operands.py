@@ -1,4 +1,4 @@
-"""Operands of exact products: every partial sum is exact, and there is one right answer.
+"""Operands of exact products: every partial sum is exact, so there is only one right result.
 
 Letters: M, N, K the sizes of a product; P ≤ M and Q ≤ N the sizes of the *pools*. Rows of A are drawn from a pool of P
 integer rows and columns of B from a pool of Q integer columns, each with a power of two of its own; the answer of the
@@ -32,13 +32,13 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import WORD, Format, bits, torch
 
 POOL = 128
-"""Rows (columns) of a pool: 128 x 128 distinct dot products are enough for variety and cost about a millisecond."""
+"""Number of rows (columns) of a pool: 128 x 128 different dot products are enough and cost about a millisecond."""
 POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long": POOL // 2}
-"""Kind of product → rows of its pools. The first four have one K and share pools; those of "long" sums cost the host
-several times as much. Other kinds need pools of their own, no larger than the product."""
+"""Kind of product → number of rows of its pools. The first four kinds have the same K and share pools. The pools of
+"long" sums cost the host several times as much. Other kinds need pools of their own, no larger than the product."""
 
 SHEET = 16
-"""Turns that are drawn in one call: drawing one turn costs the host nearly as much as drawing sixteen (ours)."""
+"""Number of turns (draws of operands) that one call draws: one turn costs the host nearly as much as sixteen (ours)."""
 
 INT8_NARROW = 63
 """|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in
@@ -46,25 +46,25 @@ saturating 16-bit arithmetic (VPMADDUBSW) and are healthy."""
 
 
 class Inexact(AssertionError):
-    """The data of a problem does not prove that it is exact: a defect of canaryd, never of a device."""
+    """Raised if a problem cannot be proven to be exact: this is a defect of canaryd, never of a device."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest sum of magnitudes over the outputs, in units of the products, and the limit above it."""
+    """The proof of exactness: the largest sum of magnitudes of one output, and the limit below which sums are exact."""
 
     magnitude: int
     limit: int
 
     def __post_init__(self) -> None:
-        """Raise `Inexact` when a partial sum might round."""
+        """Raise `Inexact` if the largest sum reaches the limit, so that a partial sum can be rounded."""
         if self.magnitude >= self.limit:
             raise Inexact(f"partial sums reach {self.magnitude}, the accumulator is exact below {self.limit}")
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Integer operands of the pools: `a` (P, K), `b` (K, Q), int64."""
+    """The integers that operands are drawn from: rows `a` (P, K) and columns `b` (K, Q), int64."""
 
     a: Any
     b: Any
@@ -72,7 +72,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands, the one right answer, and the proof that it is right. All tensors are on the host."""
+    """One problem with a known result: operands, golden (right result), and proof. All tensors are on the host."""
 
     operands: tuple[Any, ...]
     golden: Any
@@ -80,38 +80,38 @@ class Problem:
     bound: Bound
     shape: str
     witnessed: bool = True
-    """False if a second method of making the golden (float64 products of the integers) disagreed with the first."""
+    """False if a second computation of the golden (float64 products of the integers) gave another result."""
     operations: int = 0
     """Number of multiplications and additions of one result; 0 where they are not counted."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product to build: `M` x `K` times `K` x `N`, `batch` of them (0: no batch dimension)."""
+    """The description of one matrix product: `M` x `K` times `K` x `N`, `batch` of them (0: no batch dimension)."""
 
     content: str
     source: Format
     target: Format
     accumulator: int
-    """Significant bits of the narrowest format in which a kernel may keep a partial sum."""
+    """Number of significant bits of the narrowest format in which a kernel can keep a partial sum."""
     M: int
     N: int
     K: int
     batch: int = 0
     layout: str = "nn"
-    """One letter each for A and B: "n" row-major, "t" stored transposed."""
+    """Memory layouts of A and B, one letter each: "n" row-major, "t" stored transposed."""
     pool: int = 0
-    """Rows of each pool; 0: the product's own number, at most `POOL`."""
+    """Number of rows of each pool. With 0, it is the product's own number of rows, at most `POOL`."""
 
     @functools.cached_property
     def of_pools(self) -> Product:
-        """The product of the pools, P x K times K x Q, common to all products that draw from them."""
+        """The product of all pool rows and pool columns, P x K times K x Q; products with the same pools share it."""
         P, Q = (self.pool or min(POOL, n * max(1, self.batch)) for n in (self.M, self.N))
         return replace(self, M=P, N=Q, batch=0, layout="nn")
 
     @functools.cached_property
     def together(self) -> int:
-        """Number of neighbours in a pool that a turn draws together, which fill a `WORD`; 1 where sizes forbid it."""
+        """Number of neighbouring pool columns drawn together to fill a `WORD` of memory; 1 where sizes forbid it."""
         count = WORD // min(self.source.dtype.itemsize, self.target.dtype.itemsize)
         sizes = [self.N, self.of_pools.N]
         if self.layout[0] == "t":
@@ -143,7 +143,7 @@ def _log2_ceil(n: int) -> int:
 
 
 def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Build operands without zeros. All terms are even but one: no sum is zero, and none is only a power of two."""
+    """Build operands without zeros. One term of each sum is odd, all others are even, so that no sum is zero."""
     K, p = product.K, product.source.bits
     a_bits, b_bits = _split(product.accumulator - _log2_ceil(K) - 1, p, p - 1)
     live = K
@@ -161,9 +161,9 @@ def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _sparse(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bits: int, live: int) -> Pools:
-    """Build operands with few live terms per dot, spread over K: row i of A lives at o_i, o_i + s, o_i + 2 s, … mod K.
+    """Build operands with few nonzero terms per dot, spread over K: row i of A at o_i, o_i + s, o_i + 2 s, … mod K.
 
-    That is for odd seeds. Even seeds exchange A and B: if only B were wide, the low bits of A would never be 1.
+    This holds for odd seeds. Even seeds exchange A and B: if only B were wide, the low bits of A would never be 1.
     """
     if not seed & 1:
         turned = _sparse_rows(product, seed, Q, P, a_bits, b_bits, live)
@@ -191,7 +191,7 @@ def _sparse_rows(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bit
 
 
 def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Build operands with full significands on both sides and as many live terms as the accumulator holds."""
+    """Build operands with full significands in A and B, and as many nonzero terms as the accumulator adds exactly."""
     p, acc = product.source.bits, product.accumulator
     if 2 * p <= acc:
         return _sparse(product, seed, P, Q, p, p, 1 << (acc - 2 * p))
@@ -200,7 +200,7 @@ def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _permute(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Build a permutation with signs times full significands: each output is one operand, moved."""
+    """Build a signed permutation and a matrix with full significands: each output is an element of it, or minus one."""
     b_bits = min(product.source.bits, product.target.bits, product.accumulator)
     return _sparse(product, seed, P, Q, 1, b_bits, 1)
 
@@ -208,9 +208,10 @@ def _permute(product: Product, seed: int, P: int, Q: int) -> Pools:
 def _cancel(product: Product, seed: int, P: int, Q: int) -> Pools:
     """Build sums that climb to half of the accumulator's range and come back to at most 8 significant bits.
 
-    Columns k and k' of A are equal; row k' of B is minus row k, plus 1 or -1 at one k per column. The answer is that
-    one element of A, small and exact in every output format, so an error of one unit in the accumulator is seen. The
-    terms of the first half share the sign of their row and column: with random signs they would stay near zero.
+    Columns k and k' of A are equal. Row k' of B is minus row k, plus 1 or -1 at one k in each column. So each answer is
+    one element of A, up to its sign. It is small and exact in every output format, so an error of one unit in the
+    accumulator is seen. The terms of the first half share the sign of their row and column: with random signs they
+    would stay near zero.
     """
     pairs, p = product.K // 2, product.source.bits
     if not pairs:
@@ -248,13 +249,13 @@ CONTENTS: dict[str, Callable[[Product, int, int, int], Pools]] = {
     "scaled": _dense,  # with powers of two on rows, columns and along K
     "band": _full,  # with one power of two that moves everything to the edge of the format's range
 }
-"""Content class of float products → its builder (docs/goldens.md gives the purpose of each class)."""
+"""Content class of float products → function that builds operands (docs/goldens.md: the purpose of each class)."""
 
 
 def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any, Any, Any]:
     """Choose exponents for the pools' rows (P), columns (Q) and along K, so that no value is subnormal or overflows.
 
-    `top` is the bit length of the largest |answer| or operand sum. A term's unit becomes 2**(row + column).
+    `top` is the bit length of the largest |answer| or operand sum. The unit of a term becomes 2**(row + column).
     """
     source, target = product.source, product.target
     low = max(target.emin, source.emin, -126)  # -126: partial sums live in float32 (or wider) accumulators
@@ -294,7 +295,7 @@ def _around(seed: int, name: str, n: int, width: int) -> Any:
 
 
 def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
-    """Assign one of `pool` rows to each of batch x n rows; every pool row is used if there are enough."""
+    """Return a pool row number for each of batch x n rows, (batch, n); all pool rows are used if possible."""
     count = batch * n
     if count <= pool:
         return permutation(seed, name, pool)[:count].view(batch, n)
@@ -304,7 +305,7 @@ def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
 
 
 def _shuffles(seed: int, name: str, count: int, pool: int, together: int) -> Any:
-    """Return the pool rows of every turn of a sheet, (SHEET, count): the whole pool in random order, repeatedly."""
+    """Return the pool rows for each of `SHEET` turns, (SHEET, count): all rows in random order, repeatedly."""
     order = stream(seed, name, (SHEET, -(-count // pool), pool // together)).argsort(-1)
     return (order.unsqueeze(-1) * together + torch.arange(together)).view(SHEET, -1)[:, :count]
 
@@ -314,10 +315,11 @@ def _stored(tensor: Any, how: str) -> Any:
 
 
 def make_pools(product: Product, seed: int) -> Problem:
-    """Make the pools of operands and golden of one float product; a pure function of its arguments.
+    """Return the pools of one float product as a problem; equal arguments give equal pools.
 
-    Returns operands A (P, K) and B's columns as rows (Q, K) in `source.dtype`, and as golden their answers (P, Q) in
-    `target.dtype`. Raises `Inexact` if the bound or the range is broken, or if an answer is zero.
+    Its operands are rows of A (P, K) and columns of B, stored as rows (Q, K), in `source.dtype`. Its golden contains
+    the results of all pairs (P, Q) in `target.dtype`. Raises `Inexact` if the bound or the range is broken, or if an
+    answer is zero.
     """
     P, Q = product.of_pools.M, product.of_pools.N
     pools = CONTENTS[product.content](product, seed, P, Q)
@@ -353,10 +355,10 @@ def make_pools(product: Product, seed: int) -> Problem:
 
 @functools.lru_cache(maxsize=2)  # the device's gather and the host's own want the same
 def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
-    """Return the pool rows (batch, M) and pool columns (batch, N) that make up the product's operands, int64.
+    """Return the pool rows (batch, M) and pool columns (batch, N), int64, of draw number `turn`.
 
-    Every `turn` of a seed draws others. Turn 0 is the first, whose digests ship with the fixed cases. Later turns draw
-    `Product.together` neighbours at once where the device gathers columns. The batch is 1 if the product has none.
+    Turn 0 is the first draw; canaryd ships its digests for the fixed cases. Later turns draw `Product.together`
+    neighbours at once if the device gathers columns. The batch is 1 if the product has none.
     """
     P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
     if turn == 0:
@@ -368,7 +370,7 @@ def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=2)  # of one product, and of another beside it
 def sheet(product: Product, seed: int, number: int) -> tuple[Any, Any]:
-    """Return the draws of the `SHEET` turns from `number * SHEET + 1` on: rows (SHEET, batch, M) and columns."""
+    """Return the draws of `SHEET` turns from `number * SHEET + 1` on: rows (SHEET, batch, M), columns (…, N)."""
     P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
     stem = derive(seed, f"gather {number}")
     r = _shuffles(stem, "rows", batch * product.M, P, 1 if product.layout[0] == "n" else product.together)
@@ -377,9 +379,9 @@ def sheet(product: Product, seed: int, number: int) -> tuple[Any, Any]:
 
 
 def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
-    """Return the product of a turn, by indexing alone: A (…, M, K), B (…, K, N), golden (…, M, N); raises nothing.
+    """Return the problem of draw number `turn`, by indexing the pools: A (…, M, K), B (…, K, N), golden (…, M, N).
 
-    Its operands have the product's layouts.
+    The operands have the product's memory layouts. It raises nothing.
     """
     r, c = draw(product, seed, turn)
     a, b = (bits(pool) for pool in pools.operands)  # FP8 cannot be indexed, its bits can
@@ -392,7 +394,7 @@ def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
 
 
 def gather_golden(product: Product, pools: Problem, seed: int, turn: int) -> Any:
-    """Return the golden (…, M, N) of a turn, by indexing alone; raises nothing."""
+    """Return the golden (…, M, N) of draw number `turn`, by indexing the pools' answers; raises nothing."""
     r, c = draw(product, seed, turn)
     table = bits(pools.golden)
     # Columns first, while there are few rows: several times faster than both at once.
@@ -401,15 +403,15 @@ def gather_golden(product: Product, pools: Problem, seed: int, turn: int) -> Any
 
 
 def _as(raw: Any, dtype: Any) -> Any:
-    """View raw bits as a format, even if the tensor is stored transposed."""
+    """Return raw bits viewed as the format `dtype`; the tensor can be stored transposed."""
     return raw.view(dtype) if raw.is_contiguous() else raw.mT.view(dtype).mT
 
 
 def build(product: Product, seed: int, turn: int = 0) -> Problem:
-    """Build the operands and the golden of one floating-point product; a pure function of its arguments.
+    """Return the problem of one floating-point product: A (…, M, K), B (…, K, N), golden (…, M, N).
 
-    Returns operands A (…, M, K) and B (…, K, N) in `source.dtype` and the golden (…, M, N) in `target.dtype`. Every
-    `turn` gathers other rows and columns of the same pools. Raises `Inexact` as `make_pools`.
+    Operands have `source.dtype`, the golden has `target.dtype`. Every `turn` draws other rows and columns of the same
+    pools. Equal arguments give equal problems. Raises `Inexact` as `make_pools` does.
     """
     return gather(product, make_pools(product, seed), seed, turn)
 
@@ -429,7 +431,7 @@ def _check_range(problem: Problem, product: Product) -> None:
 
 
 def build_int8(content: str, M: int, N: int, K: int, layout: str, seed: int, *, left: str = "int8") -> Problem:
-    """Build an int8 product with int32 results: `wide` uses -128…127 on both sides, `narrow` keeps |b| ≤ 63.
+    """Return an int8 product with int32 results: "wide" uses -128…127 in A and B, "narrow" keeps |b| ≤ 63.
 
     With `left` "uint8", A has the format uint8 and values 0…255.
     """

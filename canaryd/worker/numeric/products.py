@@ -18,24 +18,24 @@ FORMAT_PAIRS = (
     ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"),
     ("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16"),
 )  # fmt: skip
-"""Operand and result format: float32 results of narrow operands show the unrounded accumulator."""
+"""Pairs of operand format and result format. float32 results of narrow operands show the unrounded partial sums."""
 INT8_CONTENTS = ("narrow", "wide")
 LAYOUTS = ("nn", "nt", "tn", "tt")
-"""Memory layouts of A and B, one letter each: "n" by rows, "t" by columns."""
+"""Memory layouts of A and B, one letter each: "n" row by row, "t" column by column."""
 
 
 def format_pairs(device: Device) -> list[tuple[str, str]]:
-    """Return the operand and result format of every product, with FP8 in the variant that the device multiplies."""
+    """Return (operand format, result format) of every tested product; FP8 is in the variant that the device has."""
     return [(float8(device, source), target) for source, target in FORMAT_PAIRS]
 
 
 def int8_pairs(device: Device) -> list[tuple[str, str]]:
-    """Return A's format and the content of every integer product; B is int8."""
+    """Return (format of A, content class) of every tested integer product; the format of B is always int8."""
     return list(itertools.product(interface.of(device).left_integers, INT8_CONTENTS))
 
 
 def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, fast: bool = False) -> Any:
-    """Return the product of two operands on their device; it may overwrite `out`. `fast`: FP8's fast accumulation."""
+    """Return the product of two operands on their device; it can overwrite `out`. `fast`: FP8's fast accumulation."""
     a, b = operands
     kept = out if a.device.type == "cuda" else None  # of other backends not every product takes one
     if source == "int8":
@@ -61,5 +61,5 @@ def label_of(source: str, target: str) -> str:
 
 
 def computing(device: Device, source: str, target: str) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Return the function with which a device computes products of a pair of formats."""
+    """Return the function that computes a product on the device, from (operands, a result to overwrite or None)."""
     return partial(interface.of(device).run, Operation("matmul", source, target))

@@ -1,4 +1,4 @@
-"""Exact products with quantised weights: stored codes, their values, and the one right answer.
+"""Exact products with quantised weights: stored codes, their values, and the one right result.
 
 Letters: x (M, K) activations; W (K, N) weights. The value of a weight is scale * code, plus an offset in mode "affine".
 Weights are stored in groups that share a scale, along K (layout "nt": rows of the stored matrix are columns of W) or
@@ -38,13 +38,13 @@ KINDS = ("decode", "prefill")
 LAYOUTS = ("nt", "nn")
 FIXED = (16, 128, 256)
 SIZES = {"quick": (256, 512), "standard": (256, 2048), "deep": (512, 4096)}
-"""N and K by level: multiples of groups of 128. MLX on Metal splits the sums of K = 4096 among blocks."""
+"""Level → N and K: multiples of groups of 128. MLX on Metal splits the sums of K = 4096 among blocks."""
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PREFILL = 64
 APART = 22
-"""Significant bits of sums of x * code, where a kernel adds the offsets separately."""
+"""Number of significant bits that sums of x * code have room for, if a kernel adds the offsets separately."""
 SPREAD = 3
-"""Exponents of rows and of columns: -3 to 2, so that 11 bits stay inside float16."""
+"""Limit for the exponents of rows and of columns: they lie in -3 … 2, so that 11 bits stay inside float16."""
 LARGEST_SCALE = 15
 """Largest significand of a scale: four bits, as E4M3 has."""
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -53,18 +53,18 @@ FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Weights:
-    """Stored weights, whole numbers in int64: `codes`, `values` (rows, length), `scales`, `offsets` (rows, groups)."""
+    """Quantised weights, int64 whole numbers: `codes`, `values` (rows, length), `scales`, `offsets` (rows, groups)."""
 
     codes: Any
     values: Any
-    """Values of the codes with scale and offset, without the powers of two of the columns."""
+    """Weights as whole numbers, scale * code + offset; the powers of two of the columns are not included."""
     scales: Any
     offsets: Any
     """Offsets of the groups in mode "affine"; otherwise 0."""
 
 
 def pairs(device: Device) -> list[tuple[Packing, str]]:
-    """Return every pair of a packing that the device's runtime multiplies and a format of activations."""
+    """Return (packing, format of activations) for every packing of weights that the device's runtime multiplies."""
     return list(itertools.product(interface.of(device).packings, FORMS))
 
 
@@ -91,7 +91,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def fresh_cases(ctx: Context, labels: Collection[str]) -> Iterator[Case]:
-    """Yield the cases of the packings and formats in `labels`; at quick, one format and variant of each packing."""
+    """Yield the cases of the packings and formats in `labels`; at level "quick" only one case of each packing."""
     variants = list(itertools.product(KINDS, LAYOUTS))
     for turn, (packing, form) in enumerate(pairs(ctx.device), ctx.seed):
         if label_of(packing, form) not in labels:
@@ -107,9 +107,9 @@ def fresh_cases(ctx: Context, labels: Collection[str]) -> Iterator[Case]:
 
 
 def build(packing: Packing, form: Format, layout: str, sizes: tuple[int, int, int], seed: int) -> Problem:
-    """Build x, stored codes (int32 words), scales and offsets, and the golden (M, N); a pure function of its arguments.
+    """Return the problem of a quantised product: x, stored codes (int32 words), scales, offsets, golden (M, N).
 
-    Raises `Inexact` where a bound does not hold.
+    Equal arguments give equal problems. Raises `Inexact` if a sum exceeds its bound.
     """
     M, N, K = sizes
     anchor = int(below(seed, "anchor", (1,), K))
@@ -142,7 +142,7 @@ def build(packing: Packing, form: Format, layout: str, sizes: tuple[int, int, in
 def _weights(
     packing: Packing, form: Format, seed: int, anchor: int, shape: tuple[int, int], *, turned: bool
 ) -> Weights:
-    """Draw codes, scales and offsets of which no weight is 0, and all weights at the anchor are odd."""
+    """Draw codes, scales and offsets: no weight is 0, and all weights at the position `anchor` along K are odd."""
     groups = shape[0], shape[1] // packing.group
     at = torch.zeros(shape, dtype=torch.bool)
     at[(anchor, slice(None)) if turned else (slice(None), anchor)] = True
@@ -171,14 +171,14 @@ def _weights(
 
 
 def _codes_of_fp8(seed: int, shape: tuple[int, int], at: Any) -> Any:
-    """Return E4M3 codes with significands 8 to 15 and four exponents; at the anchor odd, with the lowest exponent."""
+    """Return E4M3 codes: significand 8 to 15, one of four exponents; at the places `at` odd, of the lowest exponent."""
     fields = below(seed, "exponents", shape, 4)
     fields, mantissas = torch.where(at, 0, fields), below(seed, "mantissas", shape, 8) | at.to(torch.int64)
     return below(seed, "signs", shape, 2) << 7 | (fields + 6) << 3 | mantissas
 
 
 def _meant(packing: Packing, codes: Any) -> Any:
-    """Return the values of codes before scale and offset, as whole numbers."""
+    """Return the values that the codes stand for, as whole numbers, before scale and offset."""
     if packing.mode == "affine":
         return codes
     size = 8 + (codes & 7) << (codes >> 3 & 15) - 6 if packing.mode == "mxfp8" else torch.tensor(FP4)[codes & 7]
@@ -186,7 +186,7 @@ def _meant(packing: Packing, codes: Any) -> Any:
 
 
 def _largest_sum(x: Any, weights: Any) -> int:
-    """Return the largest sum of magnitudes over the outputs, which float64 holds exactly."""
+    """Return the largest sum over K of |x * weight| among all outputs; float64 holds it exactly."""
     return int((x.abs().to(torch.float64) @ weights.abs().to(torch.float64)).max())
 
 
@@ -197,7 +197,7 @@ def _apart(packing: Packing, kept: Weights) -> Any:
 
 
 def _activations(form: Format, seed: int, M: int, K: int, anchor: int, largest: int) -> Any:
-    """Return x (M, K), with as many live products as the format's sums have room for, and then as wide ones."""
+    """Return x (M, K) with as many nonzero elements per row as the sums have room for, and then as wide ones."""
     room = (1 << min(form.bits, APART - 1)) - 1  # a bit less: offsets that are added apart need as much again
     live = min(K - 1, (room - largest) // (2 * largest))
     order = permutation(seed, "live", K)
@@ -220,7 +220,7 @@ def packed(bits: int, codes: Any) -> Any:
 
 
 def _scaled(packing: Packing, form: Format, kept: Weights, exponents: Any) -> tuple[Any, ...]:
-    """Return the scales, and in mode "affine" the offsets, as stored, multiplied by the columns' powers of two."""
+    """Return the stored scales, and in mode "affine" the offsets, both multiplied by 2**`exponents` of the columns."""
     if packing.mode == "affine":
         two = torch.tensor(2.0, dtype=torch.float64)
         return tuple((part * two**exponents).to(form.dtype) for part in (kept.scales, kept.offsets))

@@ -46,11 +46,11 @@ from canaryd.worker.numeric.tensors import (
 )
 
 GRID = 8
-"""Tiles along each axis of a result, as a matrix of its last axis; a recording keeps the mean of each tile."""
+"""Number of tiles along each axis of a result (as a matrix of its last axis); a recording keeps the mean of each."""
 STEP = {"cpu": 64, "other": 512}
 """Alignment in bytes of torch's allocations, on the CPU and elsewhere: fresh uploads start at multiples of it."""
 OFFSETS = 16
-"""Number of possible starts of an upload, one `STEP` apart."""
+"""Number of different start addresses of an upload, one `STEP` apart."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class NotRun:
     kernel: Kernel
     reason: str
     is_late: bool = False
-    """Whether only the budget prevented the case; the device can run it."""
+    """True if the device supports the case and only the time ran out; False if the device refused it."""
 
 
 class Made:
-    """The operands and bounds of a case, made on a host core, and its results so far."""
+    """The operands and error bounds of a case, made on a host core, and statistics of the results so far."""
 
     def __init__(self, kernel: Kernel, core: int) -> None:
         self.kernel = kernel
@@ -81,7 +81,7 @@ class Made:
 
 
 class Recorder:
-    """One run of recorded cases on one device."""
+    """Computes recorded cases on one device during one run, and collects their results."""
 
     def __init__(self, session: Session, settings: str) -> None:
         self.session = session
@@ -93,15 +93,18 @@ class Recorder:
         self._launches = Launches(session)
 
     def missed(self, kernel: Kernel) -> None:
-        """Record a case that the budget did not reach."""
+        """Note that a case was not run because the time ran out."""
         self._not_run[kernel.name] = NotRun(kernel, self.session.ctx.late(kernel.name).reason, is_late=True)
 
     def refused(self, kernel: Kernel) -> bool:
-        """Return whether a case was not run, because it is not supported or the budget was spent."""
+        """Return whether a case was not run, because the device does not support it or the time ran out."""
         return kernel.name in self._not_run
 
     def record(self, kernel: Kernel, turn: int) -> Iterator[Recording | Comparison]:
-        """Compute a case once from a fresh upload; yield new bits, and a comparison if a bound is broken."""
+        """Compute a case once from a new upload; yield a recording, and a comparison if an error bound is broken.
+
+        A recording that has the same bits as an earlier one is not yielded, except while a baseline is learnt.
+        """
         made = self._made.get(kernel.name)
         if made is None:
             maker = self.session.makers(kernel.name, self._place(kernel, turn))[0]
@@ -147,9 +150,9 @@ class Recorder:
             yield from self._readings(kind)
 
     def _place(self, kernel: Kernel, turn: int) -> int | None:
-        """Return the one core that computes on a CPU, another for each turn; None for other devices.
+        """Return the core on which a CPU computes the case, another one for each turn; None for other devices.
 
-        The core must not change the bits. The number of threads that share a sum may, so no case uses all cores.
+        The core must not change the bits. The number of threads that share a sum can, so no case uses all cores.
         """
         ctx = self.session.ctx
         if ctx.device.backend != "cpu":
@@ -183,7 +186,10 @@ class Recorder:
         return result.cpu()
 
     def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
-        """Return the evidence of a broken bound or None, and the largest error over its bound (None: not finite)."""
+        """Return (evidence or None, ratio): evidence if a bound is broken; ratio: largest error divided by its bound.
+
+        The ratio is None if the result is not finite.
+        """
         form = form_of(result.dtype)
         if made.bounded is None:
             made.bounded = made.kernel.judged(made.operands, form)
@@ -205,7 +211,7 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return the comparison of a broken bound; it accuses the host if operands or reference made again differ."""
+        """Return the comparison for a broken bound; it accuses the host if operands or reference, made anew, differ."""
         assert made.bounded is not None
         first = self._compute(made, turn)
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
@@ -239,9 +245,9 @@ class Recorder:
         )
 
     def _fingerprint(self) -> Reading | Absent:
-        """Return one integer for the bits of every case that this device can run, or the reason why there is none.
+        """Return one integer for the bits of all cases that this device supports, or the reason why there is none.
 
-        It is used to compare identical devices on equal chains. There is none if the bits of a case vary within a run:
+        Identical devices with equal settings are compared by it. There is none if the bits of a case vary within a run:
         leaving the case out in only some runs would make their fingerprints differ.
         """
         varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
@@ -255,7 +261,7 @@ class Recorder:
         return Reading(name=FINGERPRINT, value=combine(digests), unit="1")
 
     def _skipped(self) -> Iterator[Skipped]:
-        """Yield the cases that were not run; a format or an attention kernel of which none ran is yielded as one."""
+        """Yield the cases that were not run; one entry stands for a format or attention kernel of which none ran."""
         groups: dict[tuple[str, str, bool], list[str]] = {}
         for case in self._not_run.values():
             groups.setdefault((_group(case.kernel.name), case.reason, case.is_late), []).append(case.kernel.name)
@@ -265,9 +271,10 @@ class Recorder:
             yield from (Skipped(case=name, reason=reason, late=late) for name in ([group] if whole else names))
 
     def _readings(self, kind: str) -> Iterator[Reading | Absent]:
-        """Yield a kind's largest error over its bound, and the mean over its cases of the median time of a call.
+        """Yield two readings of one kind of kernel: its largest ratio of error to bound, and the time of a call.
 
-        The error is of float32 results only: one rounding to 16 bits uses the whole bound in every healthy run.
+        The time is the mean over the cases of their median. The ratio is of float32 results only: one rounding to 16
+        bits uses the whole bound in every healthy run.
         """
         labels = {"kind": kind}
         mine = [m for m in self._made.values() if m.kernel.kind == kind]
@@ -289,7 +296,7 @@ class Recorder:
 
 
 def _group(name: str) -> str:
-    """Return the first parts of a name: kind and format; for attention: kind, kernel and format."""
+    """Return the first parts of a case's name: kind and format; for attention: kind, kernel and format."""
     parts = name.partition("@")[0].split("/")
     return "/".join(parts[: 3 if parts[0] == "sdpa" else 2])
 

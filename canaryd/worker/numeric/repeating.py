@@ -1,4 +1,4 @@
-"""Turns that a device gathers, computes and compares without the host, which launches them and reads the answers.
+"""Turns (draws of operands) that a device gathers, computes and compares; the host only starts them and reads answers.
 
 While the host reads one turn, the device works on the next. So there are two repeaters with separate operands and
 results: the data of a wrong turn are still there to be examined.
@@ -21,20 +21,20 @@ from canaryd.worker.runtime.graphs import cannot_be_captured, why_not
 from canaryd.worker.runtime.interface import Repeated
 
 AHEAD = 2
-"""Most turns that the device has been given but has not answered yet."""
+"""Largest number of turns that are launched but not answered yet."""
 TRIED = SHEET
-"""Turn for making a repeater and for the test with a wrong golden. It is none of the first turns, because their results
-must not be in memory before."""
+"""Number of the turn with which a repeater is made and tested with a wrong golden. It is not one of the first turns,
+because their results must not be in memory beforehand."""
 EQUAL, DIFFERENT = 0, 1
 
 
 class Repeater:
-    """One launchable turn of a case: the device gathers operands, computes and compares in one operation."""
+    """One operation on the device, launched for each turn: gather operands, compute, compare with the golden."""
 
     def __init__(
         self, session: Session, case: Case, gatherer: Gatherer, results: list[Any], indices: tuple[Any, ...]
     ) -> None:
-        """Prepare the operation with the memory of `results`; `indices` are those of any turn."""
+        """Prepare the operation; `results` is the memory for its results, and `indices` are the indices of any turn."""
         self._runtime, self._case, self._gatherer, self.results = session.runtime, case, gatherer, results
         self._indices = tuple(index.clone() for index in indices)
         self.operands: tuple[Any, ...] = ()
@@ -53,34 +53,34 @@ class Repeater:
     def launch(self, indices: tuple[Any, ...]) -> None:
         """Start a turn with these indices on the device.
 
-        Its results overwrite those of the turn before the last, which has another golden: a kernel that writes nothing
-        leaves wrong results. Single elements of both may be equal (half of them, where sums cancel), so the memory of
-        the first result is overwritten before.
+        The results overwrite those of the turn before the last, which has another golden: a kernel that writes nothing
+        leaves wrong results. Single elements of both goldens can be equal (half of them, where sums cancel), so the
+        memory of the first result is overwritten with ones beforehand.
         """
         for mine, given in zip(self._indices, indices, strict=True):
             mine.copy_(given)
         self._device.launch()
 
     def answers(self) -> list[int]:
-        """Wait for the turn and return its answers; see `Repeated.answers`."""
+        """Wait for the turn; return the outcome of each comparison, as `Repeated.answers` does."""
         return self._device.answers()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The answers of one turn."""
+    """The outcome of one turn: its number, the answer to each comparison, and the repeater that ran it."""
 
     number: int
     answers: list[int]
     by: Repeater
-    """The repeater, with the turn's operands and results until the next turn is requested."""
+    """The repeater that ran this turn. It holds the turn's operands and results until the next turn is requested."""
 
 
 class RepeatedTurns:
-    """The turns of one case on one device, beginning with the second."""
+    """The turns of one case from the second on, which the device runs without the host."""
 
     def __init__(self, session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> None:
-        """Prepare two repeaters, one with the memory of `results`. Raises the errors of `Runtime.repeated`."""
+        """Prepare two repeaters; one uses the memory of `results`. Raises the errors of `Runtime.repeated`."""
         self._session, self._gatherer = session, gatherer
         self._number, self._sheet = 0, gatherer.sheet(0)
         spare = session.runtime.room(results[0], len(results))
@@ -94,9 +94,9 @@ class RepeatedTurns:
         return tuple(index[at] for index in self._sheet)
 
     def blind(self, choice: int) -> str:
-        """Flip one bit of a golden on purpose; return a text if a repeater does not see the difference, else "".
+        """Test the comparison with a golden that has one bit flipped (`choice`); return "" if all comparisons see it.
 
-        A comparison that never sees a difference would hide every error.
+        Otherwise return a text with the number of those that see no difference: they would hide every error.
         """
         session, at = self._session, self._gatherer.answer(TRIED, choice)
 
@@ -115,9 +115,9 @@ class RepeatedTurns:
         return f"one bit of a golden was flipped on purpose, and the device finds no difference in {blind} results"
 
     def turns(self, until: float, most: int = 0) -> Iterator[Turn]:
-        """Launch turns until the time `until`, at least one, or `most` turns (0: no such limit); yield each of them.
+        """Launch turns until the clock reads `until`; yield each turn as soon as its answers have arrived.
 
-        A turn is yielded when its answers have arrived.
+        At least one turn is launched, and at most `most` turns (0: no limit).
         """
         session, waiting, turn = self._session, deque[tuple[int, Repeater]](), 1
         ahead = 1 if session.ctx.room else AHEAD  # a server gets pauses in which nothing is left to do
@@ -143,10 +143,11 @@ class RepeatedTurns:
 
 
 def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results: list[Any]) -> RepeatedTurns | None:
-    """Return the turns that the device repeats, or None if the host must start each operation.
+    """Return an object that runs the turns on the device, or None if the host must start each operation itself.
 
-    None for a drill, which changes single steps, and for a retest under load, where another thread uses the device.
-    `held`: bytes of operands and golden; each repeater has its own.
+    None is returned for drills, which change single steps; for a retest under load, where another thread uses the
+    device; and if the device cannot do it or has too little memory. `held`: bytes of operands and golden, needed by
+    each repeater.
     """
     ctx = session.ctx
     if ctx.drill or ctx.intensity or not session.runtime.repeats(ctx.device):

@@ -1,4 +1,4 @@
-"""Write a failing case for people without canaryd: operands, golden, and a script that needs only torch.
+"""Write a failing case to files for people without canaryd: operands, golden (right result), a script that needs torch.
 
 The host makes the tensors again from case and seed and compares them with those of the failure; it leaves out a case
 that differs. docs/dossier.md describes the files.
@@ -27,7 +27,7 @@ from canaryd.worker.units.tiles import Tiles
 Progress = Callable[[float, str], None]
 
 LARGEST = 256 << 20
-"""Most bytes of a case's operands and golden: larger files cannot be sent by mail."""
+"""Largest size in bytes of a case's operands and golden: larger files cannot be sent by mail."""
 DESCRIPTIONS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<i2", "int64": "<i8", "int32": "<i4"}
 DESCRIPTIONS |= {"int8": "|i1", "bool": "|b1"}
 """torch dtype → NumPy's name in the file; formats that NumPy lacks are stored as integers of their width."""
@@ -140,7 +140,7 @@ if __name__ == "__main__":
         print(f"not run: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
 ''')
-"""The script; `compute`, the operands and the switches differ from case to case."""
+"""Template of the script. Its expression `compute`, its operands and its switches differ from case to case."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Exhibit:
     """A torch expression of the operands in `names`."""
     names: tuple[str, ...]
     switches: Sequence[str] = ()
-    """Statements that put torch's switches where the probe had them."""
+    """Python statements that set torch's switches as the probe had set them."""
 
 
 def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
@@ -203,7 +203,7 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
 
 
 def _tiles(case: str, seed: int, device: Device) -> Exhibit:
-    """Return the exhibit of a processor's tiles; the script's option `--core` chooses the core."""
+    """Return the exhibit of tiles that one core of a processor computed; the script's option `--core` selects it."""
     (label, content, _, path), sizes = _sizes(case)
     if path != "gemm":
         raise Skip("only canaryd's own kernel tells SMs apart; canaryd check --repeat runs it again")
@@ -251,7 +251,7 @@ def npy(tensor: Any) -> bytes:
 
 
 def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
-    """Return the text of `reproduce.py` for a case, with the `arguments` of `answer`; it runs on the wrong core."""
+    """Return the text of `reproduce.py`, which runs on the wrong core; `arguments` are those of `answer`."""
     core, environment, unset = arguments["core"], arguments["environment"], arguments["unset"]
     loads = []
     for name, tensor in zip(made.names, made.problem.operands, strict=False):
@@ -276,7 +276,7 @@ def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
 
 
 def disagreement(golden: Any, expected: Sequence[tuple[Sequence[int], str]]) -> str:
-    """Return a sentence on the first difference between the golden built now and the failure's, or "" if none."""
+    """Return a sentence on the first difference of `golden` from `expected` (index, bits as hex), or "" if none."""
     raw, width = bits(golden), golden.element_size() * 8
     for index, text in expected:
         try:

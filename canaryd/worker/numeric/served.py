@@ -1,6 +1,6 @@
 """The products and the attention of a served model: the sizes in its `config.json`, and the rows of a server's batches.
 
-A kernel is chosen by its sizes, and some kernels are wrong only above some size: products of other sizes miss them.
+A library chooses a kernel by the sizes, and some kernels are wrong only above some size: tests of other sizes miss it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from canaryd.worker.runtime import interface
 
 T = TypeVar("T")
 ROWS = {"quick": (1, 16), "standard": (1, 8, 64, 512), "deep": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)}
-"""Rows of A per level: in decoding, one per request of a batch; in prefill, one per token of a chunk (our choice)."""
+"""Level of thoroughness → numbers of rows of A (our choice). In decoding, a row is one request of a batch; in prefill,
+a row is one token of a chunk."""
 MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
-"""Largest weight per level in bytes: the time for a larger one belongs to a deeper level (our choice)."""
+"""Level → bytes of the largest tested weight; the time for a larger one belongs to a deeper level (our choice)."""
 OF_ROOM = 4
-"""Divisor: a weight takes at most this part of the memory beside a server (operands, result, a copy on the host)."""
+"""Divisor: a weight takes at most this part of the memory that is free beside a server. Operands, results and a copy on
+the host need the rest."""
 SHARE = 0.05
-"""Largest share of a run's time for one product, so that all others have their turn (our choice)."""
+"""Largest share of a run's time for one product, so that all other products can run too (our choice)."""
 LENGTHS = {
     "quick": {"decode": (1, 256), "prefill": (64, 64)},
     "standard": {"decode": (1, 1024), "prefill": (256, 256)},
     "deep": {"decode": (1, 4096), "prefill": (1024, 1024)},
 }
-"""Numbers of queries and keys of one sequence's attention per level (our choice); a prefill is causal."""
+"""Level → kind → (queries, keys) of one sequence's attention (our choice); a prefill has a causal mask."""
 ATTENDED = ("float64", "float32", "bfloat16", "float16")
-"""Formats of attention."""
+"""Number formats in which attention is tested."""
 LARGEST_CONFIG = 1 << 20
 
 
 class Unreadable(ValueError):
-    """A `config.json` gives no sizes; the text says which file and why."""
+    """Raised if a `config.json` gives no sizes; the text contains the file and the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ class Weight:
 
 
 def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | Skipped]:
-    """Yield the products of the models in the setting `shapes_of`, and each product that is left out.
+    """Yield a case for each product of the configured models, or the reason why a product is left out.
 
-    The setting is a list of model directories or `config.json` files; without it, the engine gives the directories of
-    the endpoints that the device serves. Each number of rows has one content, in rotation; if cases are requested by
-    name, it has all contents. `speeds`: format → operations per second. Raises `ValueError` for a setting of another
-    kind.
+    The setting `shapes_of` is a list of model directories or `config.json` files; without it, the engine gives the
+    directories of the endpoints that the device serves. For each number of rows one class of contents is tested, in
+    rotation; if cases are requested by name, all classes. `speeds`: format → operations per second. Raises `ValueError`
+    if the setting is not such a list.
     """
     free, _ = interface.of(ctx.device).memory(ctx.device)
     names = list(CONTENTS)
@@ -77,9 +79,10 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
 
 
 def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] | Skipped]:
-    """Yield the attention (format, kind, sizes) of the models in the setting `shapes_of`, or a reason for omission.
+    """Yield (format, kind, sizes) of the attention of each configured model, or the reason why it is left out.
 
-    The sizes are B, H, G, L, S and D. Raises `ValueError` for a setting of another kind.
+    The models are those of the setting `shapes_of`; the sizes are B, H, G, L, S and D. Raises `ValueError` if the
+    setting is not a list of paths.
     """
     free, _ = interface.of(ctx.device).memory(ctx.device)
     limits = [limit // OF_ROOM for limit in (ctx.room, free) if limit]
@@ -100,7 +103,7 @@ def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] 
 def _models(
     ctx: Context, probe: str, sizes: Callable[[Mapping[str, Any]], T], tested: Collection[str]
 ) -> Iterator[tuple[str, T] | Skipped]:
-    """Yield format and `sizes` of each model in the setting `shapes_of`, or the reason why it is left out."""
+    """Yield (format, `sizes` of the configuration) of each model in the setting `shapes_of`, or why it is left out."""
     for path in shapes_of(ctx.settings, probe):
         try:
             form, found = _read(path, sizes)
@@ -123,7 +126,7 @@ def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[Path]:
-    """Return a probe's setting `shapes_of`; raise `ValueError` if it is not a list of absolute paths."""
+    """Return the paths in a probe's setting `shapes_of`; raise `ValueError` if it is not a list of absolute paths."""
     named = settings.get("shapes_of", [])
     if not isinstance(named, list) or not all(isinstance(name, str) and name.startswith("/") for name in named):
         raise ValueError(f"probes.{probe}.settings.shapes_of: {named!r} is no list of absolute paths")
@@ -148,10 +151,10 @@ def _read(path: Path, sizes: Callable[[Mapping[str, Any]], T]) -> tuple[str, T]:
 
 
 def weights(config: Mapping[str, Any]) -> list[Weight]:
-    """Return the weights of a decoder layer and the head, for the names in Hugging Face's `config.json`.
+    """Return the weights of one decoder layer and of the output head, from the names in Hugging Face's `config.json`.
 
     Query, key and value are one matrix, gate and up another, as servers fuse them. Where there are experts, gate, up
-    and down are one expert's. Raises `KeyError` for a size that is missing.
+    and down are those of one expert. Raises `KeyError` for a size that is missing.
     """
     own = config.get("text_config") or config
     hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
@@ -171,14 +174,14 @@ def weights(config: Mapping[str, Any]) -> list[Weight]:
 
 
 def rows(level: str, turn: int, *, every: bool) -> Sequence[int]:
-    """Return the rows to multiply at a level; at quick one of them in rotation, unless `every` is set."""
+    """Return the numbers of rows to multiply at a level; at "quick" one of them by `turn`, unless `every` is set."""
     return ROWS[level] if level != "quick" or every else (ROWS[level][turn % len(ROWS[level])],)
 
 
 def too_much(ctx: Context, source: Format, weight: Weight, M: int, speed: float, free: int | None) -> str:
-    """Return the reason why a product with `M` rows is too large for this run, or "" if it is not.
+    """Return the reason why a product with `M` rows takes too much memory or time for this run, or "" if it does not.
 
-    `speed` in operations per second; `free` is the device's free memory in bytes, or None if it reports none.
+    `speed` is in operations per second; `free` is the device's free memory in bytes, or None if it is unknown.
     """
     size = weight.N * weight.K * source.dtype.itemsize
     most = min([MOST[ctx.level], *(limit // OF_ROOM for limit in (ctx.room, free) if limit)])

@@ -1,4 +1,4 @@
-"""The kernels that serving uses, on full-mantissa operands: inputs, computation, error bounds.
+"""The kernels that serving uses, with operands that use all mantissa bits: operands, computation, error bounds.
 
 Nobody knows the right bits of these results beforehand: they are recorded (docs/goldens.md). Operands come from
 integer arithmetic under `exact.FIXED_SEED` and the case's name, so that they are the same bytes on every device and in
@@ -22,23 +22,23 @@ from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.numeric.verify import FIXED_SEED
 
 MAKER = "kernels 1"
-"""Name and version of the cases; increase the version whenever operands, shapes or calls change."""
+"""Name and version of these cases. The version must be increased when operands, shapes or calls change."""
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = {
     "default": "", "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }  # fmt: skip
-"""Name in the case → kernel of scaled dot-product attention; "" leaves the choice to torch."""
+"""Part of the case's name → torch's name of the attention kernel; "" leaves the choice to torch."""
 WRITTEN = ("default", "math")
-"""Kernels that may write scores to memory in the operands' format; the others never do."""
+"""Attention kernels that can write scores to memory in the operands' format; the other kernels never do."""
 EPS = 2.0**-17
 """Epsilon of the norms, about 1e-5."""
 GROUP = 32
 """Weights that share a scale in the 4-bit cases."""
 SMALL = {"M": 96, "N": 256, "K": 512, "keys": 256, "queries": 64, "rows": 64, "width": 512}
 LARGE = {"M": 256, "N": 1024, "K": 1024, "keys": 1024, "queries": 256, "rows": 256, "width": 1024}
-"""Sizes on accelerators, where a small problem leaves most units idle; `SMALL` has those on a CPU. The references are
-float64 products of the host: larger ones would take the budget."""
+"""Sizes on accelerators, where a small problem leaves most units idle; `SMALL` has the sizes on a CPU. The host
+computes the references as float64 products, and larger ones would take the whole time."""
 
 # Elementary functions: smallest and largest exponent of |x| in wide formats and in float16, and whether x may be
 # negative. Results stay finite and normal.
@@ -51,22 +51,23 @@ SWEEPS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One recorded case."""
+    """One recorded case: functions that make the operands, compute the result, and bound its error."""
 
     name: str
     """"kind/variant/…@sizes"."""
     dtype: str
     """Format of the operands."""
     build: Callable[[int], tuple[Any, ...]]
-    """Function seed → operands, contiguous host tensors."""
+    """Function that takes a seed and returns the operands, contiguous host tensors."""
     compute: Callable[..., Any]
-    """Function (operands on the device) → contiguous result."""
+    """Function that takes the operands on the device and returns a contiguous result."""
     bound: Callable[..., error_bounds.Bounded]
-    """Function (operands as float64, integers too) → reference and tolerance before rounding to the result's format."""
+    """Function that takes the operands as float64 (integers too); it returns the reference, and the tolerance before
+    the result is rounded to its format."""
 
     @property
     def kind(self) -> str:
-        """Kind of the kernel: the label of its readings."""
+        """Kind of the kernel, the first part of its name; readings have it as a label."""
         return self.name.partition("/")[0]
 
     @property
@@ -89,7 +90,7 @@ def draw(seed: int, name: str, shape: tuple[int, ...], form: Format, low: int = 
 
 
 def every_kernel(device: Device) -> list[Kernel]:
-    """Return all cases for `device`, also unsupported ones."""
+    """Return all recorded cases for `device`, also those that it does not support."""
     size = SMALL if device.backend == "cpu" else LARGE
     return [
         *_products(device, size),
@@ -294,7 +295,7 @@ def _int_product(a: Any, b: Any, sa: Any, sb: Any) -> Any:
 
 
 def _int_bound(a: Any, b: Any, sa: Any, sb: Any) -> error_bounds.Bounded:
-    """Bound the scaled integer sum: the sum is exact; its conversion and two products round once each."""
+    """Return reference and tolerance of a scaled integer sum: the sum is exact, three later steps round once each."""
     reference = a @ b.T * sa * sb
     return reference, reference.abs() * error_bounds.reach((3, error_bounds.SINGLE))
 

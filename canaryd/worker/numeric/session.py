@@ -1,4 +1,4 @@
-"""One run of an exact probe on one device: the places of its cases, the makers of their goldens, and its totals."""
+"""The state of one run of an exact probe on one device: where cases run, which cores make goldens, and the totals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
 
 PENDING = 64
-"""Most pairs of events that a run keeps before it adds up their times (ours)."""
+"""Largest number of pairs of timing events that a run keeps before it adds up their times (ours)."""
 
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def thread(task: str) -> ThreadPoolExecutor:  # noqa: ARG001
 
 @dataclass
 class Session:
-    """One run of an exact probe on one device: places, cores for the goldens, fault injection, totals."""
+    """The state of one run of an exact probe on one device: cores, makers of goldens, fault injection, totals."""
 
     ctx: Context
     cores: tuple[int, ...] = field(default_factory=visible_cores)
@@ -44,32 +44,32 @@ class Session:
     elements: int = 0
     operations: int = 0
     began: float = field(init=False)
-    """Start of the run, by the run's clock."""
+    """Time at which the run started, by the run's clock."""
     made_twice: int = 0
     gathers: int = 0
-    """Number of turns of fresh operands that the device gathered."""
+    """Number of times that the device gathered new operands."""
     digests: list[tuple[str, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    """Case that the device has no kernel for → reason."""
+    """Name of a case for which the device has no kernel → reason."""
     places: set[Place] = field(default_factory=set)
     pools: tuple[tuple[Product, int], Problem] | None = None
-    """The last pools made, with their product and seed."""
+    """The pools that were made last, with their product and seed; None before the first."""
     begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None
-    """Name and seed of the case that is being made in another thread, and its future result."""
+    """Name and seed of the case that another thread is making, and the future with its data; None if there is none."""
     repeated: int = 0
-    """Number of results of turns that the device repeated without the host."""
+    """Number of results that the device computed and compared without the host."""
     single_steps: str = ""
-    """Reason why the device cannot repeat turns without the host, or ""."""
+    """Reason why the host must start each operation of the device itself, or "" if it need not."""
     cores_compared: bool = False
-    """Whether the cores have computed the operands of a wrong result one by one."""
+    """Whether a wrong result of this run was already computed again on each of the other cores."""
     looking: Future[Any] | None = None
-    """The newest comparison that the host does in another thread; it ends before the run does."""
+    """The newest comparison that the host does in another thread, or None; the run waits for it at its end."""
     _device_seconds: float = 0.0
     _events: list[tuple[Any, Any]] = field(default_factory=list)
-    """Start and end events of work on the device, whose times are not added up yet."""
+    """Pairs of a start and an end event of work on the device, whose times are not added up yet."""
 
     def __post_init__(self) -> None:
-        """Find the drill's fault; raise `Skip` for an unknown name."""
+        """Find the fault that the drill injects; raise `Skip` for an unknown name."""
         self.began = self.ctx.clock()
         drill = self.ctx.drill
         if drill and drill not in faults.FAULTS and drill not in GATHERS:
@@ -81,7 +81,7 @@ class Session:
         self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
 
     def look(self, work: Callable[[], T]) -> Future[T]:
-        """Let the host do `work` in another thread while the device computes, or at once if the host is the device."""
+        """Return a future of `work`, done by the host in another thread, or at once if the host is the device."""
         if self.ctx.device.unit == "cpu":
             done: Future[T] = Future()
             done.set_result(work())
@@ -91,10 +91,10 @@ class Session:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Count the block's time as the device's: by the device's events if it has them, else by the run's clock.
+        """Add the block's time to the device's time, by the device's events if it has them, else by the run's clock.
 
         Events count from the block's first work on the device to its last. Gaps in which the device waits for the host
-        are included, so the share is an upper bound.
+        are included, so the device's share of the time is an upper bound.
         """
         handed, start = self.ctx.clock(), event(self.ctx.device)
         yield
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds that the device worked so far; waits for the device."""
+        """Seconds that the device has worked so far. Reading this waits for the device."""
         self._add_up()
         return self._device_seconds
 
@@ -124,7 +124,7 @@ class Session:
 
     @property
     def struck(self) -> bool:
-        """Whether the drill's fault was injected."""
+        """Whether the fault of the drill has been injected in this run."""
         return self.injector.spent or (isinstance(self.runtime, Faulty) and self.runtime.struck > 0)
 
     @property
@@ -133,11 +133,11 @@ class Session:
         return self.ctx.device.unit == "cpu" and self.runtime.pins
 
     def _draw(self, case: str) -> int:
-        """Return a random number for a case, from the run's seed: a confirmation of the case gets the same one."""
+        """Return a number drawn from the run's seed and the case's name before "@"; the sizes do not change it."""
         return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
 
     def place(self, case: str) -> int | None:
-        """Return the core that runs a case on a CPU, for half of the cases; None for all cores together."""
+        """Return the one core of a CPU that runs this case, or None if all cores run it (as in half of the cases)."""
         draw = self._draw(case)
         if not self.pins or draw & 1:
             return None
@@ -152,9 +152,9 @@ class Session:
         return Place(unit="core", numbers=(core,)) if can_pin() else Place(unit="thread")
 
     def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
-        """Return two host cores to make a golden on, not in `avoid` if possible (its first above all).
+        """Return two host cores that make a golden: none of `avoid` if possible, otherwise not the first of `avoid`.
 
-        Both are the same if there is only one: then making it twice shows errors that pass, but not those that stay.
+        Both are the same if there is only one: then making it twice shows temporary errors, but not permanent ones.
         """
         others = [c for c in self.cores if c not in avoid] or [c for c in self.cores if c not in avoid[:1]]
         others = others or list(self.cores)

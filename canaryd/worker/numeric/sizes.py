@@ -17,14 +17,14 @@ from canaryd.worker.runtime import interface
 
 KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share pools stand together
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.1}
-"""Seconds for one product, per level: a fraction of a case's share of the budget, so that every case has its turn."""
+"""Level of thoroughness → seconds for one product: a small part of a case's time, so that every case can run."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
-"""Largest side of a square product, per level: for a larger one, making the golden costs more than it is worth."""
+"""Level → largest side of a square product. For a larger product, making the golden costs more than it is worth."""
 SIDE, SIDE_BY_EVENTS = 192, 1024
-"""Side of the cube that measures the speed. A fast device finishes 192 before its own clock, which counts half
-microseconds, measures much of it."""
+"""Sides of the cubic products that measure the speed, without and with the device's own clock. That clock counts half
+microseconds, and a fast device finishes a product of side 192 before the clock can measure it well."""
 CALL = 5e-5
-"""Seconds of a library's own work for one product, besides the computation (ours)."""
+"""Seconds that a library spends on one product apart from the computation (ours)."""
 LONG = 5
 """Ratio of K to the sides of a "long" product. Libraries split such sums among several
 blocks: MLX on Metal from a ratio of three (mlx/backend/metal/matmul.cpp)."""
@@ -33,7 +33,7 @@ LARGEST_LONG = 2048
 
 
 def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
-    """Return floating-point operations per second of this device for products of these formats, by a cube.
+    """Return the device's speed, in floating-point operations per second, for a cubic product of these formats.
 
     It is the best of three after one unmeasured product, which loads the kernels.
     """
@@ -46,7 +46,7 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
 
 
 def shares_units(device: Device, source: Format, own: float, float32: float) -> bool:
-    """Return whether a processor seems to use float32's units for a narrower format, because it is slower with it.
+    """Return whether a processor seems to compute a narrower format on its float32 units, because it is slower with it.
 
     `own` and `float32` are measured speeds in operations per second; 0 for none. Slower means by a third at least, and
     by more than a call costs (ours): units for the format itself finish the measured product within microseconds, most
@@ -58,17 +58,18 @@ def shares_units(device: Device, source: Format, own: float, float32: float) -> 
 
 
 def shapes_of(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the kinds of shape and the layouts of a format: FP8 kernels need column-major B, and no batch."""
+    """Return (kinds of shape, layouts) that are tested for a format; FP8 kernels need column-major B, and no batch."""
     if source.startswith("float8"):
         return tuple(kind for kind in KINDS if kind != "batched"), ("nt",)
     return KINDS, LAYOUTS
 
 
 def variants(ctx: Context, turn: int, source: str, *, shared: bool) -> list[tuple[str, str]]:
-    """Return pairs of shape kind and layout: all at deep, each kind once at standard, one in two turns at quick.
+    """Return the (kind of shape, layout) pairs to test in this turn, by the level of thoroughness.
 
-    A format on `shared` units gets each kind once at deep, one pair at standard and one in six turns at quick: float32
-    tests these units too, and faster.
+    "deep", or if cases are requested by name: all pairs; "standard": each kind once; "quick": one pair in every second
+    turn. With `shared` (the processor computes the format on its float32 units): "deep": each kind once; "standard":
+    one pair; "quick": one pair in every sixth turn, because float32 tests these units too, and faster.
     """
     kinds, layouts = shapes_of(source)
     if ctx.cases or (ctx.level == "deep" and not shared):
@@ -82,11 +83,11 @@ def variants(ctx: Context, turn: int, source: str, *, shared: bool) -> list[tupl
 
 
 def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
-    """Return M, N, K and batch (0 for none) of the case called `name`, for a measured speed in operations per second.
+    """Return M, N, K and the batch (0 for none) of the case called `name`.
 
-    A full name in `ctx.cases`, "name@64x48x256", gives its own sizes: a confirmation must use the same operands at any
-    speed. Otherwise the sizes follow from the level's time for one product. They vary with the seed and need not be
-    multiples of a tile.
+    A full name in `ctx.cases`, "name@64x48x256", contains its sizes: a confirmation must use the same operands at any
+    speed. Otherwise the sizes follow from `speed` (operations per second) and the level's time for one product. They
+    vary with the seed and need not be multiples of a tile.
     """
     for want in ctx.cases:
         asked, _, sizes = want.partition("#")[0].partition("@")
@@ -113,11 +114,11 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
 
 
 def stem(name: str) -> str:
-    """Return the format and content in a case's name: cases with equal stem and K draw from the same pools."""
+    """Return the part of a case's name with format and content; cases with the same part and the same K share pools."""
     return "/".join(name.split("/")[:2])
 
 
 def _cut(seed: int, stem: str) -> int:
-    """Return the difference of K to a multiple of sixteen: 0 for half of the stems, whose kernels then meet no edge."""
+    """Return the number to subtract from a K that is a multiple of 16, for ragged edges; 0 for half of the stems."""
     drawn = int(below(seed, f"ragged {stem}", (1,), 32))
     return drawn if drawn < 16 else 0

@@ -1,4 +1,4 @@
-"""The accelerators that this interpreter can use, and the versions of the software under test."""
+"""The accelerators that this Python interpreter can use, and the versions of the software that results depend on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_
 
 
 def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
-    """Return the devices, the facts common to all stacks, torch's version or None, and why torch is missing or None."""
+    """Return (devices, facts about the software, torch's version or None, reason why torch is missing or None)."""
     host = cpu()
     if torch is None:
         return [host], {}, None, why_no_torch
@@ -31,9 +31,9 @@ def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
 
 
 def cpu() -> Device:
-    """Return the host's processors as one device.
+    """Return the host's processors together as one device.
 
-    The key is derived from /etc/machine-id and the model name, which are the same for every user of the machine. It
+    Its uuid is derived from /etc/machine-id and the model name, which are the same for every user of the machine. It
     identifies the installation and not the silicon, so the identity is weak. The processor's own number (PPIN), where
     the kernel shows it, is recorded too.
     """
@@ -64,7 +64,7 @@ def cpu() -> Device:
 
 
 def _instruction_sets(info: str) -> tuple[str, ...]:
-    """Return the instruction sets to test with torch: its own choice, AVX2 if that is less, and the least one."""
+    """Return the instruction sets to test: torch's own choice, AVX2 if the processor has AVX-512, and the smallest."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("native", "baseline")
     return ("native", "avx2", "baseline") if "avx512f" in _flags(info) else ("native", "baseline")
@@ -107,7 +107,7 @@ def _cuda() -> list[Device]:
 
 
 def _why_no_cuda() -> dict[str, str]:
-    """Return torch's own reasons for showing no NVIDIA or AMD GPU: `is_available` turns every error into False."""
+    """Return torch's own reasons why it finds no NVIDIA or AMD GPU; `is_available` hides the errors."""
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
@@ -153,10 +153,10 @@ CHOOSERS = (
     "TORCH_CUDNN_SDPA_AVOID_RECOMPILE",
     *("TORCH_DISABLE_NATIVE_JIT", "TORCH_NATIVE_SKIP_VERSION_CHECK", "TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN"),
 )
-"""Environment variables that make a library choose another kernel for the same product; the last bits may differ."""
+"""Environment variables that make a library choose another kernel for the same product; the last bits can differ."""
 
 KERNEL_PACKAGES = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "nvmath-python", "triton")
-"""Packages that torch uses, where they are installed in a known version, to replace some of its CUDA kernels.
+"""Packages that torch uses to replace some of its CUDA kernels, if they are installed in a version that torch knows.
 
 Source: pytorch 2.13, torch/_native/cutedsl_utils.py, triton_utils.py and ops: RMS norm, topk, scatter_add, products.
 """
@@ -172,7 +172,7 @@ def surroundings(device: Device) -> dict[str, str]:
 
 
 def stack(device: Device, instruction_set: str) -> dict[str, str]:
-    """Return the versions of the software that a result on `device` may depend on; equal stacks give equal mappings."""
+    """Return the versions of the software that a result on `device` can depend on; equal stacks give equal mappings."""
     facts = _common()
     if torch is None:
         return facts
@@ -223,8 +223,8 @@ def _installed(package: str) -> str:
 def cudnn_version() -> int | None:
     """Return the number of cuDNN's version, or None without cuDNN.
 
-    If torch was built with a newer one, or cuDNN has no kernels for a visible device, torch raises at the first call
-    of a process and answers every later one (pytorch, torch/backends/cudnn/__init__.py, _init).
+    If torch was built with a newer cuDNN, or cuDNN has no kernels for a visible device, torch raises an error at the
+    first call of a process, but answers every later call (pytorch, torch/backends/cudnn/__init__.py, _init).
     """
     for _ in range(2):
         with contextlib.suppress(RuntimeError):
@@ -234,10 +234,11 @@ def cudnn_version() -> int | None:
 
 
 def library_version(maps: str, name: str, function: str) -> str:
-    """Return the version of an NVIDIA library that this process has loaded, or "not given" if it has not.
+    """Return the version of an NVIDIA library that this process has loaded, or "not given" if it has loaded none.
 
-    Torch may have been built with another version. `maps` is /proc/self/maps; `function` takes a libraryPropertyType
-    (0, 1, 2: major, minor, patch level) and where to write it, as in the cuBLAS documentation, cublasGetProperty.
+    Torch can have been built with another version. `maps` is the text of /proc/self/maps. `function` is the library's
+    function that takes a libraryPropertyType (0, 1, 2: major, minor, patch level) and the address for the result, as in
+    the cuBLAS documentation, cublasGetProperty.
     """
     path = next((line.split(maxsplit=5)[-1] for line in maps.splitlines() if f"/{name}" in line), "")
     if not path:
@@ -259,10 +260,10 @@ def _listed(variables: Mapping[str, str]) -> str:
 
 
 def int8_pairs_saturate() -> str:
-    """Return the reason why u8 x s8 products may saturate on this CPU with this instruction set, or "" if they cannot.
+    """Return the reason why u8 x s8 products can saturate on this CPU with this instruction set, or "" if they cannot.
 
-    Without VNNI or AMX the kernels add pairs of products in saturating 16-bit arithmetic: with full-range operands a
-    healthy processor is "wrong" by design.
+    Without VNNI or AMX the kernels add pairs of products in saturating 16-bit arithmetic: with full-range operands the
+    result of a healthy processor then differs from the exact one by design.
     """
     if limited := os.environ.get("ONEDNN_MAX_CPU_ISA"):
         return f"ONEDNN_MAX_CPU_ISA={limited} selects kernels that saturate full-range int8 pairs by design"
@@ -301,9 +302,10 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def float8(device: Device, name: str) -> str:
-    """Return the variant of an FP8 format that a device multiplies: "fnuz" on AMD CDNA 3 (gfx942, the MI300 family).
+    """Return the name of the FP8 format that a device multiplies in place of `name`.
 
-    Source: pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_is_fnuz`. Other names are returned unchanged.
+    AMD CDNA 3 (gfx942, the MI300 family) multiplies the "fnuz" variants. Other names are returned unchanged. Source:
+    pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_is_fnuz`.
     """
     if device.backend == "rocm" and device.detail.get("capability") == "9.4" and name.startswith("float8"):
         return f"{name.removesuffix('fn')}fnuz"

@@ -22,28 +22,29 @@ from canaryd.probe import Absent, Context, Reading, Skip
 from canaryd.worker.numeric.tensors import need_torch, on_cores, torch, torch_device, visible_cores
 
 WARM_UP = 30.0
-"""Seconds of load before the first trial: die and package are then near the heat of serving, a heavy cooler is not."""
+"""Seconds of load before the first trial: then die and package, but not a heavy cooler, are as hot as in serving."""
 PAUSE = 10.0
 """Seconds of idling before the first trial, and again before each later group of them."""
 BEFORE = 0.25
-"""Largest part of the budget for warming up, or for one pause."""
+"""Largest share of the run's time that is used for warming up, or for one pause."""
 LOAD = 0.5
 """Seconds of load, steady or pulsed, before each later group of trials: five times as long as the group."""
 PULSE = 0.01
 """Seconds of one burst of load, and of the pause after it."""
 GROUP = {"steady": 0.1, "pulsed": 0.1, "idle": 1.0}
-"""Seconds of trials until the next load or pause. After idling, the rise of clocks and voltage is the test."""
+"""Condition → seconds of trials between loads or pauses. After a pause, the rise of clocks and voltage is the test."""
 SMALLEST, LARGEST = 512, 4096
-"""Sides of the square product, smallest and largest; a product must last for `WORTH`. The largest holds 96 MiB on an
-accelerator and 192 MiB on a CPU, which a serving node can spare."""
+"""Smallest and largest side of the square product that makes the load; a product should last for `WORTH`. The largest
+needs 96 MiB on an accelerator and 192 MiB on a CPU, which a serving node can spare."""
 WORTH = 0.002
 """Seconds that one product should last, so that the time for launching it does not matter."""
 
 
 def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
-    """Set the `Context.pace` of a retest; return the function that gives the conditions of its trials at the end.
+    """Make the probe of this run call a `Pace` between its trials; return a function for the end of the run.
 
-    Raises `Skip` if torch, which makes the load, is missing or cannot use the device.
+    That function returns the conditions of the trials as readings. Raises `Skip` if torch, which makes the load, is
+    missing or cannot use the device.
     """
     if ctx.intensity not in GROUP:
         return list
@@ -55,17 +56,17 @@ def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
 
 
 def _torch_device(device: Device) -> Any:
-    """Return the torch device that computes the load: the device itself, or the processor of another runtime."""
+    """Return the torch device that computes the load: the device itself, or the CPU if its runtime is not torch."""
     if device.runtime != TORCH and device.unit != "cpu":
         raise Skip(f"torch makes the load of a retest, and {device.name} is not known to be a device of torch")
     return torch.device("cpu") if device.unit == "cpu" else torch_device(device)
 
 
 class Pace:
-    """The load or the pauses of one run; a probe calls it between trials."""
+    """The load or the pauses of one run; the probe calls this object between trials."""
 
     def __init__(self, ctx: Context) -> None:
-        """Store the visible cores for the load before a trial is pinned to one core."""
+        """Remember which cores are visible now, before a trial is pinned to one of them, so that the load uses all."""
         self._ctx = ctx
         self._cores = visible_cores()
         self._load: _Load | None = None
@@ -111,7 +112,7 @@ class Pace:
         return facts
 
     def _pulses(self, seconds: float) -> None:
-        """Alternate bursts and pauses; the trials follow a burst once, and a pause the next time."""
+        """Alternate bursts of load and pauses for `seconds`; end with a burst once, and with a pause the next time."""
         end = self._ctx.clock() + seconds
         while self._ctx.clock() < end and self._ctx.left > 0.0:
             self._work(PULSE)
@@ -141,7 +142,7 @@ class Pace:
 
 
 class _Load:
-    """Products of random numbers, about `PULSE` seconds of them per call."""
+    """The load: products of random numbers, about `PULSE` seconds of them per call."""
 
     def __init__(self, device: Any) -> None:
         # Of narrow formats float16 is the one that every accelerator has; 4,096 products of it stay far below infinity.
@@ -166,7 +167,7 @@ class _Load:
         return time.perf_counter() - began
 
     def enqueue(self) -> None:
-        """Enqueue the products; an accelerator may still compute them after this returns."""
+        """Enqueue the products; an accelerator can still be computing them when this returns."""
         for _ in range(self._count):
             torch.matmul(self._a, self._b, out=self._out)
 

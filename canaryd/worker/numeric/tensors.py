@@ -25,10 +25,11 @@ from canaryd.probe import Skip
 from canaryd.worker import visible
 
 OLDEST = (2, 6)
-"""Oldest supported torch. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
-bound of rms_norm in 16 bits. On accelerators 2.4 also gives a pair for a scaled product, and devices have no uuid."""
+"""Oldest supported version of torch. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, and 2.5
+exceeds the error bound of rms_norm in 16 bits. On accelerators, 2.4 returns a pair for a scaled product, and devices
+have no uuid."""
 WORD = 8
-"""Bytes that are compared at once, or copied at once where single columns are gathered."""
+"""Number of bytes that are compared at once, or copied at once when single columns are gathered."""
 
 torch: Any = None
 why_no_torch = ""
@@ -56,7 +57,7 @@ def need_torch() -> None:
 
 @functools.lru_cache(maxsize=8)
 def need_version(backend: str) -> None:
-    """Raise `Skip` if this torch is older than the backend needs."""
+    """Raise `Skip` if this torch is older than the oldest version that is supported for this backend."""
     found = tuple(int(number) for number in re.findall(r"\d+", str(torch.__version__))[:2])
     if found < OLDEST:
         raise Skip(f"torch {torch.__version__} is too old for {backend}: point worker.python at {_OLDEST} or newer")
@@ -105,7 +106,7 @@ def form_of(dtype: Any) -> Format:
 
 
 SMALL = 1 << 20
-"""Bytes of a result up to which one thread compares as fast as any number (benchmarks.verified_gemm)."""
+"""Size of a result in bytes up to which one thread compares as fast as many threads (benchmarks.verified_gemm)."""
 FEW = 16
 """Number of threads up to which one thread with memcmp, which takes eight bytes and more at a time, is as fast."""
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -129,9 +130,10 @@ def bytes_of(tensor: Any) -> bytes:
 
 
 def words(*tensors: Any) -> tuple[Any, ...]:
-    """Return the raw bits of tensors of one format as 64-bit words if all allow it, else as `bits` does (no copy).
+    """Return the raw bits of tensors of one format as 64-bit words if the sizes of all allow it, else as `bits` does.
 
-    A comparison then reads four bfloat16 at once, so that memory limits its speed, not the number of elements.
+    Nothing is copied. A comparison of words reads four bfloat16 values at once, so that its speed is limited by the
+    memory and not by the number of elements.
     """
     whole = all(
         t.is_contiguous() and t.nbytes % WORD == 0 and t.storage_offset() * t.element_size() % WORD == 0
@@ -148,7 +150,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def host_same_bits(a: Any, b: Any) -> bool:
-    """Return whether two host tensors are equal, by the C library's memcmp, which shares no code with torch."""
+    """Return whether two host tensors are equal, by memcmp of the C library, which shares no code with torch."""
     a, b = a.contiguous(), b.contiguous()
     return bool(a.nbytes == b.nbytes and _memcmp()(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
 
@@ -161,10 +163,10 @@ def _memcmp() -> Any:
 
 
 def is_alone(result: Any) -> bool:
-    """Return whether a processor's result is compared and overwritten by one thread, with the C library.
+    """Return whether one thread compares and overwrites this result of a processor, with the C library.
 
-    Otherwise torch does it with all threads. The host's own check uses the other method. Waking threads takes longer
-    than they save for a `SMALL` result, or for a larger one where they are few.
+    If not, torch does so with all threads. The host's check of the comparison uses the other of these methods. Waking
+    threads takes longer than it saves for a `SMALL` result, or for a larger one where there are few threads.
     """
     threads = torch.get_num_threads()
     return bool(threads == 1 or result.nbytes <= SMALL * max(1, FEW // threads))
@@ -180,9 +182,9 @@ def spoil(result: Any) -> None:
 
 
 def torch_device(device: Device) -> Any:
-    """Return the torch device of a `Device`, found by its uuid: its index may have changed since the discovery.
+    """Return the torch device of a `Device`, found by its uuid, because its number can change after the discovery.
 
-    Raises `Skip` if no such device is visible now, or this torch is too old for it. ROCm is called "cuda" in torch.
+    Raises `Skip` if the device is not visible now, or if this torch is too old for it. ROCm is called "cuda" in torch.
     """
     need_version(device.backend)
     kind = "cuda" if device.backend == "rocm" else device.backend
@@ -197,9 +199,10 @@ def torch_device(device: Device) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _index_now(kind: str, names: tuple[str, ...], index: int, *, by_place: bool) -> int:
-    """Return the present number of the device with one of these uuids, the first of which is its own.
+    """Return torch's present number of the device that has one of the uuids in `names`.
 
-    `by_place`: other devices have the same uuid, so the device is identified by its `index` only.
+    The first name is the device's own uuid; `index` is its earlier number. `by_place`: other devices have the same
+    uuid, so only `index` identifies the device.
     """
     module = getattr(torch, kind)
     if not module.is_available():
@@ -216,7 +219,7 @@ def _index_now(kind: str, names: tuple[str, ...], index: int, *, by_place: bool)
 
 
 def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-    """Copy host tensors into new allocations on the device, strides kept (a transposed operand stays transposed)."""
+    """Return copies of host tensors in new allocations on the device, with the same strides (transposed stays so)."""
     target = torch_device(device)
     # clone() first: on the CPU `to` would return the same memory, and an upload must be fresh.
     return tuple(t.clone(memory_format=torch.preserve_format).to(target) for t in tensors)
@@ -228,8 +231,9 @@ OVERRIDES = (
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "IPEX_FP32_MATH_MODE"),
     *("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_MPS_FAST_MATH"),
 )
-"""Environment variables with which a library rounds operands, or chooses its kernels, whatever the switches say.
-canaryd removes them from workers. `worker.env` may set them again: then no case ships as characterised."""
+"""Environment variables that make a library round operands or choose other kernels, against torch's switches. canaryd
+removes them from workers. The setting `worker.env` can set them again; then no case counts as known to be right on
+healthy devices."""
 
 
 def overrides() -> dict[str, str]:
@@ -255,10 +259,10 @@ def _switch_table() -> list[tuple[str, Any, str, Any]]:
 
 @contextlib.contextmanager
 def strict_switches() -> Iterator[dict[str, str]]:
-    """Set every switch that may change a result's bits to its exact position; yield what was set; restore all after.
+    """Set every switch that can change a result's bits to its exact position; yield the settings; restore all after.
 
-    A switch that this torch does not have is recorded as "absent". Float32 products of the CPU are held at "highest",
-    so that no library silently rounds operands to bfloat16 or TF32.
+    A switch that this torch does not have is recorded as "absent". Float32 products of the CPU are set to "highest", so
+    that no library silently rounds operands to bfloat16 or TF32.
     """
     record: dict[str, str] = {}
     restore: list[tuple[Any, str, Any]] = []
@@ -302,10 +306,11 @@ def allowing(attribute: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_any_order() -> Iterator[None]:
-    """Let torch add and scatter in any order, as serving does: a fixed order sorts on CUDA, and excludes cuDNN.
+    """Allow torch to add and scatter in any order during the block, as serving does.
 
-    Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu, index_add_cuda_impl; TensorAdvancedIndexing.cpp, scatter;
-    transformers/cuda/sdp_utils.cpp, check_cudnn_deterministic.
+    A fixed order makes torch sort on CUDA, and excludes cuDNN. Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu,
+    index_add_cuda_impl; TensorAdvancedIndexing.cpp, scatter; transformers/cuda/sdp_utils.cpp,
+    check_cudnn_deterministic.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
@@ -324,7 +329,7 @@ def visible_cores() -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1)
 def can_pin() -> bool:
-    """Return whether this process may choose its core: not on macOS, and not under a filter of system calls."""
+    """Return whether this process can choose its core; macOS and some filters of system calls do not allow it."""
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -334,7 +339,7 @@ def can_pin() -> bool:
 
 @contextlib.contextmanager
 def on_cores(cores: Collection[int], threads: int) -> Iterator[None]:
-    """Run the block's torch work in `threads` threads on `cores`; if that is empty, on the cores allowed before."""
+    """Run the block's torch work in `threads` threads on `cores`; with no cores, on those that were allowed before."""
     before, pinned = torch.get_num_threads(), visible_cores()
     pins = bool(cores) and can_pin()
     try:
@@ -350,18 +355,18 @@ def on_cores(cores: Collection[int], threads: int) -> Iterator[None]:
 
 
 def on_core(core: int | None) -> contextlib.AbstractContextManager[None]:
-    """Run the block's torch work only in this thread, pinned to `core`; None leaves all threads free.
+    """Run the block's torch work in this thread only, pinned to `core`; with None, torch uses all its threads.
 
-    With one intra-op thread torch runs kernels in the calling thread, so that a wrong result names its core. If the
-    core cannot be chosen (`can_pin`) the work still runs in one thread, on a core that the system chose.
+    With one intra-op thread torch runs kernels in the calling thread, so that the core of a wrong result is known. If
+    the core cannot be chosen (`can_pin`), the work still runs in one thread, on a core that the system chose.
     """
     return contextlib.nullcontext() if core is None else on_cores({core}, 1)
 
 
 def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run work twice, on two cores at the same time, as `on_core` does; one after the other if both cores are one.
+    """Run `work` on two cores at the same time, as `on_core` does; return both results.
 
-    An error in either ends both and is raised.
+    If both cores are the same, the second run follows the first. An error in either run ends both and is raised.
     """
     if first == second or not can_pin():
         with on_core(first):
@@ -381,7 +386,7 @@ def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any,
 
 @functools.lru_cache(maxsize=1)
 def _other_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Return the one thread for work on a second core: a new thread each time would start with new memory.
+    """Return the executor with the one thread for work on a second core; a new thread each time would have new memory.
 
     The thread has its own number of OpenMP threads. MKL has one number for all threads: 1 during `on_two_cores`.
     """
@@ -403,20 +408,20 @@ def synchronize(device: Device) -> None:
 
 
 AHEAD = 256 << 20
-"""Bytes that a device overwrites before a timed call: over 50 µs at 5 TB/s, in which the host enqueues the call. So the
-device does not wait for the host, and its caches hold nothing of the call before."""
+"""Number of bytes that a device overwrites before a timed call. This takes over 50 µs at 5 TB/s, in which the host
+enqueues the call. So the device does not wait for the host, and its caches hold nothing of the call before."""
 
 
 def has_events(device: Device) -> bool:
-    """Return whether a device measures times with its own clock: CUDA and ROCm through torch."""
+    """Return whether a device measures times with its own clock, which CUDA and ROCm devices do through torch."""
     return device.runtime == TORCH and device.backend in ("cuda", "rocm")
 
 
 def timed(device: Device, call: Callable[[], Any], wait: Callable[[], None]) -> tuple[Any, float]:
-    """Return the result of a call and its duration in seconds, by the device's own events if it has them.
+    """Return (result of the call, seconds that it took), measured by the device's own events if it has them.
 
-    `wait` waits for the device. Events do not count how fast the host launches kernels: one of two equal GPUs may be
-    farther from the host's processor.
+    `wait` waits for the device. With events, the speed at which the host launches kernels does not count: one of two
+    equal GPUs can be farther from the host's processor.
     """
     if has_events(device):
         torch.empty(AHEAD, dtype=torch.uint8, device=torch_device(device)).zero_()
@@ -431,7 +436,7 @@ def timed(device: Device, call: Callable[[], Any], wait: Callable[[], None]) -> 
 
 
 def event(device: Device) -> Any:
-    """Return an event that the device passes after all work enqueued so far, or None if it has no events."""
+    """Return an event that marks the end of all work enqueued on the device so far, or None if it has no events."""
     if not has_events(device):
         return None
     made = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""Verify exact goldens: build twice, upload, compute, compare on the device and on the host, collect evidence.
+"""Verify exact cases: build the golden (right result) twice, upload, compute, compare on device and host.
 
 A probe gives its cases and their functions; `verify_all` does the rest and yields comparisons.
 """
@@ -26,9 +26,9 @@ from canaryd.worker.numeric.tensors import (
 )
 
 FIXED_SEED = 20_260_101
-"""Seed of the fixed cases. Their golden digests ship with the package, and their results make the fingerprint."""
+"""Seed of the fixed cases. canaryd ships the digests of their goldens; their results make the fingerprint."""
 FRESH_UPLOADS = 3
-"""Number of fresh uploads right after a mismatch, in the same process."""
+"""Number of new uploads of the same operands right after a mismatch, in the same process."""
 ELSEWHERE = 5.0
 """Seconds that a run spends on computing its first wrong result again on a processor's other cores (ours)."""
 
@@ -36,10 +36,10 @@ ELSEWHERE = 5.0
 def verify_all(
     ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipped: Path | None, refused: Sequence[str] = ()
 ) -> Iterator[Fact]:
-    """Verify the fixed cases once each and the fresh cases for the rest of the budget; yield every fact of the run.
+    """Verify each fixed case once and the fresh cases until the time is over; yield every fact of the run.
 
-    `shipped` is the file of golden digests made elsewhere; `refused` has reasons for omitted cases. Raises `Skip` if
-    there is nothing to do.
+    `shipped` is the file with the goldens' digests that were made elsewhere; `refused` has reasons for omitted cases.
+    Raises `Skip` if there is nothing to do.
     """
     need_torch()  # the host makes the goldens with it, whatever computes
     session = Session(ctx)
@@ -113,9 +113,9 @@ def case_seed(ctx: Context, case: Case) -> int:
 def verify_case(
     session: Session, case: Case, seconds: float, shipped: str = "", following: tuple[Case, str] | None = None
 ) -> Iterator[Fact]:
-    """Verify one case for `seconds` (at least once), on fresh operands if the device can gather; yield its facts.
+    """Verify one case for `seconds`, at least once; yield its facts. Operands are new each turn if the device gathers.
 
-    `shipped` is its golden's digest, or ""; `following` is the next case with its digest.
+    `shipped` is the digest of the golden, or ""; `following` is the next case (with digest), made meanwhile.
     """
     ctx = session.ctx
     core = session.place(case.name)
@@ -165,9 +165,10 @@ def _repeat(
 
 
 def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: int | None) -> Iterator[Comparison]:
-    """Compute the same operands on each other core alone, once in a run; right results show that the core is wrong.
+    """Compute the operands of a wrong result on each other core alone, once in a run; yield one comparison per core.
 
-    If `ELSEWHERE` is too short for all cores, another run begins with others.
+    Right results there accuse the first core. If `ELSEWHERE` is too short for all cores, another run begins with
+    others.
     """
     others = [c for c in session.cores if c != core]
     if session.cores_compared or not (session.pins and can_pin() and others):

@@ -43,9 +43,9 @@ from canaryd.worker.telemetry.sysfs import (
 
 VENDOR = 0x1002
 ACCELERATORS = (0x0380, 0x1200)
-"""PCI classes (16 bits) of data-centre devices: "other display controller" and "processing accelerator"."""
+"""PCI classes (16 bits) of data-centre devices: 0x0380 "other display controller", 0x1200 "processing accelerator"."""
 LEAST_MEMORY = 8 << 30
-"""Bytes of its own memory from which a GPU counts as an accelerator that serves models."""
+"""Bytes of its own memory that a GPU must have to count as an accelerator that serves models."""
 KINDS = {"ce": "corrected", "ue": "uncorrected", "de": "deferred"}
 """The kernel's abbreviation → kind of error: corrected, uncorrected, or deferred until the memory is read."""
 PAGES = {"R": "reserved", "P": "pending", "F": "unreservable"}
@@ -53,7 +53,7 @@ THROTTLED = {"prochot": "prochot_thrm", "power": "ppt_pwr", "thermal": "socket_t
 THROTTLED |= {"memory_thermal": "hbm_thrm"}
 """Reason → amdsmi's word for it."""
 FIRMWARE = ("smc", "sos", "mec", "sdma", "vcn", "ta_ras", "ta_xgmi", "asd", "rlc")
-"""Firmware whose versions are recorded; the driver lists further ones."""
+"""Names of the firmware parts whose versions are recorded; the driver lists further parts."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
@@ -83,7 +83,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-    """Yield the readings of driver and library about the device; raise `Unavailable` if the device is missing."""
+    """Yield the readings of the device from driver and library; raise `Unavailable` if the device is missing."""
     root, library = _settings(settings)
     bus_id = device.detail.get("bus_id", "")
     card = next((card for card in _accelerators(root) if card.bus_id == bus_id), None)
@@ -98,7 +98,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
 
 
 def close() -> None:
-    """Shut amdsmi down, which closes its device files."""
+    """Shut amdsmi down, so that its device files are closed."""
     library = _loaded.pop("amdsmi", None)
     if library is not None and library.api is not None:
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
@@ -118,9 +118,10 @@ def _accelerators(root: Path) -> list[Card]:
 
 
 def _serves(card: Card) -> bool:
-    """Return whether a card is an accelerator: by its own memory, or by its class if the memory cannot be read.
+    """Return whether a card is an accelerator that serves models.
 
-    The class alone is not enough: the second display of a portable computer is a 0x0380 too.
+    Its own memory decides, or its PCI class if the memory cannot be read. The class alone is not enough: the second
+    display controller of a portable computer is a 0x0380 too.
     """
     try:
         return read_count(card.device / "mem_info_vram_total") >= LEAST_MEMORY
@@ -149,7 +150,7 @@ def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
 
 
 def _errors(card: Card) -> Iterator[Reading | Absent]:
-    """Yield the error counts per block of the chip; the block xgmi_wafl is the links between devices."""
+    """Yield the error counts for each block of the chip; the block xgmi_wafl is the links between devices."""
     features = partial(line, card.device / "ras/features", r"\Afeature mask:\s*0x([0-9a-fA-F]{1,16})\b")
     # Bit 0: the error handling of the memory controllers (block 0, umc) is on.
     yield attempt("ecc_enabled", lambda: int(features(), 16) & 1, when="current")
@@ -201,7 +202,7 @@ def _cap(card: Card, name: str) -> float:
 
 
 def _clock(path: Path, *, most: bool) -> int:
-    """Return hertz from a list of levels such as "1: 2100Mhz *", where the star marks the one in use."""
+    """Return hertz from lines such as "1: 2100Mhz *": the one in use (with the star), or with `most` the highest."""
     levels = re.findall(r"^(?:\d+|S):\s*(\d{1,6})\s*[Mm][Hh]z\s*(\*?)\s*$", read_text(path), re.MULTILINE)
     wanted = [int(clock) for clock, star in levels if star or most]
     if not wanted:
@@ -210,7 +211,7 @@ def _clock(path: Path, *, most: bool) -> int:
 
 
 class _Library:
-    """amdsmi, initialised once per worker; without a usable library it gives nothing."""
+    """The library amdsmi, initialised once per worker; if it cannot be used, it gives no readings."""
 
     def __init__(self) -> None:
         self.api: ModuleType | None = None
@@ -232,7 +233,7 @@ class _Library:
             self.api, self.why = None, f"amdsmi cannot be used: {type(error).__name__}: {text[:200]}"
 
     def detail(self, bus_id: str) -> dict[str, str]:
-        """Return identity and versions from the library, and the library's own version."""
+        """Return identity and versions of a device, as the library gives them, and the library's own version."""
         if self.api is None:
             return {"library": self.why} if self.why else {}
         found = {"library": f"amdsmi {getattr(self.api, '__version__', 'of no version')}"}
@@ -304,7 +305,7 @@ class _Library:
                 yield Reading(name="throttle_active", value=int(active), unit="1", labels={"reason": reason})
 
     def _ask(self, function: str, *arguments: tuple[str, str], bus_id: str) -> Any:
-        """Call a library function with members of its enumerations; return its answer, or None after any failure."""
+        """Return a library function's answer, or None after any failure; `arguments`: pairs (enumeration, member)."""
         try:
             members = [getattr(getattr(self.api, enumeration), member) for enumeration, member in arguments]
             with contextlib.redirect_stdout(io.StringIO()):
@@ -323,7 +324,7 @@ def _amdsmi() -> _Library:
 
 
 def _installed() -> Path | None:
-    """Return ROCm's directory if it has the C library, else None: then the Python package cannot be imported."""
+    """Return ROCm's directory, or None if it has no C library: then the Python package cannot be imported."""
     roots = [os.environ.get("ROCM_HOME", ""), os.environ.get("ROCM_PATH", ""), "/opt/rocm"]
     for root in filter(None, roots):
         if (Path(root) / "lib/libamd_smi.so").exists():
@@ -332,7 +333,7 @@ def _installed() -> Path | None:
 
 
 def _import(rocm: Path) -> ModuleType:
-    """Import the Python package that ROCm ships with its library: another one may not match the library."""
+    """Import the Python package that ROCm ships with its library; other packages can be of another version."""
     shipped = str(rocm / "share/amd_smi")
     sys.path.insert(0, shipped)
     try:
@@ -346,7 +347,7 @@ def _at(answer: Any, key: str) -> Any:
 
 
 def _number(answer: Any, key: str, least: float, most: float) -> float | None:
-    """Return a field within its bounds, or None: a missing value is "N/A" or the greatest number of its type."""
+    """Return a field within its bounds, or None: the library gives "N/A" or the type's greatest number for no value."""
     value = _at(answer, key)
     return value if type(value) in (int, float) and least <= value <= most else None
 

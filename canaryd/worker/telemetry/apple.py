@@ -1,8 +1,8 @@
 """Apple silicon's GPU: the readings that macOS gives without root.
 
-`sysctl` and `system_profiler` give the identity, `ioreg` the driver's own statistics, `pmset -g therm` thermal
-throttling. Temperatures, power and clocks need root (powermetrics), so they are absent. The machine's processors and
-memory belong to the CPU device.
+`sysctl` and `system_profiler` give the identity, `ioreg` gives the driver's own statistics, and `pmset -g therm` gives
+thermal throttling. Temperatures, power and clocks need root (powermetrics), so they are absent. The machine's
+processors and memory belong to the CPU device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from canaryd.worker.telemetry.interface import NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Fact, Unreadable, attempt, only
 
 PATIENCE = 2.0
-"""Most seconds for one command."""
+"""Seconds after which a command is abandoned."""
 PROFILE_PATIENCE = 15.0
-"""Most seconds for system_profiler, which starts a service of its own."""
+"""Seconds after which system_profiler is abandoned; it starts a service of its own."""
 COMMANDS = {
     "sysctl": "/usr/sbin/sysctl",
     "ioreg": "/usr/sbin/ioreg",
@@ -103,7 +103,7 @@ def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _facts(commands: Mapping[str, str]) -> dict[str, str]:
-    """Return sysctl's values by name, without the names that this kernel lacks (-i)."""
+    """Return sysctl's values by name; names that this kernel does not have are left out (option -i)."""
     try:
         text = output([commands["sysctl"], "-i", *FACTS], PATIENCE)
     except Unreadable as error:
@@ -132,7 +132,7 @@ def _busy(statistics: Mapping[str, str]) -> float:
 
 
 def _throttling(commands: Mapping[str, str], facts: Mapping[str, str]) -> Iterator[Fact]:
-    """Yield the reasons that throttle the machine. If pmset recorded nothing, nothing was measured: they are absent."""
+    """Yield a reading for each reason that can throttle the machine, or `Absent` ones if pmset recorded nothing."""
     try:
         text = output([commands["pmset"], "-g", "therm"], PATIENCE)
     except Unreadable as error:

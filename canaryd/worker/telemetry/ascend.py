@@ -1,7 +1,7 @@
 """Huawei Ascend NPUs: the output of `npu-smi info`, in the forms of its versions 21 to 25.
 
-One table lists all devices; three questions per card add memory errors, memory temperature and clocks. A fourth
-question asks for fault codes if the table says that a device is unhealthy. The devices of a sweep share the answers.
+One table lists all devices; three more commands per card give memory errors, memory temperature and clocks. A fourth
+command asks for fault codes if the table says that a device is unhealthy. All devices of one poll share the answers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from canaryd.worker.telemetry.interface import NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Fact, Unreadable, aer, attempt, only, path_setting, pcie
 
 PATIENCE = 4.0
-"""Most seconds for one answer of npu-smi, which is slow on a busy machine."""
+"""Seconds after which a command of npu-smi is abandoned; it is slow on a busy machine."""
 FRESH = 5.0
-"""Seconds for which an answer, or its failure, is reused for all devices in it."""
+"""Seconds during which an answer of npu-smi, or its failure, is used again for all devices in it."""
 STATES = ("ok", "warning", "alarm", "critical", "unknown")
 CODES = 16
-"""Most fault codes of one device that are reported."""
+"""Largest number of fault codes that are reported for one device."""
 MEBIBYTE = 1 << 20
 _BUS_ID = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]")
 
@@ -45,7 +45,7 @@ class _Chip:
     bus_id: str
     """PCI address, or "" if the table has none, as in some virtual machines."""
     values: Mapping[str, str]
-    """Column → its text."""
+    """Heading of a column → text in this column."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
@@ -104,7 +104,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def close() -> None:
-    """Delete the stored answers."""
+    """Delete the answers of npu-smi that are stored for all devices."""
     _answers.clear()
 
 
@@ -153,9 +153,10 @@ def _table(chip: _Chip) -> Iterator[Fact]:
 
 
 def _asked(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Fact]:
-    """Yield the readings of one chip from npu-smi's answers about its card.
+    """Yield the readings of one chip that need further commands of npu-smi.
 
-    Errors are those of the stacked memory only: devices without DDR memory print counts of DDR errors too.
+    Only errors of the stacked memory are read, because devices without DDR memory print counts of DDR errors too.
+    `alone`: the card has only this chip.
     """
     field = partial(_field, smi, chip, alone=alone)
     heat = partial(field, "memory", "HBM Temperature(C)", -40, 200)
@@ -189,7 +190,7 @@ def _listed(smi: str) -> list[_Chip]:
 
 
 def _chips(text: str) -> list[_Chip]:
-    """Return the chips in the table: each has a row for its card, then its own row, each under its own headings."""
+    """Return the chips in the table: each has a row for its card and then its own row, with different headings."""
     found: list[_Chip] = []
     headings: dict[str, list[str]] = {"Health": [], "Bus-Id": []}
     card: tuple[str, str, str, dict[str, str]] | None = None
@@ -214,7 +215,7 @@ def _chips(text: str) -> list[_Chip]:
 
 
 def _columns(headings: list[str], cell: str) -> dict[str, str]:
-    """Return heading → value, for values such as "97.6" or "0 / 0"; {} if their numbers differ."""
+    """Return heading → value for a cell such as "97.6" or "0 / 0"; {} if it has more or fewer values than headings."""
     values = re.findall(r"\S+\s*/\s*\S+|\S+", cell)
     return dict(zip(headings, values, strict=True)) if len(values) == len(headings) else {}
 
@@ -226,7 +227,10 @@ def _field(smi: str, chip: _Chip, question: str, name: str, least: float, most: 
 
 
 def _section(text: str, chip: str, *, alone: bool) -> dict[str, str]:
-    """Return the fields of one chip: its block has its number, before or after the values, or none if it is `alone`."""
+    """Return the fields of one chip: those of the blocks of text that contain the chip's number.
+
+    If the card has only this chip (`alone`), blocks without a number are included.
+    """
     found: dict[str, str] = {}
     for block in re.split(r"\n\s*\n", text):
         pairs = [(_key(key), value) for key, value in _lines(block)]
@@ -250,7 +254,7 @@ def _lines(text: str) -> list[tuple[str, str]]:
 
 
 def _key(name: str) -> str:
-    """Return a key in lower case without blanks, because versions differ in both, as in "Temperature (C)"."""
+    """Return a field's name in lower case without blanks, because versions differ in both ("Temperature (C)")."""
     return re.sub(r"\s+", "", name).lower()
 
 
@@ -270,7 +274,7 @@ def _ask(smi: str, question: str, npu: str, chip: str = "") -> str:
 
 
 def _board(smi: str, npu: str, chip: str = "") -> str:
-    """Return the text that describes a board, or "" without an answer: a device is described as far as possible."""
+    """Return npu-smi's description of a board, or "" if there is no answer, so that a device is still listed."""
     try:
         return _ask(smi, "board", npu, chip)
     except Unreadable:
@@ -278,7 +282,7 @@ def _board(smi: str, npu: str, chip: str = "") -> str:
 
 
 def _answer(*argv: str) -> str:
-    """Return the output of a command, run once for all devices of a sweep; raise `Unreadable` if it failed."""
+    """Return a command's output; raise `Unreadable` if it failed. The output is used again for `FRESH` seconds."""
     now = time.monotonic()
     asked, answer = _answers.get(argv, (float("-inf"), ""))
     if now - asked > FRESH:

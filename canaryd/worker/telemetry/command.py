@@ -14,7 +14,7 @@ class NotInstalled(Unreadable):
 
 
 def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str:
-    """Return a setting that is a command's name or path; raise `ValueError` for any other value."""
+    """Return the setting `name`, a command's name or path, or `default`; raise `ValueError` for any other value."""
     given = settings.get(name, default)
     if not isinstance(given, str) or not given.strip() or "\0" in given:
         raise ValueError(f"{name}: got {given!r}, wanted the name or path of a command such as {default!r}")
@@ -22,7 +22,7 @@ def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str
 
 
 def not_started(program: str, error: OSError) -> Unreadable:
-    """Return the error with the reason why a program was not started.
+    """Return an `Unreadable` with the reason why a program was not started.
 
     If this user may not search a directory of PATH, the system's error for a missing program is "Permission denied".
     """

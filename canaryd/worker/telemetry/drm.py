@@ -1,4 +1,4 @@
-"""Graphics cards in the list of the kernel's DRM, for AMD and Intel."""
+"""Graphics cards of AMD and Intel, from the list of the kernel's DRM (direct rendering manager)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def driver_version(root: Path, driver: str) -> str:
 
 
 def texts(directory: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Return key → text for the readable one-line files of a directory; `names` maps key → file."""
+    """Return key → text for those one-line files of a directory that can be read; `names` maps key → file name."""
     found = {}
     for key, name in names.items():
         try:

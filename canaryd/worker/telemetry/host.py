@@ -48,13 +48,13 @@ from canaryd.worker.telemetry.sysfs import (
 )
 
 MOST_SENSORS = 128
-"""Most temperatures and fans read of one machine; each costs a series, and some a transfer over a slow bus."""
+"""Most temperatures and fans that are read: each is stored as a series, and some need a transfer over a slow bus."""
 OF_ACCELERATORS = ("0x03", "0x12")
 """PCI classes of display controllers and accelerators, whose sensors the vendors' modules read."""
 MOST_CLOCKS = 16
-"""Most processors whose clock is read: before Linux 5.18 a read may take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
+"""Most processors whose clock is read: before Linux 5.18 a read can take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
 MOST_PROCESSORS = 1 << 17
-"""Most processors in a plausible list of one machine; the kernel itself is built for 8,192 at most."""
+"""Largest plausible number of processors in a list; the kernel itself can be built for 8,192 at most."""
 KINDS = (("corrected", "ce"), ("uncorrected", "ue"))
 """Kind of memory error, and its abbreviation in the names of EDAC's files."""
 UNWATCHED = "no EDAC driver watches the memory: errors are not known"
@@ -86,7 +86,7 @@ def roots(settings: Mapping[str, Any]) -> Roots:
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return [], because the processors are found together with the software under test."""
+    """Return [], because the processors are found by the code that lists the software under test."""
     roots(settings)
     return []
 
@@ -115,7 +115,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def edac(sysfs: Path) -> Iterator[Fact]:
-    """Yield memory errors by controller and module; without a controller they are absent.
+    """Yield the memory errors of each memory controller and module; they are absent if there is no controller.
 
     The count is per module if the driver gives it, else per channel and row (the older layout), else per controller.
     """
@@ -137,7 +137,7 @@ def edac(sysfs: Path) -> Iterator[Fact]:
 
 
 def _listed(directory: Path, pattern: str) -> tuple[list[Path], str]:
-    """Return the matching entries of a directory, and the reason if this user may not list it, else ""."""
+    """Return (matching entries of a directory, reason); the reason is "" unless this user may not list them."""
     try:
         return entries(directory, pattern), ""
     except Unreadable as error:
@@ -145,7 +145,7 @@ def _listed(directory: Path, pattern: str) -> tuple[list[Path], str]:
 
 
 def _edac_counters(controller: Path) -> list[tuple[str, str, Path]]:
-    """Return (kind, module, file) for each counter of a controller; names of modules are made unique."""
+    """Return (kind of error, module, file) for each counter of a memory controller; each module has a unique name."""
     modules = [*entries(controller, "dimm[0-9]*"), *entries(controller, "rank[0-9]*")]
     modules = [path for path in modules if (path / "dimm_ce_count").exists()]
     names = unique([(" ".join(optional_text(path / "dimm_label").split())[:60], path.name) for path in modules])
@@ -165,7 +165,7 @@ def _edac_counters(controller: Path) -> list[tuple[str, str, Path]]:
 
 
 def _machine_checks(proc: Path) -> int:
-    """Return the machine check exceptions of all online processors; MCP in the same file only counts polls."""
+    """Return the machine check exceptions (MCE) of all online processors together; the row MCP only counts polls."""
     for row in reversed(read_bytes(proc / "interrupts").splitlines()):
         if match := re.fullmatch(rb" *MCE:((?: +[0-9]{1,20})+)(?: +[A-Z].*)?", row):
             return sum(map(int, match.group(1).split()))
@@ -173,9 +173,9 @@ def _machine_checks(proc: Path) -> int:
 
 
 def throttling(sysfs: Path) -> Iterator[Fact]:
-    """Yield the number of slowdowns of cores and of packages because of heat.
+    """Yield how often heat has slowed down cores, and how often it has slowed down packages.
 
-    Each processor has both counters: siblings share those of a core, and all processors of a package those of the
+    Each processor has both counters: siblings share those of a core, and all processors of a package share those of the
     package (Documentation/ABI/testing/sysfs-devices-system-cpu). Heat slows many cores down at once, so a sum would
     depend on the number of cores: the highest count of all is used.
     """
@@ -197,10 +197,10 @@ def _throttled(processors: list[Path], scope: str) -> int:
 
 
 def sensors(sysfs: Path) -> Iterator[Fact]:
-    """Yield temperatures, critical temperatures and fans of the machine, without those of accelerators.
+    """Yield the machine's temperatures, critical temperatures and fans; sensors of accelerators are left out.
 
-    A sensor is called "chip/device/label": the device distinguishes chips of one kind, whose numbers change at a
-    reboot. Of sensors with one name, and of the cores of a processor, only the hottest is yielded.
+    A sensor is called "chip/device/label". The device distinguishes chips of one kind, whose numbers change at a
+    reboot. If several sensors have the same name, and for the cores of a processor, only the hottest is yielded.
     """
     temperatures: dict[str, list[Path]] = defaultdict(list)
     fans: dict[str, list[Path]] = defaultdict(list)
@@ -232,13 +232,13 @@ def sensors(sysfs: Path) -> Iterator[Fact]:
 
 
 def _owner(chip: Path) -> str:
-    """Return the name of a chip's device ("coretemp.0", "nvme0", "0000:00:18.3"), or the chip's number without one."""
+    """Return the name of a sensor chip's device ("coretemp.0", "nvme0", "0000:00:18.3"), or the chip's own name."""
     device = chip / "device"
     return device.resolve().name if device.exists() else chip.name
 
 
 def clocks(where: Roots) -> Iterator[Fact]:
-    """Yield the mean clock of the processors and the highest possible one."""
+    """Yield the mean of the processors' present clocks, and the highest clock that is possible."""
     policies = optional_entries(where.sysfs / "devices/system/cpu/cpufreq", "policy[0-9]*")
     sample = policies[:: max(1, -(-len(policies) // MOST_CLOCKS))]
     now, most = (
@@ -273,7 +273,7 @@ def memory(proc: Path) -> Iterator[Fact]:
 
 
 def pressure(proc: Path) -> Iterator[Fact]:
-    """Yield the shares of the last minute that were lost to waiting (Documentation/accounting/psi.rst)."""
+    """Yield the shares of the last minute in which work waited for a resource (Documentation/accounting/psi.rst)."""
     for resource in ("cpu", "memory", "io"):
         for kind in ("some", "full"):
             read = partial(_pressure, proc / "pressure" / resource, kind)
@@ -315,7 +315,7 @@ def clock_source(sysfs: Path) -> Iterator[Fact]:
 
 
 def _crash_records(where: Roots) -> int:
-    """Return the number of crash records in pstore; raise `Unreadable` without a backend, where it is always empty."""
+    """Return the number of crash records in pstore; raise `Unreadable` if pstore has no place to store them."""
     # Where pstore is not mounted, its mount point is an empty directory too.
     if not re.search(r"^\S+ \S+ pstore ", optional_text(where.proc / "mounts"), re.MULTILINE):
         raise Unreadable("pstore is not mounted, so it cannot show whether the last kernel crashed")
@@ -325,7 +325,7 @@ def _crash_records(where: Roots) -> int:
 
 
 def rasdaemon(where: Roots) -> Iterator[Fact]:
-    """Yield the number of events that rasdaemon has recorded, by table, and whether it may miss single ones.
+    """Yield the number of events that rasdaemon has recorded in each table, and whether it can miss single events.
 
     The highest row number is the count: rasdaemon only adds rows, and counting a million of them would take long.
     """
@@ -394,7 +394,7 @@ PORTABLE: tuple[tuple[str, str, Mapping[str, str], Callable[[Any], float | None]
     ("clock_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().current * 1e6 or None),
     ("clock_max_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().max * 1e6 or None),
 )
-"""Name, unit, labels, and a function that gets the value from psutil; None for an unknown value."""
+"""Readings from psutil: name, unit, labels, and a function that returns the value, or None if it is unknown."""
 
 
 def _from_psutil(function: Callable[[Any], float | None]) -> float:
@@ -410,7 +410,7 @@ def _from_psutil(function: Callable[[Any], float | None]) -> float:
 
 
 def facts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the machine's hardware and software for the inventory, without unreadable values."""
+    """Return name → text of the machine's hardware and software for the inventory; unreadable values are left out."""
     where = roots(settings)
     if sys.platform != "linux":
         return {"kernel": f"{platform.release()} {platform.version()}"}

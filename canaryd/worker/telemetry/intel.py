@@ -36,7 +36,7 @@ THROTTLE = ("pl1", "pl2", "pl4", "thermal", "prochot", "ratl", "vr_thermalert", 
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the discrete GPUs. The driver gives no serial number, so the identity names the slot and is weak."""
+    """Return Intel's discrete GPUs. The driver gives no serial number: a GPU is identified, weakly, by its slot."""
     root = _root(settings)
     return [
         Device(
@@ -86,7 +86,7 @@ def _discrete(root: Path) -> list[Card]:
 
 
 def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
-    """Return the name of each graphics unit, the files of its present and highest clock, and its throttle prefix."""
+    """Return (name, file of the present clock, file of the highest clock, prefix of throttle files) of each unit."""
     found = []
     for tile in optional_entries(card.device, "tile[0-9]*"):  # xe
         for unit in optional_entries(tile, "gt[0-9]*"):
@@ -100,7 +100,7 @@ def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
 
 
 def _throttled(files: list[Path]) -> int:
-    """Return 1 if any unit is throttled for the reason of these files, else 0; missing files are ignored."""
+    """Return 1 if one of these files (one per unit) says that the unit is throttled, else 0; some can be missing."""
     flags, failure = [], Unreadable("the driver gives no reasons for lower clocks")
     for file in files:
         try:
@@ -115,7 +115,7 @@ def _throttled(files: list[Path]) -> int:
 
 
 def _power(card: Card) -> Iterator[Fact]:
-    """Yield energy and power limits of channel 1 (the card), or of channel 2 (the package) if there is only that."""
+    """Yield energy and power limits of the card (channel 1), or of the package (channel 2) if channel 1 has none."""
     chips = optional_entries(card.device / "hwmon", "hwmon[0-9]*")
     yield attempt("energy_joules_total", partial(_channel, chips, "energy", "_input"), "joules")
     yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", limit="enforced")
@@ -123,7 +123,7 @@ def _power(card: Card) -> Iterator[Fact]:
 
 
 def _channel(chips: list[Path], kind: str, suffix: str) -> float:
-    """Return the value of the first channel that has one, converted from millionths; a limit of 0 means no limit."""
+    """Return the first channel's value that exists, converted from millionths; raise `Unreadable` for a limit of 0."""
     failure = Unreadable("no hwmon chip of the device gives it")
     for chip in chips:
         for channel in (1, 2):

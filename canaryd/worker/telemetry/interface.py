@@ -1,4 +1,4 @@
-"""The interface of the vendors' modules, and the inventory that uses them.
+"""The functions that each vendor's module must have, and the inventory that uses them.
 
 Only a vendor's own module imports the vendor's library, and only when the module is used. A new vendor also needs a
 probe, `probes/<name>_telemetry.py`, and its backend in `canaryd.engine.inventory.BACKEND_OF_MODULE`.
@@ -18,32 +18,32 @@ from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
 
 
 class Unavailable(Skip):
-    """The vendor's library or driver cannot be used here; the reason is reported and the poll is skipped."""
+    """Raised if the vendor's library or driver cannot be used; the reason is reported and this poll is skipped."""
 
 
 class DeviceLost(Unavailable):
-    """The driver says that the device no longer answers."""
+    """Raised if the driver says that the device no longer answers."""
 
     reason = Reason.DEVICE_LOST
 
 
 class NotHere(Unavailable):
-    """Nothing of the vendor is installed, which is normal on a host without its devices."""
+    """Raised if nothing of the vendor is installed, which is normal on a host without the vendor's devices."""
 
 
 def module(name: str) -> Any:
-    """Return the module of a vendor; this does not import the vendor's library yet.
+    """Return the Python module of a vendor; this does not import the vendor's library yet.
 
-    `settings`: its probe's own section of the configuration. `devices(settings)` returns the devices with identity and
-    versions, `read(device, settings)` yields the readings of one; both raise `Unavailable` if library or driver cannot
-    be used. Optional: `facts(settings)` returns facts of the machine; `problems()` returns one sentence for each thing
-    that the last `devices` could not identify; `close()` releases every handle.
+    A module has `devices(settings)`, which returns the devices with identity and versions, and `read(device,
+    settings)`, which yields the readings of one. `settings` is the configuration of its probe. Both raise `Unavailable`
+    if library or driver cannot be used. Optional: `facts(settings)` returns facts of the machine; `problems()` returns
+    one sentence for each thing that the last `devices` could not identify; `close()` releases every handle.
     """
     return importlib.import_module(f"canaryd.worker.telemetry.{name}")
 
 
 def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dict[str, str], list[str]]:
-    """Return the devices that a vendor's module finds, facts of the machine, and sentences on unidentified devices.
+    """Return (devices that a vendor's module finds, facts of the machine, sentences on unidentified devices).
 
     Raises `Unavailable` if library or driver cannot be used.
     """
@@ -59,7 +59,7 @@ def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dic
 
 
 def on_the_bus(sysfs: Path) -> list[Device]:
-    """Return a placeholder for each accelerator on the PCI bus, for those that neither library nor torch lists."""
+    """Return a placeholder device for each accelerator on the PCI bus, in case neither a library nor torch lists it."""
     try:
         functions = pci.accelerators(sysfs)
     except Unreadable:

@@ -1,6 +1,6 @@
 """Follow the kernel's log, and parse its records.
 
-`kernel_messages` classifies the messages; the daemon judges them. The format is that of the Linux kernel
+`kernel_messages` classifies the messages; the daemon decides what they mean. The format is that of the Linux kernel
 (Documentation/ABI/testing/dev-kmsg).
 """
 
@@ -32,19 +32,19 @@ from canaryd.worker.telemetry.kernel_messages import (
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 SYSFS = "/sys"
 VENDORS = {"amdgpu": pci.AMD, "driver": pci.NVIDIA, "off-bus": pci.NVIDIA}
-"""Kind of a message that may not name its device → vendor of the device."""
+"""Kind of a message that does not always contain its device → PCI vendor of that device."""
 LONGEST_LINE = 16_384
 """Bytes of the longest record (the kernel's own have at most 8 KiB with everything escaped)."""
 TICK = 0.5
-"""Seconds between two checks of a regular file, and between two calls of `stop`."""
+"""Seconds between two checks of a regular file, and between two calls of the function `stop`."""
 _CHUNK = 65_536
 _BATCH = 256
-"""Most records that are read from the device before a position is yielded."""
+"""Largest number of records that are read before a position is yielded."""
 STORM = 10.0
-"""Seconds after which a device that always has further records counts as read to its end: the rest is newer."""
+"""Seconds after which all old records count as read, even if the device always has further records: those are newer."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _HEAD = 64
-"""Bytes at the start of a file that show whether its contents were replaced."""
+"""Number of bytes at the start of a file that are compared to see whether its contents were replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ _ESCAPE = re.compile(rb"\\x([0-9a-fA-F]{2})")
 
 
 def parse(record: str) -> Record | None:
-    r"""Return the record in "prio,seq,usec,flags;text", or None for anything else.
+    r"""Return the record in a line "prio,seq,usec,flags;text", or None if the line has another form.
 
     Lines after the first (" KEY=value") are ignored. Escaped bytes (\x0a) are decoded. Unprintable characters become
     spaces, so that a line break inside a message never looks like another message.
@@ -80,13 +80,13 @@ def parse(record: str) -> Record | None:
 
 
 class _Log:
-    """The log at a path: a device, each read of which gives one record, or a regular file that others append to.
+    """The log at a path: a device, of which each read gives one record, or a regular file that others write.
 
-    A file may appear late, be truncated, be replaced, and be missing for a while.
+    A file can appear late, be truncated, be replaced, or be missing for a while.
     """
 
     def __init__(self, path: str, *, patience: float, at_once: bool) -> None:
-        """Allow `patience` seconds without a file at the path; `at_once`: without any wait for the first."""
+        """Set how long to wait for a file at the path: `patience` seconds, but not for the first if `at_once`."""
         self._path, self._patience, self._at_once = path, patience, at_once
         self._descriptor = -1
         self._is_file = False
@@ -99,7 +99,7 @@ class _Log:
         return self._descriptor >= 0
 
     def open(self, sequence: int) -> bool:
-        """Open the log if it exists; return whether it is a file without any record numbered `sequence` or higher."""
+        """Open the log if it exists; return whether it is a file whose records all have numbers below `sequence`."""
         if self.is_open:
             return False
         try:
@@ -117,7 +117,7 @@ class _Log:
         return self._is_file and not self._holds(sequence)
 
     def read(self) -> tuple[bytes, bool]:
-        """Return the new bytes (b"" if there are none), and whether a file started again from its beginning.
+        """Return (new bytes or b"", restarted); restarted is True if a file is read from its beginning again.
 
         Raises `FileNotFoundError` if nothing has been at the path for too long.
         """
@@ -161,7 +161,7 @@ class _Log:
         return os.pread(self._descriptor, size, offset)
 
     def _look(self) -> tuple[bool, bool]:
-        """Return whether a file is at the path, and whether it is a new one; a new one is opened."""
+        """Return (whether a file is at the path, whether it is a new file); a new file is opened."""
         try:
             new = os.open(self._path, _FLAGS)
         except FileNotFoundError:
@@ -183,7 +183,7 @@ class _Log:
         return False
 
     def caught_up(self) -> bool:
-        """Return whether everything that existed at the opening has been read."""
+        """Return whether all records that existed when the log was opened have been read."""
         if self._is_file:
             return self._offset >= self._present
         return self.is_open and time.monotonic() - self._opened >= STORM
@@ -220,7 +220,7 @@ class _Lines:
         return lines
 
     def reset(self) -> list[bytes]:
-        """Start again with an empty buffer; return the unfinished line, if any."""
+        """Start again with an empty buffer; return a list with the unfinished line, or [] if there is none."""
         rest, self._rest, self._skipping = self._rest, b"", False
         return [rest] if rest else []
 
@@ -229,7 +229,7 @@ _IDENTITY = re.compile(rf"NVRM: GPU at PCI:{PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{8,4
 
 
 class _Reader:
-    """Converts lines into records of the model; skips records that were counted before."""
+    """Converts lines of the log into `LogRecord` objects; skips records that an earlier run has counted."""
 
     def __init__(self, boot: str, after: int, sysfs: str = SYSFS) -> None:
         self.boot = boot
@@ -251,7 +251,7 @@ class _Reader:
         return LogPosition(boot=self.boot, sequence=newest, lost=self._lost, garbled=self._garbled)
 
     def take(self, lines: list[bytes], since: float = 0.0) -> Iterator[LogRecord]:
-        """Yield the records in lines that were written at `since` (seconds since the epoch) or later."""
+        """Yield a `LogRecord` for each line about health; `since` is the earliest possible time of lines (epoch s)."""
         now, since_boot = time.time(), time.monotonic()
         for line in lines:
             if not line.strip() or line.startswith(b" "):
@@ -294,7 +294,7 @@ class _Reader:
                 yield found
 
     def _placed(self, message: Message) -> Message:
-        """Return a message with its device added, if only one is possible, or with the devices below its port."""
+        """Return a message, completed by its device if only one is possible, or by the devices below its PCI port."""
         if not message.bus_id and message.kind in VENDORS:
             place = pci.only_one(self._sysfs, VENDORS[message.kind])
             return message._replace(bus_id=place, fields={**message.fields, "only": place} if place else message.fields)
@@ -303,7 +303,7 @@ class _Reader:
         return message
 
     def _part(self, text: str) -> Message | None:
-        """Return the error that the firmware announced, once a line shows which device or part it concerns."""
+        """Return the error that the firmware announced, if this line shows which device or part it concerns."""
         found = firmware_part(self._firmware, text) if self._firmware else None
         if found is None:
             return None
@@ -316,7 +316,10 @@ class _Reader:
         return found
 
     def _settle(self, text: str, message: Message | None) -> Iterator[LogRecord]:
-        """Yield the announced error if a line shows that nothing more explains it; drop it if `message` explains it."""
+        """Yield the announced error, which waits for an explanation, if this line shows that none will follow.
+
+        If `message`, the meaning of this line, is the explanation, the announced error is dropped.
+        """
         is_announced = self._held is not None and self._held.name == "logged"
         if is_announced and message and message.kind == "mce" and message.name != "logged":
             self._held = None
@@ -324,7 +327,7 @@ class _Reader:
             yield from self.release()  # keep the order: the held record goes first
 
     def release(self) -> Iterator[LogRecord]:
-        """Yield the announced error, if it still waits for an explanation."""
+        """Yield the announced error if there is one that still waits for an explanation."""
         self._firmware = None
         if self._held:
             held, self._held = self._held, None
@@ -351,16 +354,16 @@ def follow(
     boot_id: str = BOOT_ID,
     sysfs: str = SYSFS,
 ) -> Iterator[LogRecord | LogPosition]:
-    """Yield the log's records about the health of devices, and the positions reached.
+    """Yield the log's records about the health of devices, and the positions that reading has reached.
 
     `path` is /dev/kmsg, or a regular file to which lines of its format are appended. Records up to number `after` are
-    skipped if `boot` is the present boot. A position follows every batch, and comes at least every `beat` seconds when
-    nothing else does. A start from a stored position repeats no record and leaves none out. `until_end` ends at the
-    log's present end. `stop` is called every `TICK` seconds. `boot_id` names the file with the boot id, `sysfs` the
-    tree with the devices on the bus.
+    skipped if `boot` is the present boot. A position follows every batch of records, and comes at least every `beat`
+    seconds when nothing else comes. A start from a stored position repeats no record and leaves none out. With
+    `until_end`, reading ends where the log ends now. `stop` is called every `TICK` seconds. `boot_id` is the path of
+    the file with the boot id; `sysfs` is the directory with the devices on the bus.
 
-    Raises `PermissionError`, `FileNotFoundError` (at once with `until_end`, otherwise after `beat` seconds without a
-    log), other `OSError`, and `ValueError` for a path that is neither a device nor a file.
+    Raises `PermissionError`; `FileNotFoundError` if there is no log (at once with `until_end`, otherwise after `beat`
+    seconds); other `OSError`; and `ValueError` for a path that is neither a device nor a file.
     """
     present = _boot(boot_id)
     reader, lines = _Reader(present, after if boot == present else -1, sysfs), _Lines()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from canaryd.model import EventKind
 
 LONGEST_TEXT = 2_048
-"""Most characters of a record's text that are examined and kept."""
+"""Largest number of characters of a record's text that are examined and kept."""
 
 
 class Message(NamedTuple):
@@ -53,7 +53,8 @@ _RECOVERY = re.compile(
 _ACTIONS = (
     *("none", "reset", "reboot", "drain-p2p", "drain-and-reset", "recover-imex-domain", "bus-reset", "system-reboot"),
 )
-"""Actions by their number in `nvmlDeviceGpuRecoveryAction_t`: the words of Xid 154 differ between drivers."""
+"""Names of recovery actions, by their number in `nvmlDeviceGpuRecoveryAction_t`. The number in Xid 154 is used, because
+its words differ between drivers."""
 
 
 def _xid(text: str) -> Message | None:
@@ -97,7 +98,7 @@ def _action(number: str) -> str:
 
 _SXID = re.compile(rf"nvidia-nvswitch(?P<switch>[0-9]+): SXid \(PCI:{PCI}\): (?P<code>[0-9]{{1,6}}),? ?(?P<rest>.*)$")
 _SXID_MORE = ("Data {", "Severity ")
-"""Beginnings of further lines about the same SXid."""
+"""Beginnings of lines that add details to an SXid message (an error of an NVSwitch) in an earlier line."""
 
 
 def _sxid(text: str) -> Message | None:
@@ -126,11 +127,12 @@ _APEI_PART = re.compile(
 )
 _AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
 RELAYED = "relayed"
-"""Name of a machine check with which the kernel only forwards a memory error that the firmware reported."""
+"""Name for a machine check message that only repeats a memory error which the firmware has reported."""
 _BANK_OF_FIRMWARE = "255"
-"""Bank number -1 of forwarded errors, which no processor has (Linux, arch/x86/kernel/cpu/mce/apei.c)."""
+"""Bank number of errors that the kernel forwards from the firmware (-1). No processor has this bank (Linux,
+arch/x86/kernel/cpu/mce/apei.c)."""
 PCI_EXPRESS = "PCIe error"
-"""Section of a firmware report that concerns a device on PCI Express."""
+"""Name of the section in a firmware report that concerns a device on PCI Express."""
 
 
 def _mce(text: str) -> Message | None:
@@ -152,7 +154,7 @@ def _mce(text: str) -> Message | None:
 
 
 def firmware_part(announced: Message, text: str) -> Message | None:
-    """Return the announced error of the firmware (APEI) with the details of a further line, or None for other lines.
+    """Return the error that the firmware (APEI) announced, with details from the line `text`, or None for other lines.
 
     The severity comes first, then the section, then the device: an error on PCI Express belongs to that device, not to
     the processor.
@@ -327,10 +329,10 @@ _LINES = tuple((kind, name, re.compile(p)) for kind, patterns in _PATTERNS.items
 
 
 def classify(text: str) -> Message | None:
-    """Return the message's meaning for the health of a device, or None if it has none.
+    """Return what a message says about the health of a device, or None if it says nothing about it.
 
-    Of several lines about one incident only one gives a message. The caller makes sure that the text comes from the
-    kernel itself (facility 0).
+    If several lines belong to one incident, only one of them gives a message. The caller makes sure that the text comes
+    from the kernel itself (facility 0).
     """
     text = text[:LONGEST_TEXT]
     for special in (_xid, _sxid, _mce, _edac, _aer):

@@ -23,14 +23,16 @@ class Module(NamedTuple):
     size: int
     """Size in bytes; 0 if it is unknown."""
     make: str
-    """Manufacturer and part number, or the kind of memory if only that is known."""
+    """Manufacturer and part number, or the kind of memory if nothing else is known."""
     serial: str
 
 
 def facts(sysfs: Path, proc: Path) -> dict[str, str]:
-    """Return the readable ones of: kernel, boot_id, clock_source, hypervisor, microcode, sockets, cores, threads,
-    memory_bytes, memory_modules, memory_serials, bios, board, board_serial, product, product_serial.
-    """  # noqa: D205 - the list is the summary
+    """Return name → text for those facts that can be read.
+
+    The names are: kernel, boot_id, clock_source, hypervisor, microcode, sockets, cores, threads, memory_bytes,
+    memory_modules, memory_serials, bios, board, board_serial, product, product_serial.
+    """
     cpuinfo = optional_text(proc / "cpuinfo")
     kernel = proc / "sys/kernel"
     dmi = sysfs / "class/dmi/id"
@@ -57,13 +59,13 @@ def _named(directory: Path, *names: str) -> str:
 
 
 def _filled(text: str) -> str:
-    """Return a field of the firmware with single blanks, or "" for a placeholder."""
+    """Return a text of the firmware with single blanks, or "" if it is a placeholder for an unused field."""
     text = " ".join(text.split())
     return "" if text.lower() in PLACEHOLDERS or "filled by" in text.lower() else text
 
 
 def _hypervisor(sysfs: Path, cpuinfo: str) -> str:
-    """Return the hypervisor's name ("unnamed" if it gives none), "none" without one, or "" if that is unknown."""
+    """Return the hypervisor's name ("unnamed" if it gives none), "none" if there is none, or "" if that is unknown."""
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags and "hypervisor" not in flags.group(1).split():
         return "none"
@@ -82,7 +84,7 @@ def _hypervisor(sysfs: Path, cpuinfo: str) -> str:
 
 
 def _processors(sysfs: Path) -> dict[str, str]:
-    """Return the numbers of online sockets, cores and threads."""
+    """Return the numbers of online sockets, cores and threads, under these names."""
     units = []
     for path in optional_entries(sysfs / "devices/system/cpu", "cpu[0-9]*"):
         try:
@@ -95,7 +97,7 @@ def _processors(sysfs: Path) -> dict[str, str]:
 
 
 def _memory_bytes(sysfs: Path, proc: Path) -> str:
-    """Return the size of all memory blocks; unlike MemTotal, it does not depend on the kernel's own use."""
+    """Return the bytes of all memory blocks; unlike MemTotal, this does not depend on what the kernel itself uses."""
     base = sysfs / "devices/system/memory"
     size, blocks = optional_text(base / "block_size_bytes"), optional_entries(base, "memory[0-9]*")
     if blocks and re.fullmatch(r"[0-9a-f]{1,16}", size):

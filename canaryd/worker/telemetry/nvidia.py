@@ -47,7 +47,7 @@ _problems: list[str] = []
 def devices(settings: Mapping[str, Any]) -> list[Device]:
     """Return the GPUs and MIG instances, with identity and versions; raise `Unavailable` if NVML cannot start.
 
-    A GPU that cannot be identified is returned under its place; `problems` names it and the reason.
+    A GPU that cannot be identified is named after its PCI address or number; `problems` gives the reason.
     """
     root = _settings(settings)
     nvml = library()
@@ -65,10 +65,11 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def _unidentified(nvml: ModuleType, root: Path, silent: Mapping[int, str], taken: set[str]) -> Iterator[Device]:
-    """Yield a device for each NVML number in `silent` (number → reason), named by its address, or else by its number.
+    """Yield a device for each GPU number in `silent` (number → reason why this GPU could not be identified).
 
-    If NVML gives no address, the next PCI function is assumed that NVML knows and that no answering GPU has `taken`;
-    both numbers and functions are in the order of the bus.
+    The device is named after its PCI address, or after its number. If NVML gives no address, the next PCI function is
+    assumed that NVML knows and that is not in `taken` (addresses of answering GPUs); both numbers and functions are in
+    the order of the bus.
     """
     places = {index: _address(nvml, index) for index in silent}
     functions = {d.detail["bus_id"]: d for d in on_the_bus(root) if d.backend == "cuda"} if silent else {}
@@ -114,9 +115,9 @@ def problems() -> list[str]:
 
 
 def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Iterator[Reading | Absent]:
-    """Yield the readings of a GPU or a MIG instance; raise `Unavailable` if it or NVML does not answer.
+    """Yield the readings of a GPU or a MIG instance; raise `Unavailable` if the device or NVML does not answer.
 
-    Constant values are asked for once a day, if a directory `memory` outlives this process.
+    If `memory` is a directory that outlives this process, constant values are asked for only once a day.
     """
     root = _settings(settings)
     plain = library()
@@ -180,7 +181,7 @@ SHARED = (
     *("serial", "board_part_number", "bus_id", "driver", "cuda", "vbios", "inforom", "gsp_firmware", "architecture"),
     *("capability",),
 )
-"""Facts that a MIG instance takes from its GPU."""
+"""Names of facts that a MIG instance takes from its GPU."""
 OF_INSTANCE: Mapping[str, tuple[str, Check, int | str | None]] = {
     "gpu_instance_id": ("GpuInstanceId", parse_count, None),
     "compute_instance_id": ("ComputeInstanceId", parse_count, None),
@@ -230,11 +231,11 @@ Names = str | tuple[str, ...]
 
 
 class Row(NamedTuple):
-    """The definition of one reading."""
+    """The definition of one reading: its name, unit and labels, and the NVML call or field that gives the value."""
 
     name: str
     source: Names | int
-    """Name of a call (several names: the newest that is known is called), or the number of a field."""
+    """Name of an NVML call, or several names of which the newest known one is called, or the number of a field."""
     check: Check = parse_count
     unit: str = "1"
     labels: Mapping[str, str] = MappingProxyType({})
@@ -243,7 +244,7 @@ class Row(NamedTuple):
 
 
 def _rows(name: str, source: Names, check: Check, unit: str, label: str, words: Iterable[str]) -> Iterator[Row]:
-    """Yield one row per word for a call whose argument is the word's number."""
+    """Yield one row for each of the `words`; the NVML call takes the position of the word as its argument."""
     yield from (Row(name, source, check, unit, {label: word}, (number,)) for number, word in enumerate(words))
 
 
@@ -300,9 +301,9 @@ READINGS = (
     *_numbers("temperature_margin_threshold_celsius", CELSIUS, "threshold", values.MARGINS, values.margin),
     *_numbers("throttle_seconds_total", "seconds", "reason", values.THROTTLED, values.seconds),
 )
-"""Readings with one call, or one field, each."""
+"""Readings that need only one call of NVML, or one field."""
 LINKS, RECOVERY = 91, 230
-"""Field numbers of the number of NVLinks, and of the driver's advice."""
+"""NVML field numbers: number of NVLinks, and the driver's advice on recovery."""
 
 
 def _facts(asked: Asked) -> Iterator[Fact]:
@@ -342,7 +343,7 @@ def _rows_of(asked: Asked, rows: Iterable[Row], fields: Iterable[tuple[int, int]
 
 
 def _worded(name: str, label: str, words: tuple[str, ...], ask: Callable[[], Any]) -> Fact:
-    """Return a reading with the value 1 and the word as its label."""
+    """Return a reading with the value 1 and a label: the word, in `words`, for the number that `ask` returns."""
     try:
         return attempt(name, lambda: 1, **{label: values.word(words, ask())})
     except Missing as missing:
@@ -379,7 +380,7 @@ def _ecc(asked: Asked) -> Iterator[Fact]:
 
 
 def _errors(asked: Asked, name: str, counter: int) -> list[Fact]:
-    """Return the errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
+    """Return the error counts of DRAM and SRAM, or of DRAM and each cache, or one total; nothing is counted twice."""
 
     def at(location: str, call: str, *code: int) -> list[Fact]:
         each = enumerate(values.KINDS)
@@ -400,7 +401,7 @@ def _errors(asked: Asked, name: str, counter: int) -> list[Fact]:
 
 
 def _sram(asked: Asked) -> Any:
-    """Return the SRAM status, which the driver gives only to root."""
+    """Return NVML's structure with the state of SRAM errors, which the driver gives only to root."""
     if not hasattr(asked.nvml, "c_nvmlEccSramErrorStatus_v1_t"):
         raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
     status = asked.nvml.c_nvmlEccSramErrorStatus_v1_t()
@@ -457,7 +458,7 @@ def _fabric(asked: Asked) -> int:
 
 
 def _use(asked: Asked) -> Iterator[Fact]:
-    """Yield the memory that the driver reserves, the number of processes, and the memory of all processes together."""
+    """Yield the memory that the driver reserves, the number of processes, and the memory that these use together."""
     reserved = partial(asked.value, "MemoryInfo", asked.nvml.nvmlMemory_v2, part="reserved")
     yield attempt("memory_reserved_bytes", reserved, "bytes")
     processes = partial(asked.call, "ComputeRunningProcesses")

@@ -13,15 +13,15 @@ from canaryd.worker.telemetry.interface import DeviceLost, NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Unreadable
 
 Check = Callable[[Any], Any]
-"""Function that converts a raw value to base units; it raises `Missing` for the driver's codes of a missing value."""
+"""Function that takes a raw value and returns it in base units; it raises `Missing` for codes that mean "no value"."""
 
 
 class Missing(Unreadable):
-    """NVML did not give one value; `code` is NVML's error code."""
+    """Raised if NVML did not give a value; `code` is NVML's error code."""
 
 
 NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, UNKNOWN_ERROR = 3, 6, 13, 15, 16, 999
-"""The nvmlReturn_t values that decide the next call, or the state of the device."""
+"""NVML error codes (nvmlReturn_t) after which another call is tried, or that show the state of the device."""
 LOST = (
     "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
 )
@@ -49,7 +49,7 @@ _nvml: ModuleType | None = None
 
 
 def close() -> None:
-    """Release the driver. A GPU without persistence mode is reset when no other process holds it."""
+    """Shut NVML down. A GPU without persistence mode is reset when no other process uses it."""
     global _nvml
     if _nvml is not None:
         nvml, _nvml = _nvml, None
@@ -106,7 +106,7 @@ def device_count(nvml: ModuleType) -> int:
 
 
 def identify(nvml: ModuleType, index: int) -> tuple[Any, str]:
-    """Return the handle and the uuid of the GPU with this number; raise `DeviceLost` if the driver cannot give them.
+    """Return (handle, uuid) of the GPU with this NVML number; raise `DeviceLost` if the driver cannot give them.
 
     Raises `Unavailable` for other errors, such as a missing permission.
     """
@@ -132,9 +132,10 @@ def device_handle(nvml: ModuleType, device: Device) -> Any:
 
 
 def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
-    """Return a GPU's handle: by its last address, else among all GPUs (NVML's search fails if any is lost; nvml.h).
+    """Return a GPU's handle, found by its last PCI address, or else by asking all GPUs for their uuid.
 
-    A lost GPU gives no uuid any more. `DeviceLost` is raised if the GPU of its number is lost, or all silent ones are.
+    NVML's own search by uuid fails if any GPU is lost (nvml.h). A lost GPU gives no uuid any more. `DeviceLost` is
+    raised if the GPU with the number of this device is lost, or if all GPUs that do not answer are lost.
     """
     uuid, bus_id = device.parent or device.uuid, device.detail.get("bus_id", "")
     there = ""
@@ -164,7 +165,7 @@ def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
 
 
 def instance_handles(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]:
-    """Yield number and handle of each MIG instance; nothing if the GPU is not divided."""
+    """Yield (number, handle) of each MIG instance of a GPU; yield nothing if the GPU is not divided."""
     try:
         divided = ask_nvml(nvml, "nvmlDeviceGetMigMode", handle)[0] == 1
         places = ask_nvml(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) if divided else 0

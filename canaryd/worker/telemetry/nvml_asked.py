@@ -1,6 +1,6 @@
 """NVML's answers about one GPU in one poll: each call is made once, and calls with constant answers once a day.
 
-The file with the answers of a day outlives the workers of the sweeps.
+The file with the answers of a day outlives the worker processes that write it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ STEADY = (
     *("SupportedClocksEventReasons", "SupportedClocksThrottleReasons", "MaxClockInfo", "MaxPcieLinkGeneration"),
     "MaxPcieLinkWidth",
 )
-"""Calls whose answer depends only on part, driver or slot, not on load or time."""
+"""Calls whose answer depends only on the GPU model, the driver or the slot, not on load or time."""
 VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""Member of nvmlValue_t for each nvmlValueType_t."""
+"""Names of the members of nvmlValue_t, by the number of their type in nvmlValueType_t."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Asked:
-    """NVML's answers about one GPU in this poll. Calls are named without `PREFIX`."""
+    """NVML's answers about one GPU in this poll. Its methods take names of calls without `PREFIX`."""
 
     def __init__(self, nvml: ModuleType, handle: Any, memory: str = "", uuid: str = "") -> None:
         """Load answers of this driver and boot, less than a day old, from the directory `memory`; "" keeps none."""
@@ -68,7 +68,7 @@ class Asked:
                 keep(*self._kept, {**self._here, "at": time.time(), "known": self._known})
 
     def daily(self, name: str, learn: Callable[[], Any]) -> Any:
-        """Return plain data that `learn` gives, called once a day."""
+        """Return the result of `learn` (plain data), which is called once a day; otherwise return the stored result."""
         if name not in self._known:
             self._known[name], self._new = learn(), True
         return self._known[name]
@@ -85,7 +85,7 @@ class Asked:
         return answer
 
     def call(self, names: str | tuple[str, ...], *arguments: Any) -> Any:
-        """Return the answer of the first call in `names` that package and driver know; raise `Missing` if none is."""
+        """Return the answer of the first call in `names` that pynvml and driver know, or else raise `Missing`."""
         missing = Missing(OLD_PACKAGE)
         for name in (names,) if isinstance(names, str) else names:
             try:
@@ -121,14 +121,14 @@ class Asked:
         check: Check = parse_count,
         part: int | str | None = None,
     ) -> Any:
-        """Return a call's answer, or its item or member `part`, checked and in base units."""
+        """Return a call's answer, or its item (int) or member (str) `part`, converted by `check` to base units."""
         given = self.call(names, *arguments)
         if part is not None:
             given = given[part] if isinstance(part, int) else getattr(given, part)
         return check(given)
 
     def field(self, wanted: Iterable[tuple[int, int]], number: int, link: int = 0, check: Check = parse_count) -> Any:
-        """Return one field of a link (0: of the GPU); one call reads all `wanted` fields, each with an error code."""
+        """Return the value of one field of a link (0: of the GPU); one call reads all `wanted` (number, link) pairs."""
         fields = tuple(wanted)
         given = dict(zip(fields, self.call("FieldValues", fields), strict=True))[number, link]
         if given.nvmlReturn == GPU_IS_LOST:

@@ -1,4 +1,4 @@
-"""State and error counters of NVLinks: one call for all fields that are known to equal the single calls."""
+"""State and error counters of NVLinks: one call reads all fields that are known to equal the single calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canaryd.worker.telemetry.sysfs import Fact, attempt
 UP = "up"
 KINDS = (UP, *values.LINK_ERRORS)
 Ask = Callable[[str, int], Any]
-"""Function (kind, link) → value; raises `Missing`."""
+"""Function that takes a kind of value and the number of a link, and returns the value; it raises `Missing`."""
 
 
 def read_links(asked: Asked, links: range) -> Iterator[Fact]:
     """Yield the state and the errors of a GPU's NVLinks.
 
-    The field numbers of links are documented less than the calls, and differ between generations. So both are read once
-    a day, and kinds with equal values are read by their field for the rest of the day.
+    NVML gives each value by a field and by a call. The fields are documented less than the calls, and differ between
+    generations. So both are read once a day; values for which both are equal are read by the field until the next day.
     """
     none: dict[str, list[Any]] = {"fields": [], "absent": []}
     ways = asked.daily("links", partial(_compare, asked, links)) if asked.remembers else none
@@ -64,7 +64,7 @@ def _call(asked: Asked, kind: str, link: int) -> Any:
 
 
 def _fields(asked: Asked, which: list[tuple[str, int]]) -> Ask:
-    """Return a function that gives the fields of these kinds and links, all from one call."""
+    """Return a function (kind, link) → value of a field; one NVML call reads the fields of all pairs in `which`."""
     wanted = [at for kind, link in which if (at := values.link_field(kind, link))]
 
     def ask(kind: str, link: int) -> Any:
@@ -77,7 +77,7 @@ def _fields(asked: Asked, which: list[tuple[str, int]]) -> Ask:
 
 
 def _compare(asked: Asked, links: range) -> dict[str, list[Any]]:
-    """Return the kinds and links whose field equals the call ("fields"), and kinds the device lacks ("absent")."""
+    """Return the (kind, link) pairs whose field equals the call ("fields"), and the unsupported kinds ("absent")."""
     field = _fields(asked, [(kind, link) for kind in KINDS for link in links])
     ways: dict[str, list[Any]] = {"fields": [], "absent": []}
     for kind in KINDS:

@@ -1,7 +1,7 @@
 """Numbers and words of nvml.h (CUDA 13.3), and the checks that convert NVML's values to base units.
 
 A check raises `Missing` for the driver's codes of a missing value. Field numbers are written out, because a package and
-a driver of different age must still understand each other.
+a driver of different versions must still understand each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ARCHITECTURES = (
 KINDS = ("corrected", "uncorrected")
 """Words of nvmlMemoryErrorType_t, by number."""
 CACHES = {"l1": 0, "l2": 1, "register_file": 3, "texture": 4, "texture_shm": 5, "cbu": 6}
-"""Values of nvmlMemoryLocation_t with separate counts before Turing only; later devices report the sum as `SRAM`."""
+"""Cache → value of nvmlMemoryLocation_t. Only devices before Turing count these separately; later ones report the sum
+as `SRAM`."""
 DRAM, SRAM = 2, 7
 SRAM_STATUS = (
     ("ecc_sram_threshold_exceeded", "bThresholdExceeded", {}),
@@ -36,21 +37,21 @@ BANKS = ("max", "high", "partial", "low", "none")
 THRESHOLDS = ("shutdown", "slowdown", "memory_max", "gpu_max", "acoustic_min", "acoustic_current", "acoustic_max")
 """Words of nvmlTemperatureThresholds_t, by number."""
 MARGINS = {"shutdown": 193, "slowdown": 194, "memory_max": 195, "gpu_max": 196}
-"""Threshold → NVML_FI_DEV_TEMPERATURE_*_TLIMIT: from Ada on, thresholds are given as margins."""
+"""Threshold → number of its field NVML_FI_DEV_TEMPERATURE_*_TLIMIT: from Ada on, thresholds are given as margins."""
 THROTTLES = (
     *("gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal"),
     *("hw_power_brake", "display_clocks", "board_limit", "reliability"),
 )
 """Words of nvmlClocksEventReason*, from bit 0 up."""
 THROTTLED = {"sw_power_cap": 74, "sw_thermal": 75, "sync_boost": 76, "board_limit": 77, "reliability": 79}
-"""Reason → NVML_FI_DEV_PERF_POLICY_*: nanoseconds in which the reason reduced the clocks."""
+"""Reason → number of its field NVML_FI_DEV_PERF_POLICY_*, the nanoseconds in which this reason reduced the clocks."""
 HARDWARE_THROTTLED = ("hw_thermal", "hw_power_brake")
 CLOCKS = ("graphics", "sm", "memory", "video")
 """Words of nvmlClockType_t, by number."""
 LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
 """Words of nvmlNvLinkErrorCounter_t, by number; up to Hopper."""
 LINK_STATE = 165
-"""NVML_FI_DEV_NVLINK_GET_STATE: the state of the link in the field's scope."""
+"""Number of the field NVML_FI_DEV_NVLINK_GET_STATE. The scope of the field is the number of the link."""
 LINK_COUNTS = {"replay": (46, 108, 161), "recovery": (53, 114, 162), "crc_flit": (32, 96, 163)}
 LINK_COUNTS |= {"crc_data": (39, 102, 0), "ecc_data": (148, 154, 0)}
 """NVML_FI_DEV_NVLINK_*_ERROR_COUNT_L0, *_L6, and NVML_FI_DEV_NVLINK_ERROR_DL_* with the link as scope; 0 for none."""
@@ -63,11 +64,11 @@ RECOVERIES = (
 )
 """Words of nvmlDeviceGpuRecoveryAction_t, by number."""
 LEAST_MARGIN, HOTTEST = -100, 300
-"""Degrees at or beyond which a value is a code for "missing". NVML gave -256, 4294967040, and 0 for memory."""
+"""Degrees at or beyond which a value means "missing". NVML gave -256, 4294967040, and 0 for memory."""
 
 
 def link_field(kind: str, link: int) -> tuple[int, int] | None:
-    """Return field number and scope of a link's state ("up") or of one of `LINK_ERRORS`; None if there is none."""
+    """Return (field number, scope) for a link's state ("up") or one of `LINK_ERRORS`; None if there is no field."""
     if kind == "up":
         return LINK_STATE, link
     first, later, scoped = LINK_COUNTS[kind]
@@ -82,7 +83,7 @@ def pci_address(pci: Any) -> str:
 
 
 def capability(pair: tuple[int, int]) -> str:
-    """Return a pair such as (9, 0) as "9.0"."""
+    """Return a compute capability such as (9, 0) as the text "9.0"."""
     return f"{pair[0]}.{pair[1]}"
 
 
@@ -97,13 +98,13 @@ def cuda_version(version: int) -> str:
 
 
 def per(divisor: int, raw: Any) -> float:
-    """Return a count of small units converted to a larger unit of `divisor` small ones."""
+    """Return `raw`, a number of small units, divided by `divisor`, the number of small units in a larger one."""
     return parse_count(raw) / divisor
 
 
 thousandths, seconds = partial(per, 1000), partial(per, 10**9)
 fan_ratio = partial(per, 100)
-"""Converts per cent of the fan's nominal top speed to a ratio, which may exceed 1."""
+"""Converts per cent of the fan's nominal top speed to a ratio, which can exceed 1."""
 
 
 def hertz(raw: Any) -> int:
@@ -127,7 +128,7 @@ def degrees(raw: Any) -> int:
 
 
 def margin(raw: Any) -> int:
-    """Return the degrees left to a limit, negative above the limit; the driver may give an unsigned number."""
+    """Return the degrees below a limit, negative above the limit; the driver can give an unsigned number."""
     value = int(raw)
     value -= 1 << 32 if value > 0x7FFFFFFF else 0
     if not LEAST_MARGIN < value < HOTTEST:
@@ -161,10 +162,11 @@ def word(words: tuple[str, ...], raw: Any) -> str:
 
 
 def hardware_throttle_fields(driver: str) -> dict[str, int]:
-    """Return the fields, in this driver version, for the time in which hardware reduced the clocks.
+    """Return reason → field number for the time in which hardware reduced the clocks; {} if the numbers are uncertain.
 
-    Their numbers changed: nvidia-ml-py 12.575.51 and 13.580.65 have 252 and 253, 13.580.82 and later have 270 and 271,
-    older ones have neither. A driver of the other kind gives other data for them, so drivers in between are not asked.
+    The numbers depend on the driver version: nvidia-ml-py 12.575.51 and 13.580.65 have 252 and 253, 13.580.82 and later
+    have 270 and 271, older ones have neither. With the wrong numbers a driver gives other data, so drivers in between
+    are not asked.
     """
     major, _, rest = driver.partition(".")
     minor = rest.partition(".")[0]

@@ -22,17 +22,17 @@ AMD's and Intel's VGA controllers are left out, because most are part of a proce
 unit of a client processor, which no backend here drives.
 """
 GRAPHICS, PROCESSING = 0x03, 0x12
-"""PCI base classes of graphics units and of accelerators."""
+"""PCI base classes of graphics units (3) and of processing accelerators (18)."""
 PORT = 0x0604
 """PCI class of a bridge to further functions, such as a port of PCI Express."""
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 INTEGRATED = (0x8086, "0000:00:02.0")
-"""Vendor and address of the graphics unit that is part of an Intel processor, whatever its class."""
+"""PCI vendor and address of the graphics unit inside an Intel processor; its PCI class does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PciFunction:
-    """One PCI function that is an accelerator or a share of one."""
+    """One PCI function that is an accelerator, or a virtual share of one."""
 
     bus_id: str
     """Domain, bus, device and function, e.g. "0000:65:00.0"."""
@@ -48,12 +48,12 @@ class PciFunction:
 
     @property
     def passed_through(self) -> bool:
-        """Whether the function is reserved for a virtual machine, so that no library of this host lists it."""
+        """Whether the function is reserved for a virtual machine. No library of this host lists it then."""
         return "vfio" in self.driver or self.driver == "pci-stub" or (self.virtual and not self.driver)
 
 
 def accelerators(sysfs: Path) -> list[PciFunction]:
-    """Return the accelerators in the order of the bus; raise `Unreadable` if the kernel lists no PCI functions."""
+    """Return the accelerators in the order of the PCI bus; raise `Unreadable` if the kernel lists no PCI functions."""
     found = []
     for function in sorted(entries(sysfs / "bus/pci/devices")):
         try:
@@ -86,7 +86,7 @@ def only_one(sysfs: Path, vendor: int) -> str:
 
 
 def below(sysfs: Path, port: str) -> list[str]:
-    """Return the functions behind a port, without further ports and virtual functions; [] for anything but a port."""
+    """Return the addresses of functions behind a PCI port, without ports and virtual functions; [] for a non-port."""
     found, waiting = [], [sysfs / "bus/pci/devices" / port] if port else []
     while waiting:
         for function in optional_entries(waiting.pop(), "*:*:*.*"):
@@ -100,7 +100,7 @@ def below(sysfs: Path, port: str) -> list[str]:
 
 
 def _class(function: Path, vendor: int = 0) -> int:
-    """Return the class of a function, or 0 if it is of another vendor or has left the bus."""
+    """Return the PCI class of a function, or 0 if the function has another vendor or has left the bus."""
     try:
         return read_int(function / "class") >> 8 if vendor in (0, read_int(function / "vendor")) else 0
     except Unreadable:

@@ -30,9 +30,9 @@ STEP = 0.1
 GRACE = 30.0
 """Seconds between asking a tool to stop and killing it."""
 SAID = 200
-"""Most characters of a tool's message that are kept."""
+"""Largest number of characters of a tool's message that are kept."""
 _LEFT: list[subprocess.Popen[bytes]] = []
-"""Tools that still run after the probe, kept so that Python does not warn about them."""
+"""Processes of tools that still run after the probe; they are kept so that Python does not warn about them."""
 CONFIGURATION = 5
 """DCGM_ERROR_CONFIG: "This error can be configured" (DCGM, dcgm_errors.h); for example, persistence mode is off."""
 
@@ -53,13 +53,14 @@ class Tool:
 
     command: str
     suite: str
-    """Suite of tests that runs unless the setting `suite` names another."""
+    """Suite of tests that runs if the setting `suite` gives no other one."""
     arguments: Callable[[str, Device, Path], list[str]]
-    """Function (suite, device, file for results) → command-line arguments."""
+    """Function that takes suite, device and the file for results, and returns the command-line arguments."""
     read: Callable[[str, str, Device], list[Result]]
-    """Function (standard output, results in the file or "", device) → results; raises errors of `json` and indexing."""
+    """Function that takes standard output, the text of the results file (or ""), and the device; it returns the
+    results. It raises the errors of `json` and of indexing."""
     abortable: bool = True
-    """False: stopping a run leaves the device in another state than before."""
+    """False if stopping a run leaves the device in another state than before the run."""
 
 
 def _dcgmi(text: str, _: str, device: Device) -> list[Result]:
@@ -131,7 +132,7 @@ TOOLS: Mapping[str, Tool] = {
         "ascend-dmi", "aicore", lambda s, d, _: ["-dg", "-i", s, "-d", str(d.index), "-q"], _ascend, abortable=False
     ),
 }
-"""Backend → the vendor's tool."""
+"""Backend → the self-test tool of the vendor."""
 
 
 def read(ctx: Context) -> Iterator[Fact]:
@@ -161,7 +162,7 @@ def read(ctx: Context) -> Iterator[Fact]:
 
 
 def _run(ctx: Context, tool: Tool, argv: list[str]) -> tuple[int, str]:
-    """Return a tool's exit status and output; raise `Skip` if it does not start or does not end.
+    """Return (exit status, output) of a tool; raise `Skip` if the tool does not start or does not end.
 
     The tool is in the worker's process group and ends with it; a tool that must not be aborted has its own session.
     """
@@ -190,7 +191,7 @@ def _run(ctx: Context, tool: Tool, argv: list[str]) -> tuple[int, str]:
 
 
 def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budget: float) -> str:
-    """Stop a tool, unless it must not be aborted; return a sentence about it."""
+    """Stop a tool that took too long, unless it must not be aborted; return a sentence about what was done."""
     if not tool.abortable:
         _LEFT.append(process)
         return (
@@ -202,7 +203,7 @@ def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budg
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a tool and the processes that it has started, and kill those that do not end; spare the worker's others."""
+    """End a tool and the processes that it has started, by force if needed; do not end the worker's other processes."""
     started, deadline = _started_by(process.pid), time.monotonic() + GRACE
     for pid in started:
         _signal(pid, signal.SIGTERM)
@@ -216,7 +217,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _started_by(tool: int) -> set[int]:
-    """Return the process numbers of a tool and of all its descendants."""
+    """Return the process numbers of a tool and of all processes below it; `tool` is the number of the first."""
     group, found = _group(), [tool]
     for pid in found:
         found += [child for child, parent in group.items() if parent == pid]
@@ -224,7 +225,7 @@ def _started_by(tool: int) -> set[int]:
 
 
 def _group() -> dict[int, int]:
-    """Return the living processes of this worker's group, process → parent (proc(5)); zombies are left out."""
+    """Return process → parent for the living processes of this worker's group (proc(5)), without zombies."""
     found, own = {}, os.getpgrp()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from canaryd.probe import Absent
 
 
 class Unreadable(Exception):
-    """A value could not be read; the argument is the reason for people, `code` is the driver's error code."""
+    """Raised if a value could not be read; the text is the reason for people, `code` is the driver's error code."""
 
     def __init__(self, reason: str, code: int = 0) -> None:
         super().__init__(reason)
@@ -28,25 +28,25 @@ class Unreadable(Exception):
 
 
 class Denied(Unreadable):
-    """The user of this process may not read the file."""
+    """Raised if the user of this process may not read the file."""
 
 
 Fact = Reading | Absent
 _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 """GT/s → PCI Express generation (the PCI Express Base Specifications 1.0 to 7.0)."""
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
-"""Possible numbers of lanes of a link; the kernel writes 0 or 255 for unknown."""
+"""Possible numbers of lanes of a link. The kernel writes 0 or 255 if the number is unknown."""
 _NATURAL = re.compile(r"(\d+)")
 
 
 def only(settings: Mapping[str, Any], probe: str, *names: str) -> None:
-    """Raise `ValueError` for a setting whose name is not in `names`."""
+    """Raise `ValueError` if a setting of the probe has a name that is not in `names`."""
     if unknown := sorted(set(settings) - set(names)):
         raise ValueError(f"{unknown[0]}: {probe} has no such setting; it has {', '.join(sorted(names))}")
 
 
 def path_setting(settings: Mapping[str, Any], name: str, default: str) -> Path:
-    """Return a setting that is an absolute path; raise `ValueError` for any other value."""
+    """Return the setting `name`, an absolute path, or else `default`; raise `ValueError` for any other value."""
     given = settings.get(name, default)
     if not isinstance(given, str) or not given.startswith("/") or "\0" in given:
         raise ValueError(f"{name}: got {given!r}, wanted an absolute path such as {default!r}")
@@ -79,7 +79,7 @@ def read_text(path: Path) -> str:
 
 
 def read_int(path: Path) -> int:
-    """Return the one whole number (decimal, or hexadecimal after 0x) in a file; raise `Unreadable` otherwise."""
+    """Return the whole number in a file, decimal or hexadecimal after 0x; raise `Unreadable` for any other content."""
     text = read_text(path)
     if re.fullmatch(r"[+-]?[0-9]{1,20}", text):
         return int(text)
@@ -89,7 +89,7 @@ def read_int(path: Path) -> int:
 
 
 def read_count(path: Path) -> int:
-    """Return a number that cannot be negative; raise `Unreadable` otherwise."""
+    """Return the number in a file; raise `Unreadable` if it is negative or cannot be read."""
     number = read_int(path)
     if number < 0:
         raise Unreadable(f"{path} holds {number}, not a count")
@@ -97,7 +97,7 @@ def read_count(path: Path) -> int:
 
 
 def entries(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return a directory's matching entries in natural order (mc2 before mc10); raise `Unreadable` as for a file."""
+    """Return a directory's matching entries in natural order (mc2, mc10); raise `Unreadable` if it cannot be listed."""
     try:
         found = [path for path in directory.iterdir() if fnmatchcase(path.name, pattern)]
     except OSError as error:
@@ -106,7 +106,7 @@ def entries(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def optional_text(path: Path) -> str:
-    """Return a file's text, or "" if it cannot be read: for names and labels, which are not essential."""
+    """Return a file's text, or "" if it cannot be read; used for names and labels, which are not essential."""
     try:
         return read_text(path)
     except Unreadable:
@@ -131,7 +131,7 @@ def unreadable(error: OSError, path: Path) -> Unreadable:
 
 
 def attempt(name: str, read: Callable[[], float], unit: str = "1", /, **labels: str) -> Fact:
-    """Return the result of `read` as a reading, or as absent with the reason of the `Unreadable` that it raised."""
+    """Return a reading with the value of `read()`, or `Absent` with the reason of the `Unreadable` that it raised."""
     try:
         return Reading(name=name, value=read(), unit=unit, labels=labels)
     except Unreadable as error:
@@ -139,7 +139,7 @@ def attempt(name: str, read: Callable[[], float], unit: str = "1", /, **labels: 
 
 
 def line(path: Path, pattern: str) -> str:
-    """Return the first group of a pattern in a file; raise `Unreadable` if no line matches."""
+    """Return the first group of a regular expression in a file; raise `Unreadable` if no line matches."""
     if found := re.search(pattern, read_text(path), re.MULTILINE):
         return found[1]
     raise Unreadable(f"{path} has no line of the form {pattern}")
@@ -176,7 +176,7 @@ def pcie(root: Path, bus_id: str) -> Iterator[Fact]:
 
 
 def _both(measure: Callable[[Path], int], function: Path, name: str) -> int:
-    """Return the smaller limit of a function and the port above it: a narrow slot is not a fault of the device."""
+    """Return the smaller of the limits of a function and of its port: a narrow slot is not a fault of the device."""
     own = measure(function / name)
     try:
         return min(own, measure(function.resolve().parent / name))
@@ -232,7 +232,7 @@ def _chip(chip: Path, *, with_power: bool) -> Iterator[Fact]:
 
 
 def thresholds(path: Path, sensor: str, *limits: str) -> Iterator[Fact]:
-    """Yield those thresholds in `limits` that have a file beside the sensor's input file."""
+    """Yield a reading for each threshold in `limits` for which a file exists beside the sensor's input file."""
     for limit in limits:
         file = path.with_name(path.name.replace("_input", f"_{limit}"))
         if file != path and file.exists():
@@ -241,7 +241,7 @@ def thresholds(path: Path, sensor: str, *limits: str) -> Iterator[Fact]:
 
 
 def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
-    """Yield the `<kind>N_input` files of a hwmon chip, each with its label, or `<kind>N` if the label is not unique.
+    """Yield (file, label) for the `<kind>N_input` files of a hwmon chip; the label is `<kind>N` if it is not unique.
 
     Raises `Unreadable` if the chip cannot be listed.
     """
@@ -258,7 +258,7 @@ def unique(names: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def celsius(path: Path) -> float:
-    """Return a file of millidegrees as degrees Celsius.
+    """Return the temperature in a file of millidegrees, in degrees Celsius.
 
     Raises `Unreadable` if the chip reports a fault of the sensor, and for temperatures that no silicon survives: chips
     give them for unconnected sensors and for thresholds that are not set, e.g. NVMe 65261.85.

@@ -9,9 +9,10 @@ import triton.language as tl
 
 SM = tl.constexpr("mov.u32 $0, %smid;")
 LANE = tl.constexpr("mov.u32 $0, %laneid;")
-"""PTX ISA, "Special Registers": instructions that read the present SM of a thread, and its lane in the warp."""
+"""Instructions that read the number of the SM on which a thread runs, and its lane in the warp (PTX ISA, "Special
+Registers")."""
 WARPS = 4
-"""Warps of a block: one on each of an SM's four parts; Hopper's tensor cores need at least four."""
+"""Number of warps of a block: one on each of an SM's four parts; Hopper's tensor cores need at least four."""
 
 
 @triton.jit(do_not_specialize=["shift"])  # else it is compiled anew for 1 and for multiples of 16
@@ -32,10 +33,10 @@ def exact_tiles(
 ):
     """Compute a (rounds, M, K) times b (rounds, N, K) transposed, once in every block, into out (blocks, rounds, M, N).
 
-    `DOT`: on tensor cores, `STEP` of K at a time; otherwise one multiplication and addition after the other. The kernel
-    writes the SM at the start and at the end to `units` (blocks, 2), and the lane of each element to `lanes` (blocks,
-    M, N); without `ON_CHIP` it leaves both unchanged. Block n writes to place n + `shift`, so that a broken part of the
-    memory is not always written by the same SM.
+    With `DOT` tensor cores compute, `STEP` of K at a time; otherwise each term is one multiplication and one addition.
+    The kernel writes the number of the SM at the start and at the end to `units` (blocks, 2), and the lane of each
+    element to `lanes` (blocks, M, N); without `ON_CHIP` it leaves both unchanged. Block n writes to place n + `shift`,
+    so that a broken part of the memory is not always written by the same SM.
     """
     block = (tl.program_id(0) + shift) % tl.num_programs(0)
     if ON_CHIP:

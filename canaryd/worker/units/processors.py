@@ -1,4 +1,4 @@
-"""Run tiles on every unit of a device: the cores of a processor, the SMs of a GPU."""
+"""Run tiles (small products) on every unit of a device: on the cores of a processor or the SMs of a GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIRST_TENSOR_CORES = (8, 0)
 """Lowest compute capability for which Triton uses tensor cores for these formats (3.2, 3.4 and 3.9 compiled for 7.5,
 8.0, 8.9, 9.0, 10.0 and 12.0)."""
 STEP = 64
-"""Part of K that a block holds at a time: at least 32, which tensor cores need for int8."""
+"""Number of elements along K that a block holds at a time: at least 32, which tensor cores need for int8."""
 
 
 class Processor(Protocol):
-    """A device that can say which of its units computed a result."""
+    """A device that reports which of its units (cores or SMs) computed a result."""
 
     unit: str
     """Name of the units in `Place.unit`."""
@@ -65,10 +65,10 @@ class Cores:
 
 
 class Multiprocessors:
-    """The SMs of a GPU, whose kernel reads the number of the SM that runs it.
+    """The SMs of a GPU. The kernel reads the number of the SM that runs it.
 
-    Where the kernel is interpreted on the host, `placement` returns the SM of each of so many blocks, and `lane` is the
-    lane that holds each element (M, N).
+    If the kernel is interpreted on the host, two arguments replace the chip: `placement` takes the number of blocks and
+    returns the SM of each, and `lane` has the lane of each element (M, N).
     """
 
     unit = "sm"
@@ -79,7 +79,7 @@ class Multiprocessors:
         placement: Callable[[int], list[int]] | None = None,
         lane: Any = None,
     ) -> None:
-        """Load the kernel if Triton is installed."""
+        """Load the kernel, or remember the reason why it is missing if Triton is not installed."""
         self.kernel: Any = None
         self.missing = ""
         try:
@@ -121,10 +121,10 @@ class Multiprocessors:
 
 @contextlib.contextmanager
 def _needs_set_up() -> Iterator[None]:
-    """Raise `Unsupported` where Triton cannot be set up on this machine: that is no evidence about the device.
+    """Raise `Unsupported` if Triton cannot be set up on this machine: that is no evidence about the device.
 
-    Triton compiles its launcher with a C compiler, finds libcuda.so.1 with ldconfig or LD_LIBRARY_PATH (an assertion;
-    triton, backends/nvidia/driver.py), and keeps both in a cache that it must be able to write and load.
+    Triton compiles its launcher with a C compiler and finds libcuda.so.1 with ldconfig or LD_LIBRARY_PATH (an
+    assertion; triton, backends/nvidia/driver.py). It keeps both in a cache that it must be able to write and load.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compute the same exact tiles on every unit, and yield comparisons, one for each wrong unit."""
+"""Compute the same exact tiles (small products) on every unit of a device; yield a comparison for each wrong unit."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from canaryd.worker.units.processors import Processor
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
 LEAST = 2
-"""Fewest launches of a case: the second writes its results to other places in memory."""
+"""Smallest number of launches of a case. The second launch writes its results to other places in memory."""
 PATIENCE = 8
-"""Launches of a case after which it no longer waits for units that no block has reached yet."""
+"""Number of launches of a case after which it stops waiting for units that no block has reached."""
 WRONG_ENOUGH = 4
-"""Wrong launches after which a case stops: enough to see whether a unit is always wrong or sometimes."""
+"""Number of wrong launches after which a case stops: enough to see whether a unit is always wrong or sometimes."""
 NAMED = 8
-"""Most wrong units of a case that are reported singly; more are reported together: then no single unit is to blame."""
+"""Wrong units of a case up to this number are reported one by one; more are reported together: none alone is to
+blame."""
 MOST_BLOCKS = 8
-"""Most blocks per unit of a launch, where fewer did not reach every unit and their results fit into a burst."""
+"""Most blocks per unit of a launch, used if fewer did not reach every unit and if the results fit into a burst."""
 
 
 @dataclass
 class _Tally:
-    """The results of one unit in one launch."""
+    """The counts of computed and wrong tiles of one unit in one launch."""
 
     tiles: int = 0
     wrong: int = 0
@@ -47,13 +48,13 @@ class _Tally:
 
 @dataclass
 class _Sweep:
-    """One run: the units seen so far, and the launches."""
+    """The state of one run: the units that computed so far, the number of launches and the size of the next."""
 
     session: Session
     processor: Processor
     seen: set[int] = field(default_factory=set)
     blocks: int = 0
-    """Blocks of the next launch."""
+    """Number of blocks of the next launch."""
     launches: int = 0
 
     @property
@@ -62,9 +63,9 @@ class _Sweep:
         return max(0, self.processor.count - len(self.seen))
 
     def compute(self, case: Case, tiles: Tiles, problem: Problem) -> tuple[dict[int, _Tally], str]:
-        """Upload a problem, compute it once on every unit; return the tallies by unit, and the comparator's error.
+        """Upload a problem and compute it once on every unit; return (counts by unit, error of the comparison).
 
-        The error is "" unless the host, which compares the first block itself, disagrees with the device.
+        The error is "" if the host, which compares the first block too, agrees with the device.
         """
         session = self.session
         runtime, device = session.runtime, session.ctx.device
@@ -93,7 +94,7 @@ class _Sweep:
         return dict(tallies), erred
 
     def _count(self, problem: Problem, tallies: dict[int, _Tally]) -> None:
-        """Add the results to the totals; double the blocks of the next launch if some units are still unseen."""
+        """Add the results to the run's totals; double the next launch's blocks if some units have not computed."""
         computed = sum(tally.tiles for tally in tallies.values())
         rounds = problem.golden.shape[0]
         self.session.trials += computed
@@ -130,9 +131,9 @@ def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> I
 
 
 def _summary(sweep: _Sweep) -> Iterator[Fact]:
-    """Yield the totals of the run, and which units no block reached.
+    """Yield the totals of the run, and the number of units that no block reached.
 
-    A run that could compute nothing here is no gap in the device's record: other probes test it.
+    If nothing could be computed here, this is not reported as a missing test of the device: other probes test it.
     """
     session, unit = sweep.session, sweep.processor.unit
     if session.ctx.drill and not session.injector.spent:
@@ -152,9 +153,9 @@ def _summary(sweep: _Sweep) -> Iterator[Fact]:
 
 
 def _case(device: Device, tiles: Tiles) -> Case:
-    """Return the case of these tiles. It computes nothing itself: the processor does.
+    """Return the case for these tiles. Its function computes nothing, because the processor computes.
 
-    On a GPU nothing ships as characterised: no kernel of canaryd's own was seen on one.
+    On a GPU no case counts as known to be right on healthy devices: no kernel of canaryd's own was seen on one.
     """
     known = device.backend == "cpu" and is_characterised(device, tiles.source, rounds_nothing=tiles.is_integer)
     return Case(tiles.name, tiles.build, lambda _operands, _out: None, known)
@@ -202,7 +203,7 @@ def _verify(sweep: _Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator
 
 
 def _comparisons(sample: Comparison, unit: str, launches: Sequence[dict[int, _Tally]]) -> Iterator[Comparison]:
-    """Yield one comparison per wrong unit and launch, and one for all right units with equally many tiles."""
+    """Yield one comparison per wrong unit and launch, and one for each group of right units with equally many tiles."""
     of: dict[int, list[_Tally]] = defaultdict(list)
     for tallies in launches:
         for number, tally in tallies.items():
@@ -240,7 +241,7 @@ def _place(unit: str, *numbers: int) -> Place:
 
 
 def _evidence(golden: Any, launch: Launch, block: int) -> Evidence:
-    """Return the evidence of a block's wrong tiles, taken as one tall matrix, with the lane that they share."""
+    """Return the evidence of a block's wrong tiles, stacked to one matrix, with the lane that they share."""
     observed = launch.results[block].cpu()
     width = golden.shape[-1]
     found = evidence.collect(golden.view(-1, width), observed.view(-1, width))

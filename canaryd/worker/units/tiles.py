@@ -1,4 +1,4 @@
-"""The exact tiles that every unit computes: many small products, the same bytes for all of them."""
+"""The exact tiles that every unit computes: many small products with the same operands for all units."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Tiles:
     content: str
     """A content class of products (docs/goldens.md)."""
     path: str
-    """How a unit computes them: "dot" (tensor cores), "fma" (one multiplication and addition after the other), or
-    "gemm" (the library of a processor)."""
+    """Way to compute them: "dot" (tensor cores), "fma" (one multiplication and addition after the other), or "gemm"
+    (the library of a processor)."""
     accumulator: int
-    """Significant bits of the narrowest format that may hold a partial sum."""
+    """Number of significant bits of the narrowest format in which a unit can keep a partial sum."""
     rounds: int
     M: int
     N: int
@@ -41,7 +41,7 @@ class Tiles:
 
     @property
     def target(self) -> str:
-        """Format of the results: the accumulator's, except for "gemm", which returns the operands' format."""
+        """Format of the results: that of the partial sums, except for "gemm", which returns the operands' format."""
         if self.is_integer:
             return "int32"
         return self.source if self.path == "gemm" else "float32"
@@ -71,15 +71,15 @@ class Tiles:
 
 
 MOVED = -1
-"""Stands for a unit's number if the block moved to another unit while it computed."""
+"""Number that stands for the unit if the block moved to another unit while it computed."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The results of all units from one upload."""
+    """The results of one launch: every unit computed the same uploaded operands."""
 
     results: Any
-    """Results (blocks, rounds, M, N), on the device that computed them. A block is computed by one unit."""
+    """Results (blocks, rounds, M, N), on the device that computed them. One unit computes each block."""
     units: list[int]
     """The unit of each block, by the device's own number, or `MOVED`."""
     lanes: Any = None
