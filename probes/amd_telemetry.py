@@ -2,10 +2,10 @@
 
 Reads: the kernel's files of each card, and ROCm's own library where it is installed.
 
-Cannot see: graphics inside processors; stored error records (CPER), because they outlast the errors.
+Cannot see: graphics inside processors; stored error records (CPER), because old ones stay after their errors ended.
 
-Settings: sysfs (default "/sys"), what is read; amdsmi (default true), whether to use ROCm's library where it is
-installed.
+Settings: sysfs (default "/sys"), the directory that is read; amdsmi (default true), whether ROCm's library is used
+where it is installed.
 """
 
 from collections.abc import Iterator
@@ -27,5 +27,5 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield one reading, or one absence with its reason, for each field."""
+    """Yield for each field one reading, or one absence with its reason."""
     yield from read(ctx.device, ctx.settings)

@@ -26,5 +26,5 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield one reading, or one absence with its reason, for each field."""
+    """Yield for each field one reading, or one absence with its reason."""
     yield from read(ctx.device, ctx.settings)

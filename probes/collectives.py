@@ -3,7 +3,7 @@
 Stresses: the links between devices (NVLink, xGMI, HCCS, PCIe, or what the library chooses), by send and receive over
 every link in both directions, all-gather and all-reduce, with patterns that toggle every line and sums that are exact
 in any order. In a processor: the paths between its cores and sockets, by processes that are pinned to them. The probe
-finds faults that give right results on one device and wrong ones on several. It names the link that is wrong.
+finds faults that appear only when several devices work together. It names the link that is wrong.
 
 Cannot see: links to other hosts, paths that the library did not choose, errors that a link corrects itself.
 """
@@ -27,7 +27,7 @@ SPEC = ProbeSpec(
 )
 
 WORDS = {"quick": 1 << 14, "standard": 1 << 16, "deep": 1 << 20}
-"""Words of 64 bits in one transfer between cores; transfers between devices have 16 times as many."""
+"""Level → number of 64-bit words in one transfer between cores; a transfer between devices has 16 times as many."""
 FORMATS = ("int64", "float32", "bfloat16")
 """Number formats of the sums."""
 

@@ -1,10 +1,10 @@
-"""Prompts to a serving endpoint, greedy and with log probabilities, whose answers must have the same bits as before.
+"""Prompts to a serving endpoint; its greedy answers, with log probabilities, must have the same bits as before.
 
 Stresses: the whole service: the engine's own kernels at prefill and decode, its cache cold and warm, every device of
 its parallel group, template and tokenizer.
 
-Cannot see: faults that change nothing in the answers (which may be text without log probabilities), faults that only
-other prompts, lengths or batches trigger, and which of several devices is at fault. See docs/canaries.md.
+Cannot see: faults that do not change the answers (which may be text without log probabilities); faults that only other
+prompts, lengths or batches trigger; which of several devices is at fault. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SPEC = ProbeSpec(
 )
 FILE = Path(__file__).parent / "endpoint" / "prompts.json"
 ALONE = 16
-"""Requests per case that a baselining sends one at a time. The judge calls a case bit-stable after 12 known answers in
-a row under one condition, so a server may show four other answers first."""
+"""Requests per case that are sent one at a time while a baseline is learnt. The judge calls a case bit-stable after 12
+known answers in a row under one condition, so a server may show four other answers first."""
 LOADS = (2, 4, 8)
-"""Numbers of equal requests sent together, 14 per case; with 2 sent beside another case, 16 requests are under load."""
+"""Numbers of equal requests sent together: 14 per case. With 2 sent beside another case, 16 requests are under load."""
 DEEP_ROUNDS = 5
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Record every case, once or as often as a baseline needs; then yield readings of the server and its speed."""
+    """Record every case once, or often enough for a baseline; then yield readings of the server and of its speed."""
     settings = Settings.read(ctx.settings)
     prompts = load(settings.prompts or FILE)
     ctx.progress(0.0, "asking which server it is")
@@ -58,7 +58,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_item(ctx: Context, endpoint: Endpoint, prompts: tuple[Prompt, ...]) -> list[Item]:
-    """Return the items to ask, from an item that the seed chooses on: one prompt at quick, otherwise every prompt."""
+    """Return the items to ask, rotated to begin where the seed says: one prompt at quick, otherwise every prompt."""
     turn = ctx.seed % len(prompts)
     rotated = prompts[turn:] + prompts[:turn]
     if ctx.level == "quick" and not (ctx.baselining or ctx.cases):
@@ -78,7 +78,7 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
 
 
 def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
-    """Ask every item about 32 times: first alone, then together with equal and with other items."""
+    """Ask every item about 32 times: first alone, then together with another item, then with equal items."""
     progress = Progress("" if ctx.drill else ctx.memory, recorder.endpoint)
     before = progress.rounds()
     alone = [item for _ in range(before, ALONE) for item in items]
@@ -110,7 +110,7 @@ def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[F
 
 
 def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fact, None, list[str]]:
-    """Ask every item together with equal items and with one other item; return the omissions and their reasons.
+    """Ask every item together with one other item and with equal items; return the cases left out, with reasons.
 
     If the server cannot take so many requests at once, continue with half of them.
     """

@@ -1,10 +1,10 @@
 """Scaled dot-product attention with one right answer, through every kernel that the device offers.
 
 Stresses: both products of attention, the maximum, the exponential at 0 and far below it, online rescaling, masks,
-grouped queries, and the reads of a long key/value cache. Rows are one-hot (the answer is one value) or uniform over
-eight keys (the answer is their mean).
+grouped queries, and the reads of a long key/value cache. In some cases a row of weights has a single 1 (the answer is
+one value), in others it is uniform over eight keys (the answer is their mean).
 
-Cannot see: errors of the exponential between 0 and the gap (recorded_kernels does), kernels outside the runtime.
+Cannot see: errors of the exponential between these arguments (recorded_kernels does), kernels outside the runtime.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ GOLDEN = Path(__file__).parent / "golden" / "exact_attention.json"
 
 
 Question = tuple[str, str, str, tuple[int, ...]]
-"""A problem for a kernel: kernel, format, mask, sizes."""
+"""A problem that one kernel must solve: (kernel, format, mask, sizes)."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify fixed cases, then fresh ones: every kernel, format and content; masks and shapes in rotation."""
+    """Verify fixed cases, then fresh ones: every kernel, format and content; masks and shapes take turns."""
     need_torch()
     served = list(served_attention(ctx))
     yield from (left_out for left_out in served if isinstance(left_out, Skipped))
@@ -71,7 +71,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_case(ctx: Context) -> list[tuple[Question, Case]]:
-    """Return every case of a run with its kernel's problem, also if the device lacks the kernel."""
+    """Return every case of a run with the problem for its kernel, even if the device lacks the kernel."""
     cases: list[tuple[Question, Case]] = []
     turn = ctx.seed
     for kernel, form, content in product(_kernels(ctx.device), ATTENDED, CONTENTS):
@@ -84,7 +84,7 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
 
 
 def served_cases(ctx: Context, served: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[tuple[Question, Case]]:
-    """Return the attention of served models through every kernel: one content in rotation, or all in a retest."""
+    """Return served models' attention problems as cases for every kernel: with one content, or all in a retest."""
     cases = []
     for turn, (kernel, (form, kind, sizes)) in enumerate(product(_kernels(ctx.device), served)):
         mask = "causal" if kind.endswith("prefill") else "none"
@@ -95,7 +95,7 @@ def served_cases(ctx: Context, served: Sequence[tuple[str, str, tuple[int, ...]]
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case, also for kernels that `device` lacks; their digests ship with canaryd."""
+    """Return every fixed case, even for kernels that `device` lacks; the right results' digests ship with canaryd."""
     choices = product(_kernels(device), ATTENDED, CONTENTS)
     return [attention_case(device, *choice, "none", "fixed", FIXED) for choice in choices]
 
@@ -116,7 +116,7 @@ def _variants(ctx: Context, turn: int) -> list[tuple[str, str]]:
 def attention_case(
     device: Device, kernel: str, form: str, content: str, mask: str, kind: str, sizes: tuple[int, ...]
 ) -> Case:
-    """Return one attention problem as a case; `sizes` are B, H, G, L, S and D; kind "fixed" has a fixed seed."""
+    """Return one attention problem as a case. `sizes`: B, H, G, L, S and D; kind "fixed" always has the same seed."""
     B, H, G, L, S, D = sizes
     bits = value_bits(device, form, kernel)
     spec = Attention(content, FORMATS[form], mask, B, H, G, L, S, D, bits)
@@ -132,11 +132,11 @@ def _text(sizes: tuple[int, ...]) -> str:
 
 
 def attend(device: Device, kernel: str, form: str, mask: str) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Return a function that computes attention of query, key, value and mask with one kernel of the device."""
+    """Return a function of (operands, out) that computes attention of query, key, value and mask with one kernel."""
     return partial(interface.of(device).run, Operation("attention", form, form, kernel, mask))
 
 
 def refuses(device: Device, kernel: str, form: str, mask: str, sizes: tuple[int, ...]) -> str:
-    """Return the reason why this kernel refuses a problem of these sizes, or "" after it has computed one of zeros."""
+    """Return the reason why the kernel refuses a problem of these sizes; "" if it computes one with zeros."""
     problem = blank(Attention("onehot", FORMATS[form], mask, *sizes))
     return refusal(device, problem, attend(device, kernel, form, mask))

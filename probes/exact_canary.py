@@ -1,8 +1,8 @@
 """A language model with one right answer, bit for bit: constructed, proved in integers, run in every format.
 
 Stresses: a whole inference (embedding, norms, rotations, grouped-query attention over a KV cache, SwiGLU, head) with
-dense activations, by prefill and decode, one row and several, eager and through every attention kernel of the runtime;
-a mixture of experts with its router, eager.
+activations of which nearly none is 0; by prefill and decode; with one row and several; with eager attention and with
+every attention kernel of the runtime. A mixture of experts with its router, with eager attention.
 
 Cannot see: what rounding would show (recorded_kernels), large matrices and full load, most faults in rotated or masked
 parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch and MLX.
@@ -38,7 +38,7 @@ ROWS = (1, MOST_ROWS)
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify inferences of a model and prompts that the run's seed chooses; skip those that cannot run here."""
+    """Verify inferences of a model and of prompts that the run's seed chooses; skip inferences that cannot run here."""
     need_torch()
     asked = [i for i in every_inference(ctx) if chosen(ctx, i.name)]
     if not asked:
@@ -53,7 +53,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_inference(ctx: Context) -> list[Inference]:
-    """Return every inference of a run: all at deep; otherwise the rows rotate, and at quick the path rotates as well.
+    """Return the inferences of a run: all at deep; otherwise numbers of rows take turns, and at quick paths as well.
 
     The mixture of experts is a separate model: in one format, in rotation, at standard; in none at quick.
     """
@@ -84,7 +84,7 @@ def _of_one_mlp(ctx: Context) -> list[Inference]:
 
 
 def refuses(device: Device, kernel: str, form: str) -> str:
-    """Return the reason why this kernel refuses the model's heads in this format, or "" after it has computed zeros."""
+    """Return the reason why the kernel refuses the model's heads in this format; "" if it computes them with zeros."""
     for queries, mask in ((16, "causal"), (1, "none")):
         sizes = (1, TINY.heads, TINY.kv_heads, queries, 16, TINY.head)
         problem = blank(Attention("onehot", FORMATS_BY_NAME[form], mask, *sizes))

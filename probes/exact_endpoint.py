@@ -1,9 +1,9 @@
-"""The exact canary through a serving engine: every answer has one right result, known before the first request.
+"""The exact canary through a serving engine: every question has one right answer, known before the first request.
 
 Stresses: the whole service: the engine's own kernels at prefill and decode, batching, its cache cold and warm,
 tokenizer, template and sampler, every device of its parallel group.
 
-Cannot see: faults that the exact canary's sizes do not trigger (large matrices, full load), errors of rounding, and
+Cannot see: faults that need large matrices or full load, which the exact canary does not have; errors of rounding;
 which of several devices is at fault. See docs/exact-canary.md.
 """
 
@@ -29,15 +29,15 @@ SPEC = ProbeSpec(
     order=30,
 )
 START = 240.0
-"""Seconds in which a server started for a deep run must answer: the largest engines need minutes (ours)."""
+"""Seconds until a server that was started for a deep run must answer: the largest engines need minutes (ours)."""
 LOADS = (2, 4, 8)
-"""Numbers of different questions sent together."""
+"""Numbers of different questions that are sent at the same time."""
 QUICK = 2
-"""Questions that a quick run asks alone: one wrong and one right answer distinguish a fault from a rounding format."""
+"""Questions that a quick run asks alone: one wrong and one right answer suffice to exclude a format that rounds."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Ask questions alone, again, and several at once; compare each answer with its one right answer."""
+    """Ask questions alone, then again, then several at once; compare each answer with its one right answer."""
     settings = Settings.read(ctx.settings)
     if settings.exact is None:
         raise Skip("exact: not set: this endpoint serves no exact canary")
@@ -75,7 +75,7 @@ def every_case(settings: Settings) -> list[str]:
 
 
 def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> Iterator[Fact]:
-    """Ask the questions of the level, from one that the seed chooses on; at deep until the budget is spent.
+    """Ask the questions of the run's level in rotation from one that the seed chooses; at deep until the time is spent.
 
     Yields wrong answers as they come.
     """

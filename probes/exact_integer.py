@@ -3,7 +3,7 @@
 Stresses: integer units, address arithmetic, atomics, and the memory paths of indexed reads and writes. In real
 incidents a wrong scatter or a wrong modulo was the first symptom, long before any product was wrong.
 
-Cannot see: floating-point units (exact_matmul does), memory that these sizes do not touch.
+Cannot see: faults of floating-point units (exact_matmul does), memory that these sizes do not touch.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def every_case(ctx: Context) -> list[Case]:
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case; their digests ship with canaryd."""
+    """Return every fixed case; the digests of its right results ship with canaryd."""
     return [_case(device, name, 1024, is_fixed=True) for name in OPERATIONS]
 
 
 def _case(device: Device, name: str, n: int, *, is_fixed: bool = False) -> Case:
-    """Return an operation as a case; it is exact on every processor, and elsewhere if torch's kernels are settled."""
+    """Return an operation as a case of size `n`, exact on processors, and elsewhere if torch's kernels are settled."""
     kind = "fixed" if is_fixed else "fresh"
     compute = partial(interface.of(device).run, Operation(name))
     return Case(f"int64/{name}/{kind}@{n}", partial(build, name, n), compute, is_settled(device), fixed=is_fixed)

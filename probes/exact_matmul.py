@@ -1,10 +1,10 @@
-"""Matrix products with one right answer, in every format the device multiplies.
+"""Matrix products with one right answer, in every format that the device multiplies.
 
 Stresses: the matrix units (tensor cores, AMX, AVX-512/AVX2 FMA), the vector units behind float32 and float64, the
 operands' path through memory and caches. Every result is compared with its golden bit for bit, on the device.
 
-Cannot see: faults that need full load or a temperature that this run did not reach; kernels that serving uses and
-the runtime's matmul does not choose; errors rarer than the rate that the run's report rules out.
+Cannot see: faults that need full load or a temperature that this run did not reach; faults of kernels that serving uses
+but the runtime's matmul does not choose; errors rarer than the rate that the run's report excludes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Verify fixed cases, then fresh ones: as many contents, shapes and layouts as a format has time for."""
+    """Verify fixed cases, then fresh ones: for each format, as many contents, shapes and layouts as time allows."""
     need_torch()
     speeds: dict[str, float] = {}
     refused: list[str] = []
@@ -59,12 +59,12 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def _is_asked(ctx: Context, label: str) -> bool:
-    """Return whether a run may want a case of a format: a retest computes only the formats that it must."""
+    """Return whether a run may need a case of this format; a retest needs only the formats of the suspected cases."""
     return chosen(ctx, f"{label}/") or any(want.startswith(f"{label}/") for want in ctx.cases)
 
 
 def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
-    """Let a device multiply each wanted format once; add its speed to `speeds`, or its refusal to `refused`."""
+    """Multiply once in each wanted format; add its speed to `speeds`, or to `refused` the reason why it was refused."""
     for source, target in (pair for pair in format_pairs(device) if wanted(label_of(*pair))):
         label = label_of(source, target)
         if why := unsupported(device, source, target):
@@ -112,7 +112,7 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case for `device`, also in formats that it cannot run; their digests ship with canaryd."""
+    """Return every fixed case for `device`, even in formats that it cannot run; their digests ship with canaryd."""
     products = itertools.product(format_pairs(device), CONTENTS)
     cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
     cases += (_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device))
@@ -120,7 +120,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def unsupported(device: Device, source: str, target: str) -> str:
-    """Return the reason why this device cannot multiply these formats, or "" after it has computed a tiny product."""
+    """Return the reason why the device cannot multiply this pair of formats; "" if it computes a tiny product."""
     product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
     return refusal(device, build(product, 1), computing(device, source, target))
 

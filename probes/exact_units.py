@@ -1,7 +1,7 @@
-"""The same exact tiles on every core of a processor and every SM of a GPU: the unit that is wrong is named.
+"""The same exact tiles on every core of a processor and every SM of a GPU; the wrong core or SM is named.
 
-Stresses: each core in turn, with the computing thread pinned to it; each SM through its tensor cores and through one
-multiplication and addition after the other (a kernel reads the number of the SM it runs on, and the lane of the warp
+Stresses: each core in turn, with the computing thread pinned to it; each SM, through its tensor cores and through
+single multiplications and additions (a kernel reads the number of the SM on which it runs, and the lane of the warp
 that holds each element). All units compute the same bytes: if one unit alone is wrong, the software is not the cause.
 
 Cannot see: faults that show only under full load or in larger products (exact_matmul has those), SMs that got no block
@@ -41,12 +41,12 @@ KINDS = {
         ("int32", "wide", "fma"),
     ),
 }
-"""Backend → (operands, content, path) of each kind of tile; docs/goldens.md describes the contents."""
+"""Backend → the kinds of tile (operand format, content, path) to compute; docs/goldens.md describes the contents."""
 QUICK = {"dense", "cancel", "narrow", "wide"}
-"""Contents of a quick run; only `cancel` of the tensor formats, which shows an error of one unit in the sums."""
+"""Contents of a quick run; of the tensor formats only `cancel`, which shows an error of one unit in the sums."""
 ROUNDS = {"quick": 4, "standard": 8, "deep": 8}
 SIZES = (64, 64, 128)
-"""M, N, K of a tile: the size that a warp group of Hopper's tensor cores computes at once, with a long enough sum."""
+"""M, N, K of a tile: the size that a warp group on Hopper's tensor cores computes at once, with a long enough sum."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
@@ -56,7 +56,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def processor(device: Device) -> Processor:
-    """Return the object that runs the tiles."""
+    """Return the object that runs tiles on the units of the device."""
     return Cores() if device.backend == "cpu" else Multiprocessors(device)
 
 

@@ -1,7 +1,7 @@
 """The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
 
 Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore, rasdaemon's database.
-docs/readings.md says which file gives what, and what a missing one means.
+docs/readings.md says which readings come from which file, and what a missing file means.
 
 Cannot see: memory errors where no EDAC driver is loaded, as in most virtual machines.
 
@@ -29,5 +29,5 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield one reading, or one absence with its reason, for each field."""
+    """Yield for each field one reading, or one absence with its reason."""
     yield from read(ctx.device, ctx.settings)

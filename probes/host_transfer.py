@@ -1,8 +1,9 @@
 """Copies between the host and the device, with patterns that toggle every line, compared bit for bit at both ends.
 
 Stresses: the path from the host's memory to the device's and back (PCIe, its slot and bridges, the copy engines), by
-walking bits, alternating words, random words and own addresses. Both ends make the pattern themselves. Errors of the
-transfer are reported separately from errors of the device's memory. The speed each way is followed over time.
+walking bits, alternating words, random words and own addresses. Host and device each make the pattern themselves, so
+errors of the transfer are reported separately from errors of the device's memory. The speed of each direction is also
+measured and compared over time.
 
 Cannot see: errors that the link corrects itself (telemetry counts replays), paths between devices (`collectives`).
 """
@@ -24,11 +25,11 @@ SPEC = ProbeSpec(
 )
 
 WORDS = {"quick": 1 << 20, "standard": 1 << 22, "deep": 1 << 23}
-"""Words of 64 bits in one copy: 8 MiB at quick, 64 MiB at deep."""
+"""Level → number of 64-bit words in one copy: 8 MiB at quick, 64 MiB at deep."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Copy every pattern in both directions; beside a server at most as much as the server's room allows."""
+    """Copy every pattern in both directions; beside a server, copies are no larger than its free memory allows."""
     need_torch()
     words = WORDS[ctx.level]
     yield from copy_patterns(ctx, min(words, ctx.room // 64) if ctx.room else words)

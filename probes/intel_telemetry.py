@@ -4,7 +4,7 @@ Reads: the kernel's files of each card.
 
 Cannot see: memory errors (the drivers give no counts in sysfs), integrated graphics.
 
-Settings: sysfs (default "/sys"), the tree that is read.
+Settings: sysfs (default "/sys"), the directory that is read.
 """
 
 from collections.abc import Iterator
@@ -26,5 +26,5 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield one reading, or one absence with its reason, for each field."""
+    """Yield for each field one reading, or one absence with its reason."""
     yield from read(ctx.device, ctx.settings)

@@ -1,10 +1,10 @@
-"""Memory under patterns: own addresses, moving inversions, random words read twice, and a pause.
+"""Memory tested with patterns: own addresses, moving inversions, random words read twice, and a pause.
 
 Stresses: cells, rows and decoders of a device's memory or the host's, and the path to it. A wrong word is read again:
-if it is right then, the transfer was wrong, otherwise the cell; writing the word again shows whether the cell is stuck,
-coupled, aliased or leaking.
+if the second read is right, the transfer was wrong, otherwise the cell is. Then the word is written again, which shows
+whether the cell is stuck, coupled, aliased or leaking.
 
-Cannot see: memory that others hold, memory beyond the reserve, cells that ECC corrects (telemetry counts those).
+Cannot see: memory that other programs hold, memory kept in reserve, cells that ECC corrects (telemetry counts those).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SPEC = ProbeSpec(
 
 MIB = 1 << 20
 MOST = {"quick": 16 * MIB, "standard": 1024 * MIB, "deep": 1 << 50}
-"""Most bytes that are swept; at deep all free memory, less a reserve."""
+"""Level → most bytes that are tested; at deep the limit is all free memory, less a reserve."""
 BEYOND_CACHES = LARGEST
-"""Most bytes swept on an accelerator at quick. Fewer would stay in its cache and never reach the memory: the L2 of an
+"""Most bytes tested on an accelerator at quick. Fewer would stay in its cache and never reach the memory: the L2 of an
 H100 holds 50 MB, of a B200 126 MB, the last cache of an MI300X 256 MB (the vendors' white papers)."""
 PAUSE = {"quick": 0.02, "standard": 0.5, "deep": 5.0}
-"""Seconds without a write before the case `retention` reads."""
+"""Level → seconds between writing and reading in the case `retention`."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Sweep as much memory as the level, the setting `mebibytes` and the budget beside a server allow."""
+    """Test as much memory as the level, the setting `mebibytes`, and a server's budget allow."""
     need_torch()
     most = MOST[ctx.level] if ctx.device.unit == "cpu" else max(MOST[ctx.level], BEYOND_CACHES)
     yield from sweep_memory(ctx, min(most, _setting(ctx)), PAUSE[ctx.level])

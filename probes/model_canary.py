@@ -3,8 +3,8 @@
 Stresses: a whole inference of the served model: its own weights and shapes, prefill and decode from a KV cache, the
 kernels that torch chooses for it.
 
-Cannot see: the serving engine's own kernels, batching and parallel groups (an endpoint canary does), a fault that was
-present when the baseline was learnt, and a weight that no prompt uses. See docs/canaries.md.
+Cannot see: the serving engine's own kernels, batching and parallel groups (an endpoint canary does); a fault that was
+present when the baseline was learnt; a weight that no prompt uses. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROMPTS = Path(__file__).parent / "endpoint" / "prompts.json"
 REPEATS = 30
 """Recordings per case while a baseline is learnt."""
 LEARNING = 300.0
-"""Seconds after which a learning run starts no further round; the probe's timeout leaves room for the current round."""
+"""Seconds after which a run that learns a baseline starts no further round; the probe's timeout lets a round end."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:

@@ -4,8 +4,8 @@ Stresses: products at prefill and decode shapes, attention, norms, activations, 
 functions, quantised and FP8 products, each in the kernel that torch chooses here; rounding and all mantissa bits, which
 exact goldens do not test.
 
-Cannot see: results that were wrong from the first recording on and stay within the bound (comparing with identical
-devices can); faults that need full load, many threads or other sizes. See docs/goldens.md.
+Cannot see: results that were wrong from the first recording on and are within the bound (a comparison of identical
+devices can show them); faults that need full load, many threads or other sizes. See docs/goldens.md.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SPEC = ProbeSpec(
     order=30,
 )
 ROUNDS = {"quick": 1, "standard": 5, "deep": 30}
-"""Times that each case is computed, per level, each time from a fresh upload."""
+"""Level → number of times that each case is computed, each time from a fresh upload."""
 LEARNING = 30
-"""Rounds that complete a baseline, in one learning run; also the rounds of a retest under load."""
+"""Number of rounds with which one learning run completes a baseline; a retest under load has as many."""
 LEAST = 3
-"""Rounds that a learning run computes even if the budget is spent."""
+"""Fewest rounds of a run that learns a baseline, even if the budget is spent."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Run all cases in rotation from one that the seed chooses; check each result's bound and record the result."""
+    """Run all cases in rotation from one that the seed chooses; check each result against its bound, and record it."""
     need_torch()
     session = Session(ctx)
     cases = every_kernel(ctx.device)

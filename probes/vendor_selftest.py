@@ -1,9 +1,10 @@
-"""The vendor's own self-test of an accelerator: dcgmi diag, RVS, ascend-dmi or xpu-smi diag, read and kept.
+"""The vendor's own self-test of an accelerator: dcgmi diag, RVS, ascend-dmi or xpu-smi diag; its results are recorded.
 
-Stresses: what the vendor's tool does, alone on the device, for minutes to hours. It runs at level deep alone, and only
+Stresses: what the vendor's tool does, alone on the device, for minutes to hours. It runs at level deep only, and only
 where the configuration enables it: take the device out of service first.
 
-Cannot see: what the vendor's tool does not test. A pass acquits nobody; docs/vendors.md says what a failure means.
+Cannot see: what the vendor's tool does not test. A pass proves no device healthy; docs/vendors.md says what a failure
+means.
 
 Settings: command (name or path of the tool), suite (what it runs: DCGM's level 1 to 4, RVS's module, ascend-dmi's
 items, xpu-smi's level 1 to 3).

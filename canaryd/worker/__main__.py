@@ -1,7 +1,7 @@
 """The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
 
-The script makes only `OPEN` importable, from its own directory: a probe runs in the serving stack's environment. Then
-it starts `canaryd.worker.runner`.
+A probe runs in the environment of the serving software, so the script makes only the modules in `OPEN` importable, from
+its own directory. Then it starts `canaryd.worker.runner`.
 `--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines; `--member`
 starts a process of a group (`canaryd.worker.links`). Arguments are parsed by hand: telemetry starts a worker every
 15 s, and argparse would be an eighth of its cost.
@@ -29,15 +29,15 @@ OPEN = (
 )
 """Modules of canaryd that a worker may import, besides everything below `canaryd.worker`."""
 OOM_SCORE = 500
-"""`oom_score_adj` of a worker (proc(5)): when memory runs out, the kernel kills it before the server beside it. Our
-choice."""
+"""Value of `oom_score_adj` of a worker (proc(5)): when memory runs out, the kernel kills it before a server next to it.
+Our choice."""
 
 
 class Fence:
     """An import hook that refuses the daemon's modules, so that no probe depends on them."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Raise `ModuleNotFoundError` for a module of the daemon; the usual finders handle every other name."""
+        """Raise `ModuleNotFoundError` if the module belongs to the daemon; return None to leave it to other finders."""
         del path, target
         if name.startswith("canaryd.") and name not in OPEN and not name.startswith("canaryd.worker."):
             raise ModuleNotFoundError(
@@ -46,7 +46,7 @@ class Fence:
 
 
 def go_first() -> None:
-    """Give up the daemon's protection from the out-of-memory killer, before anything large is loaded."""
+    """Remove the protection from the out-of-memory killer that the daemon has, before anything large is loaded."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):  # not Linux, or not permitted
         if int(score.read_text(encoding="ascii")) < OOM_SCORE:

@@ -1,4 +1,4 @@
-"""Limits of a run beside a server: lowest priority on the cores, short bursts, a share of the memory.
+"""Limits of a run on a device that also serves: lowest priority on the cores, short bursts, a share of the memory.
 
 The limits come with the request; `docs/budget.md` explains them. A check on a device without a server sets none.
 """
@@ -23,29 +23,29 @@ from canaryd.probe import Context, Skip
 NICE = "CANARYD_NICE"
 """Environment variable with the nice level that a worker sets."""
 IDLE = "CANARYD_IDLE"
-"""Environment variable, set if the worker's scheduling group has only workers, so that SCHED_IDLE is safe."""
+"""Environment variable that is set if a worker's scheduling group has only workers, so that SCHED_IDLE is safe."""
 FIRST_TO_GO = 1000
 """`oom_score_adj` of a worker beside a server, the highest (proc(5)): the kernel kills it before any server."""
 LONGEST_REST = 0.5
-"""Longest pause in seconds: after that, a server's queue is empty or long for another reason (our choice)."""
+"""Longest pause in seconds. A server's queue that is still long after it is long for another reason (our choice)."""
 TAKEN = "busy or unavailable"
-"""CUDA's message if the device's compute mode or its holder admits no further process (CUDA Runtime API,
-cudaErrorDevicesUnavailable)."""
+"""CUDA's message if the device's compute mode, or the process that holds the device, admits no further process (CUDA
+Runtime API, cudaErrorDevicesUnavailable)."""
 FULL = re.compile(r"(error|Error \[(CUDA|HIP)\]): out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
 """Messages of drivers, their libraries and Triton when a device's memory is full: even a context may not fit. torch's
 own allocator raises an error of its own type."""
 ENDPOINT_MEMORY = 1 << 30
-"""Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`; it uses about 30 MiB)."""
+"""Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`); such a worker uses 30 MiB."""
 SKIPPED = "budget: "
-"""Beginning of the detail of a run that the budget prevented, which is neither a fault nor evidence."""
+"""Beginning of a run's detail if the budget prevented the run: such a run is neither a fault nor evidence."""
 
 
 def step_back() -> None:
     """Lower the worker's priority on cores and memory as far as useful, if its environment asks for this.
 
     A session is its own scheduling group, and nice counts only within a group, so the group's nice is set as well
-    (sched(7), "The autogroup feature"). With SCHED_IDLE in its own group the worker gets the group's share, but when it
-    wakes up it takes no core from a running task, and its core counts as free for a server that looks for one. If the
+    (sched(7), "The autogroup feature"). A worker with SCHED_IDLE keeps its group's share of the cores. When it wakes
+    up, it takes no core from a running task, and its core counts as free for a server that looks for one. If the
     system does not support or permit this, the worker runs without it.
     """
     wanted = os.environ.get(NICE, "")
@@ -72,7 +72,7 @@ def bound_memory() -> None:
 
 
 class Bursts:
-    """The clock of a run that works in bursts: it stops during pauses, so that pauses use no budget."""
+    """The clock of a run that alternates bursts of work and pauses: it stops during pauses, which use no budget."""
 
     def __init__(self, burst: float, rest: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Pause after each `burst` seconds of work or more, for `rest` times the length of that work."""
@@ -82,11 +82,11 @@ class Bursts:
         self._since = self.clock()
 
     def clock(self) -> float:
-        """Return the seconds of a monotonic clock without all pauses."""
+        """Return the time of a monotonic clock in seconds, less the length of all pauses so far."""
         return self._wall() - self.paused
 
     def pause(self) -> None:
-        """Pause, so that the server has the device, if `burst` seconds of work have passed since the last pause."""
+        """Pause if `burst` seconds of work have passed since the last pause, so that the server gets the device."""
         worked = self.clock() - self._since
         if worked < self._burst:
             return
@@ -97,9 +97,9 @@ class Bursts:
 
 
 def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
-    """Make a run work in bursts, and restart its budget; return None for a retest, which controls its own load.
+    """Make a run work in bursts and restart its budget; return its clock, or None for a retest, which has its own load.
 
-    `budget` contains "burst" (seconds), "rest" (length of a pause in bursts) and "memory" (bytes).
+    `budget` contains "burst" (seconds), "rest" (length of a pause as a multiple of a burst) and "memory" (bytes).
     """
     ctx.room = budget["memory"]
     if ctx.intensity:
@@ -111,10 +111,10 @@ def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
 
 
 def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise `Skip` if taking "memory" bytes would leave the server fewer than "free"; limit the runtime's memory.
+    """Raise `Skip` if a run that takes budget["memory"] bytes leaves a server fewer than budget["free"] bytes.
 
-    An accelerator's free memory is the driver's number, with the context of this process already allocated. A CPU's
-    free memory is the memory that the kernel can give without swapping; its runtime's memory is not limited.
+    Otherwise limit the runtime to that memory. An accelerator's free memory is the driver's number, with the context of
+    this process already allocated. A CPU's is what the kernel can give without swapping; its runtime is not limited.
     """
     if device.unit == "cpu":
         check_room(of_host(meminfo), None, budget)
@@ -132,7 +132,7 @@ class Withheld(Skip):
 
 
 def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> None:
-    """Raise `Withheld` if `free` bytes are too few; None means unknown and is accepted."""
+    """Raise `Withheld` if `free` bytes of `total` are too few for the budget; None means unknown and is accepted."""
     wanted = budget["memory"] + budget["free"]
     if free is not None and free < wanted:
         of = f" of {total >> 20}" if total else ""
@@ -143,7 +143,7 @@ def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -
 def excuse(error: BaseException, *, capped: bool) -> str:
     """Return the reason if the budget or another user of the device caused an error; "" for any other error.
 
-    `capped`: whether this run was given a part of an accelerator's memory, and not all.
+    `capped`: whether this run may use only a part of an accelerator's memory.
     """
     text = beginning((str(error).splitlines() or [""])[0], 200)
     if isinstance(error, RuntimeError) and TAKEN in str(error):

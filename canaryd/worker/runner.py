@@ -38,7 +38,7 @@ from canaryd.probe import Absent, Context, NoCase, ProbeSpec, Skip
 from canaryd.worker import limits, visible
 
 GRACE = 5.0
-"""Seconds after the supervisor's deadline when a worker ends itself, even if the interpreter lock is held."""
+"""Seconds after the supervisor's deadline when a worker ends itself; a held interpreter lock does not prevent this."""
 PROGRESS_PERIOD = 0.1
 """Shortest time in seconds between two progress lines; reports that come earlier are dropped."""
 DETAIL = 16_384
@@ -47,9 +47,9 @@ BATCH = 256
 """Readings of telemetry in one message; all other facts are sent at once, to survive a crash."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 OWN = ("kind", "id", "type", "outcome")
-"""Fields whose values are words of the protocol."""
+"""Fields whose values are words of the protocol, so they need no check for secrets."""
 HOSTS = ("cpu", "endpoint")
-"""Backends without a device that could fail."""
+"""Values of `Device.unit` without an accelerator, so that no error can be an accelerator's failure."""
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 
 
@@ -150,7 +150,7 @@ class Runner:
             path.write_bytes(base64.b64decode(content))
 
     def leave(self, _: dict[str, Any]) -> None:
-        """End this process with no work left on its device; the supervisor ends its child processes."""
+        """End this process after all work on its device; the supervisor ends its child processes."""
         with contextlib.suppress(BaseException):  # a device that fails now has failed before, and the run has said so
             if table := sys.modules.get("canaryd.worker.runtime.interface"):
                 table.let_go()
@@ -159,7 +159,7 @@ class Runner:
     def describe(self, request: dict[str, Any]) -> None:
         """Import torch and report it; send each probe's spec or error, then the devices and the software found.
 
-        If `torch` is false in the request, torch counts as missing, because its import crashed a worker before.
+        If `torch` is false in the request, torch is not imported, because its import crashed a worker before.
         """
         if not request["torch"]:
             sys.modules["torch"] = None  # type: ignore[assignment]  # its import raises ImportError
@@ -210,7 +210,7 @@ class Runner:
             )
 
     def follow(self, request: dict[str, Any]) -> None:
-        """Send the records of the kernel log, each batch followed by the position reached in the log."""
+        """Send the records of the kernel log in batches; a message after each batch gives the position reached."""
         log = importlib.import_module("canaryd.worker.telemetry.kernel_log")
         reason = ""
         try:
@@ -285,7 +285,7 @@ class Runner:
         )
 
     def _context(self, request: dict[str, Any], device: Device) -> Context:
-        """Return the context for a probe, whose budget starts now."""
+        """Return the context for a probe; the budget of the run starts now."""
         return Context(
             device=device,
             level=request["level"],
@@ -309,7 +309,7 @@ class Runner:
         readings: list[list[Any]],
         bursts: limits.Bursts | None,
     ) -> None:
-        """Send each fact as the probe yields it; readings whose batch is incomplete stay in `readings`."""
+        """Send each fact as the probe yields it; readings collect in `readings` until a batch is complete."""
         for fact in probe.run(context):
             if isinstance(fact, (Reading, Absent)):
                 readings.append(_compact(fact))
@@ -322,7 +322,7 @@ class Runner:
                 bursts.pause()  # for probes that never call ctx.pace
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Let a module of the worker answer a request that runs no probe; send progress, then the answer."""
+        """Answer a request that runs no probe, by a module of the worker; send its progress, then its answer."""
         run = request["id"]
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
@@ -342,13 +342,13 @@ class Runner:
         self._send(kind="answered", id=run, outcome=outcome.value, value=value, detail=detail)
 
     def _send_readings(self, run: str, readings: list[list[Any]]) -> None:
-        """Send the batch as one message: one message per reading would be most of telemetry's cost."""
+        """Send the collected readings as one message, because a message for each would be most of telemetry's cost."""
         if readings:
             self._send(kind="readings", id=run, values=readings)
             readings.clear()
 
     def _open(self, name: str, path: Path) -> None:
-        """Make a package importable from its `__init__.py`, without its neighbours in the same directory."""
+        """Make the package `name` importable from its `__init__.py` at `path`, but no other package beside it."""
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
             if spec is None or spec.loader is None:
@@ -402,7 +402,7 @@ class Runner:
 
 
 def _compact(fact: Reading | Absent) -> list[Any]:
-    """Return [name, value, unit, labels] of a reading or [name, reason, code] of an absence; raise for other data."""
+    """Return [name, value, unit, labels] of a reading or [name, reason, code] of an absence; raise for invalid data."""
     if isinstance(fact, Absent):
         if (type(fact.name), type(fact.reason), type(fact.code)) != (str, str, int):
             raise ValueError(f"the probe yielded an Absent that is not plain data: {fact!r:.200}; {INSTEAD}")
@@ -416,7 +416,7 @@ def _compact(fact: Reading | Absent) -> list[Any]:
 
 
 def _plain(fact: Any) -> Any:
-    """Return a fact as JSON data; raise `TypeError` or `ValueError` with the type of any other object."""
+    """Return a fact as JSON data; raise `TypeError` or `ValueError` with the type of an object that is no fact."""
     if type(fact) not in FACTS:
         wanted = ", ".join(kind.__name__ for kind in FACTS)
         raise TypeError(f"the probe yielded {type(fact).__name__}; it may yield {wanted}")
@@ -441,7 +441,7 @@ def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
 
 
 def _excuse(error: BaseException, device: Device, *, capped: bool) -> tuple[str, Reason]:
-    """Return the reason why an error says nothing about the device: budget, another user, a torch for other devices."""
+    """Return (reason, code) if the budget, another user or a wrong torch caused an error; otherwise reason is ""."""
     if importlib.import_module("canaryd.worker.numeric.errors").is_unbuilt(error):
         return str(importlib.import_module("canaryd.worker.numeric.stack").built_for_others(device, error)), Reason.NONE
     return limits.excuse(error, capped=capped), Reason.BUDGET
@@ -450,7 +450,7 @@ def _excuse(error: BaseException, device: Device, *, capped: bool) -> tuple[str,
 def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
     """Return the outcome of a run that raised an exception; for `RuntimeError`, the backends' messages decide.
 
-    An error of the device counts even if cleaning up after it raised another one: the device works no more.
+    An error of the device counts even if the clean-up after it raised another error: the device works no more.
     """
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Outcome.OUT_OF_MEMORY

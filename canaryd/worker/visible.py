@@ -1,4 +1,4 @@
-"""Let a worker see only one device: narrow the variables of the vendors' runtimes before any of them is loaded.
+"""Let a worker see only one device: set the variables of the vendors' runtimes before any of these is loaded.
 
 The worker does this itself, because with `worker.command` only the worker knows the operator's environment. A process
 that sees one device cannot open a context on another, and its device is number 0.
@@ -17,7 +17,7 @@ from canaryd.model import TORCH, Device
 ONLY = "CANARYD_ONLY"
 """Environment variable with the device that this worker tests, as JSON."""
 NOTHING = "-1"
-"""A number that no device has: CUDA and HIP then show no device (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES)."""
+"""A number that no device has; CUDA and HIP then show no device (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES)."""
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 LEVEL_ZERO, SYCL, ASCEND = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ASCEND_RT_VISIBLE_DEVICES"
 _narrowed = False
@@ -26,7 +26,7 @@ _before: dict[str, str | None] = {}
 
 
 def narrow() -> None:
-    """Narrow this process's environment to the device that its supervisor chose, if it chose one."""
+    """Restrict this process, by its environment, to the device that its supervisor chose, if it chose one."""
     global _narrowed  # noqa: PLW0603 - the environment is the process's own, too
     if text := os.environ.pop(ONLY, ""):
         found = narrowed(from_json(Device, json.loads(text)), os.environ)
@@ -36,7 +36,7 @@ def narrow() -> None:
 
 
 def environment_of(device: Device) -> dict[str, str]:
-    """Return the environment for a child process that sees only `device`, whatever this process sees."""
+    """Return the environment for a child process that sees only `device`, even if this process sees another set."""
     allowed = {**os.environ, **{name: value for name, value in _before.items() if value is not None}}
     own = {name for name, value in _before.items() if value is None}
     return {ONLY: json.dumps(to_json(device)), **{k: v for k, v in allowed.items() if k not in own}}
@@ -48,7 +48,7 @@ def is_narrowed() -> bool:
 
 
 def narrowed(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a process sees only `device`, or {} if they are not known.
+    """Return the variables (name → value) with which a process sees only `device`, or {} if they are not known.
 
     A restriction in `environment` comes from the operator and stays: a device that it excludes is not shown. Sources:
     CUDA C++ Programming Guide, "CUDA Environment Variables"; NVIDIA MIG User Guide, "CUDA Device Enumeration"; ROCm
@@ -79,7 +79,7 @@ def narrowed(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_cuda(device: Device, index: int, allowed: str | None) -> str:
-    """Return the uuid of a GPU or MIG instance, or its entry in the operator's list if CUDA gives no uuid."""
+    """Return CUDA's name for a device: the uuid, or the entry at `index` in the operator's list if it has no uuid."""
     if device.parent:
         return device.uuid if allowed is None or any(_names(word, device) for word in _words(allowed)) else NOTHING
     if not device.weak_identity:
@@ -88,7 +88,7 @@ def _of_cuda(device: Device, index: int, allowed: str | None) -> str:
 
 
 def _names(word: str, device: Device) -> bool:
-    """Return whether a word of CUDA's variable means a MIG instance or its GPU. Uuids may be shortened."""
+    """Return whether an entry of CUDA's variable means a MIG instance or its GPU. Uuids may be shortened."""
     if word.isdigit():
         return int(word) == device.index
     places = "/".join(device.detail.get(name, "") for name in ("gpu_instance_id", "compute_instance_id"))
@@ -97,7 +97,7 @@ def _names(word: str, device: Device) -> bool:
 
 
 def _layers(index: int, layers: Mapping[str, str | None]) -> dict[str, str]:
-    """Return one number or uuid per layer of variables, from the top layer down to the one that selects the device."""
+    """Return variable → number or uuid, from the top layer down, that leave device `index`; `layers`: values now."""
     found: dict[str, str] = {}
     *upper, lowest = layers
     for name in upper:
@@ -112,7 +112,7 @@ def _layers(index: int, layers: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _nth(index: int, allowed: str | None) -> str:
-    """Return the entry of device `index` in a list of visible devices, or `NOTHING` if the list is shorter."""
+    """Return the entry of device `index` in `allowed`, a list of visible devices; `NOTHING` if the list is shorter."""
     if allowed is None:
         return str(index)
     words = _words(allowed)

@@ -1,4 +1,4 @@
-"""Parts that all HTML pages share: head and foot, escaping, colours, tables. A page is one file and fetches nothing."""
+"""Building blocks of all HTML pages: head and foot, escaping, colours, tables. A page is one file and loads nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ table { border-collapse: collapse; width: 100%; font-size: .94rem; font-variant-
 code, pre { font-family: ui-monospace, monospace; font-size: .9em; }
 .soft { color: var(--soft); } .wide { overflow-x: auto; }
 """
-"""The base style sheet of the dossier, the comparison and the characterisation, which add rules to it."""
+"""The style sheet that the dossier, the comparison and the characterisation share; each adds rules of its own."""
 TABLES = """
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .6rem; }
 .verdict { border-left: .4rem solid var(--calm); background: var(--card); padding: .8rem 1rem; margin: 0 0 1rem; }
@@ -61,7 +61,7 @@ def document(title: str, style: str, body: Iterable[str], *, head: str = "") -> 
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> str:
-    """Return a table of names and values without the pairs that have no value."""
+    """Return an HTML table of names and values; a pair whose value is empty is left out."""
     rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in pairs if v != "")
     return f'<table class="facts"><tbody>{rows}</tbody></table>'
 
@@ -72,10 +72,10 @@ def table(
     numeric: Sequence[int] = (),
     cell: Callable[[object], str] = escape,
 ) -> str:
-    """Return a table; the first column is each row's heading, columns in `numeric` are aligned to the right.
+    """Return an HTML table; the first column is each row's heading, columns numbered in `numeric` are aligned right.
 
     On a narrow screen a table of more than two columns becomes a list of cards, whose cells repeat their heading.
-    `cell` returns the HTML of a cell's value.
+    `cell` is a function that returns the HTML of a cell's value.
     """
     align = [' class="n"' if i in numeric else "" for i in range(len(columns))]
     head = "".join(f'<th scope="col"{a}>{escape(c)}</th>' for a, c in zip(align, columns, strict=True))

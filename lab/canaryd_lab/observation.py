@@ -1,4 +1,4 @@
-"""Observations of `canaryd characterise`: plain data of the standard library, because workers import it."""
+"""Observations of `canaryd characterise`. Only the standard library is used, because workers import this module."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from canaryd.facts import Sentence
 
 
 class Claim(str, enum.Enum):
-    """The requirement on an observation of `canaryd characterise`."""
+    """What a result of `canaryd characterise` must be."""
 
     STRICT = "strict"
     """The result must be right: every healthy device gives this answer."""
     CONTROL = "control"
-    """The result must be wrong, because a fault was injected; if it is not, all other results are worthless."""
+    """The result must be wrong, because a fault was injected; if it is right, no other result can be trusted."""
     OPEN = "open"
-    """The result is only measured: a switch allows other bits, or there is no right answer."""
+    """The result is only measured: a switch permits other bits, or no answer is the right one."""
 
 
 class Seen(str, enum.Enum):
-    """The outcome of an observation of `canaryd characterise`."""
+    """What happened in one attempt of `canaryd characterise`."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -41,7 +41,7 @@ class Seen(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One attempt of `canaryd characterise` on a device. A fact."""
+    """One attempt of `canaryd characterise` on a device, with its outcome. A fact."""
 
     name: str
     """The attempt's name, e.g. "bfloat16/dense/nt/deep"."""
@@ -51,4 +51,4 @@ class Observation:
     """Kind of the error: "device", "memory", "other" (unforeseen), or "harness" (the host's own mistake)."""
     detail: Sentence = ""
     values: Mapping[str, float | int | str] = field(default_factory=dict)
-    """Measured values; the suffix of a name is its unit, e.g. "raw_flops_per_second"."""
+    """Measured values by name; a name ends with the unit, e.g. "raw_flops_per_second"."""

@@ -1,7 +1,7 @@
 """Fingerprint of a model on disk, a Hugging Face directory or a GGUF file: the first links of a canary's chain.
 
-Each link changes for its own reason (docs/canaries.md). Every byte of the weights is read, because a sample would miss
-the single flipped bit that this check must find.
+Each link changes for one kind of change (docs/canaries.md). Every byte of the weights is read, because a sample would
+miss the single flipped bit that this check must find.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from canaryd.facts import printable
 from canaryd.files import keep, recall
 
 Progress = Callable[[float, str], None]
-"""Called with the share of the bytes read so far (0…1) and the file's name."""
+"""A function that is called with the share of the bytes read so far (0…1) and the file's name."""
 
 BLOCK = 1 << 20
 """Bytes per read."""
@@ -26,7 +26,7 @@ VOCABULARIES = (
     *("sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt"),
 )
-"""Vocabulary files; a tokenizer has at least one of them."""
+"""Names of vocabulary files; every tokenizer has at least one of them."""
 _TOKENIZER = ("added_tokens.json", "merges.txt", "special_tokens_map.json", *VOCABULARIES)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -40,11 +40,11 @@ _KEPT = "checkpoints"
 _REMEMBERED = 1000
 """Most files whose digests are stored; the oldest are dropped first."""
 _READ: dict[str, str] = {}
-"""`_stamp` of a file → SHA-256 of the file's bytes."""
+"""`_stamp` of a file → SHA-256 of the file's bytes, for files that were read before."""
 
 
 class BadCheckpoint(ValueError):
-    """A path without a complete checkpoint; the text is one line: the path, what is there, what is needed."""
+    """A path without a complete checkpoint; the one-line text says what the path contains and what is needed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text)[:1000])
@@ -55,9 +55,9 @@ def links(
 ) -> dict[str, str]:
     """Return link → 16 hex digits of SHA-256 for the checkpoint at `path`; links that it does not have are left out.
 
-    "checkpoint" covers every byte of the files of weights, which takes minutes for 100 GB (docs/canaries.md). A file
-    whose digest this process or the directory `memory` already has is read again only if its inode, size or times
-    changed, or if `thorough`: a decaying disk changes none of these. Raises `BadCheckpoint`.
+    "checkpoint" covers every byte of the files of weights, which takes minutes for 100 GB (docs/canaries.md). If this
+    process or the directory `memory` has a file's digest, the file is read again only in two cases: its inode, size or
+    times changed; or `thorough` is true, because a decaying disk changes none of these. Raises `BadCheckpoint`.
     """
     found = recall(memory, _KEPT)
     if isinstance(found, dict):
@@ -135,7 +135,7 @@ def _digests(files: list[Path], *, thorough: bool, progress: Progress) -> list[s
 
 
 def _stamp(file: Path, stream: BinaryIO) -> str:
-    """Return a text that changes whenever the file is written, since programs cannot set its ctime."""
+    """Return a text that changes whenever the file is written: it includes the ctime, which programs cannot set."""
     now = os.fstat(stream.fileno())
     return f"{file.resolve()} {now.st_dev} {now.st_ino} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"
 

@@ -1,7 +1,7 @@
 """The user's own Hugging Face model in this process: check that it fits, load it, run it.
 
-Only this module needs transformers; it is imported when a model is loaded, always offline. A device's results leave it
-as raw logits; digests and probabilities are computed on the host.
+Only this module needs transformers; it is imported when a model is loaded, always offline. The device computes raw
+logits only; digests and probabilities are computed on the host.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from canaryd.worker.telemetry.sysfs import path_setting
 
 ATTENTION = ("sdpa", "eager")
 PATHS = ("decode", "forced")
-"""Ways to a continuation: decoded token by token from the KV cache, or given and scored in one pass."""
+"""Two ways to run a text: decode it token by token from the KV cache, or score a given continuation in one pass."""
 MEMORY = 0.9
 """Share of the free memory that a model may take by default (our choice)."""
 HEADROOM = 512 << 20
-"""Bytes for kernels, workspaces and fragmentation, on top of weights and cache (our choice)."""
+"""Bytes to keep for kernels, workspaces and fragmentation, besides weights and cache (our choice)."""
 TRIES = 64
-"""Most weights that a drill tries (our choice)."""
+"""Most weights that a drill changes one after the other until one changes the logits (our choice)."""
 TEXT = 4096
 """Most characters of a recording's text."""
 QUOTED = 200
@@ -89,7 +89,7 @@ class Tokenized:
     name: str
     ids: tuple[int, ...]
     count: int
-    """Number of tokens to decode."""
+    """Number of tokens to decode after the prompt."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Inferred:
     logits: Any
     """Raw logits in the model's format: (tokens, vocabulary) when decoding, (positions, vocabulary) when scoring."""
     hidden: tuple[Any, ...] = ()
-    """State at the last position per layer, first the embedding's; empty if not requested."""
+    """Per layer the state at the last position, with the embedding's state first; empty if not requested."""
 
 
 class Checkpoint:
@@ -165,7 +165,7 @@ class Checkpoint:
         return self.stored * _ITEMS[self.dtype] // _ITEMS.get(self._named(), 2)
 
     def load(self, device: Device) -> Model:
-        """Return the model on its device; raise `Skip` if transformers cannot load it or would make weights up."""
+        """Return the model on its device; raise `Skip` if transformers cannot load it or would invent weights."""
         directory, wanted = self.settings.directory, getattr(torch, self.dtype)
         with self._refusing("weights"):
             model, report = self._load(
@@ -204,7 +204,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
-        """Turn errors of transformers into `Skip`, while nothing is on the device yet."""
+        """Turn errors of transformers during the block into `Skip`; the block loads `part`, not yet on the device."""
         try:
             yield
         except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
@@ -274,7 +274,7 @@ class Model:
 
 
 def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) -> Recording:
-    """Return an inference as a recording; the digest covers the tokens and every bit of the logits.
+    """Return an inference as a recording with its chain; the digest covers the tokens and every bit of the logits.
 
     Probabilities are computed in float32 on the host, at the positions that chose or scored the continuation.
     """
@@ -295,14 +295,14 @@ def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) ->
 
 
 def layers(seen: Inferred, dtype: str, prompt: str) -> Iterator[Reading]:
-    """Yield per layer a digest of its output at the last position; layer 0 is the embedding."""
+    """Yield a reading for each layer: a digest of its output at the last position. Layer 0 is the embedding."""
     for number, state in enumerate(seen.hidden):
         labels = {"layer": str(number), "dtype": dtype, "prompt": prompt}
         yield Reading(name="model_layer_digest", value=digest(state), labels=labels)
 
 
 def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> dict[str, str]:
-    """Return the chain of one prompt without the template, which has no effect: prompts are plain text."""
+    """Return the chain of one prompt: links of the checkpoint except the template, and prompt, settings, server."""
     settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
     return {
         **{link: value for link, value in links.items() if link != "template"},
@@ -313,7 +313,7 @@ def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> 
 
 
 def check_memory(model: Checkpoint, device: Device, need: int) -> None:
-    """Raise `Skip` unless the model fits on the device, and on the host, where it is loaded first."""
+    """Raise `Skip` unless `need` bytes fit on the device, and on the host, where the model is loaded first."""
     share = model.settings.memory
     places = [(f"on {device.name}", need, device_memory(device))]
     if device.backend != "cpu":

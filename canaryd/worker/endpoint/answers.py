@@ -17,10 +17,10 @@ MINUS_INFINITY = -9999.0
 LONGEST_TOKEN = 256
 """Most characters of a token (ours); the longest tokens of OpenAI's and Qwen's vocabularies have 128."""
 ENDED = ("abort", "cancelled", "error", "timeout")
-"""Finish reasons of answers that the server itself broke off: vLLM and SGLang when they pause, sleep or stop, and
-TensorRT-LLM. These answers have status 200."""
+"""Finish reasons with which a server says that it broke the answer off itself: vLLM and SGLang do this when they pause,
+sleep or stop, and TensorRT-LLM. Such an answer has HTTP status 200."""
 MOST_ALTERNATIVES = 50
-"""Most alternatives at a position: ten times as many as canaryd asks for (ours)."""
+"""Most alternative tokens that an answer may give at one position: ten times as many as canaryd asks for (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Answer:
     scored: bool = False
     """Whether the server gave log probabilities with this answer."""
     forced: bool = False
-    """True if the tokens are those of the prompt, of which the first has no probability."""
+    """True if the tokens are the prompt's own tokens; the first of them has no probability."""
     prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int | None = None
     fingerprint: str = ""
@@ -54,7 +54,7 @@ class Answer:
     request: str = ""
     """The id that the server gave this answer; "" if the server gives no ids."""
     sent: str = ""
-    """The fields of the request as text, without the prompt."""
+    """The fields of the request that was answered, as text, without the prompt."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -70,8 +70,8 @@ class Answer:
     def margins(self) -> tuple[float | None, ...]:
         """Return the best log probability minus the second best, per position; empty if nothing was scored.
 
-        A position is None if it has fewer alternatives than requested: in some dialects tokens of equal text collide,
-        so one of the two best may be missing.
+        The value is None at a position with fewer alternatives than requested. In some dialects tokens of equal text
+        collide, so one of the two best may be missing there.
         """
         return tuple(_margin(position.top) for position in self.positions) if self.scored else ()
 
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def digest(self) -> str:
-        """Return 16 hex digits over text, finish reason, tokens and all values, whatever the order of alternatives."""
+        """Return 16 hex digits over text, finish reason, tokens and values, after putting alternatives in order."""
         exact = [
             [p.token, repr(p.value), sorted([token, repr(value)] for token, value in p.top)] for p in self.positions
         ]
@@ -101,9 +101,9 @@ class Answer:
 
 
 def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, known: bool = False) -> Answer:
-    """Parse a server's answer of at most `tokens` tokens; raise `Skip` if the shape is unknown or it is no answer.
+    """Return a server's answer in the common form; raise `Skip` for an unknown shape or more than `tokens` tokens.
 
-    If the right values are `known`, an answer that was broken off also counts: what arrived of it can be wrong.
+    Raises `Skip` also for an answer that the server broke off, unless the right values are `known` and can be compared.
     """
     choice = first_choice(data)
     try:
@@ -182,7 +182,7 @@ def _position(item: Mapping[str, Any]) -> Position:
 
 
 def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Position, ...] | None:
-    """Return the prompt's own tokens from [null, {"572": {"logprob": …}, "264": …}, …]: the first key of each entry."""
+    """Return the prompt's tokens: the first keys of [null, {"572": {"logprob": …}, "264": …}, …]; None without it."""
     entries = choice.get("prompt_logprobs") or data.get("prompt_logprobs")
     if not entries:
         return None
@@ -201,7 +201,7 @@ def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tup
 
 
 def _best(position: Position) -> Position:
-    """Return the position with the token of greedy decoding: the most probable, and of equals the lowest id."""
+    """Return the position with its most probable alternative as token; of equally probable ones, that of lowest id."""
     known = [
         (-value, int(token), token) for token, value in position.top if value is not None and finite(value) is not None
     ]

@@ -1,7 +1,7 @@
-"""One serving endpoint: its dialect, the fields that it accepts, cold and warm requests, the chain of its answers.
+"""One serving endpoint: its dialect, the fields that it accepts, cold and warm requests, the provenance of its answers.
 
-A field that the server refuses is not sent again, so that the rest can still be recorded. The link "settings" contains
-the accepted fields: if a server begins to refuse one, the chain shows it as a change of software.
+A field that the server refuses is not sent again, so that the rest can still be recorded. The link "settings" of an
+answer's chain names the accepted fields: if a server begins to refuse one, the chain shows a change of software.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import APIS, Settings
 
 CLIENT = 1
-"""Version of the requests and of the digests of answers; raise it whenever a change of either changes recordings."""
+"""Version of the requests and of the digests of answers; it must be raised by every change that alters recordings."""
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 LISTED = 8
 """Most names of models that a message lists."""
 MAX_TEXT, MAX_TOKEN = 4096, 64
 """Most characters of a text and of a token in a recording; the recording's digest covers all characters."""
 SPARE = 8
-"""Tokens that an answer may have beyond the requested number: those that begin and end a text (ours)."""
+"""Tokens that an answer may have beyond the requested number: special tokens that begin or end a text (ours)."""
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
 
@@ -78,8 +78,8 @@ class Endpoint:
     def ask(self, api: str, prompt: Prompt, *, fresh: bool, salt: str = "") -> Answer:
         """Return the greedy continuation of a prompt, or the answer to the prompt in a chat.
 
-        `fresh`: bypass the prefix cache if the server can. A request that is not fresh hits the cache entries of a
-        fresh request with the same `salt`. Raises `Refused` if the server declines the request, else `Skip`.
+        A `fresh` request bypasses the prefix cache if the server can do this. Any other request finds the cache entries
+        of a fresh request with the same `salt`. Raises `Refused` if the server declines the request, else `Skip`.
         """
         extra = dict(self.dialect.fields(api))
         if cold := self.cold(api):
@@ -90,16 +90,16 @@ class Endpoint:
         return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE, known=known), sent=sent)
 
     def refuse_replays(self, api: str, prompt: Prompt, salt: str, answers: Sequence[Answer]) -> None:
-        """Raise `Replayed` if a cache of whole answers gave the first answer again for the second, equal request.
+        """Raise `Replayed` if the server answered the second of two equal requests from a cache of whole answers.
 
-        Such answers say nothing, because no device computed the second one. Raises the exceptions of `ask` too.
+        Such an answer is no evidence, because no device computed it. Raises the exceptions of `ask` too.
         """
         first, again = (answer.request for answer in answers)
         if first and first == again and self._replays(api, prompt, salt, first):
             raise Replayed(f"POST {self.settings.url}{PATHS[api]}")
 
     def _replays(self, api: str, prompt: Prompt, salt: str, request: str) -> bool:
-        """Return whether an answer's id comes with every answer to its prompt, but not with another prompt's answer.
+        """Return whether the server gives the id `request` again for this prompt, but another id for another prompt.
 
         Equal ids alone prove nothing: they may be small random numbers (Ollama's have three digits) or always equal.
         """
@@ -145,7 +145,7 @@ class Endpoint:
         return times[0], (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     def recording(self, case: str, api: str, prompt: Prompt, answer: Answer, condition: str) -> Recording:
-        """Return an answer as a recording with its chain; `api` is "forced" for a scored prompt."""
+        """Return an answer as a recording with its chain; `api` is "forced" if a prompt's own tokens were scored."""
         return Recording(
             case=case,
             digest=answer.digest,
@@ -159,7 +159,7 @@ class Endpoint:
         )
 
     def switches(self) -> str:
-        """Return the fields that requests have in addition to the portable ones, per API, as text."""
+        """Return as text: the dialect, and for each API the non-portable fields that its requests have."""
         parts = [f"dialect={self.dialect.name}"]
         for api in self.settings.apis:
             fields = {k: v for k, v in self.dialect.fields(api).items() if k not in self.dropped[api]}
@@ -181,7 +181,7 @@ class Endpoint:
         }
 
     def _rendered(self, api: str, prompt: Prompt, answer: Answer) -> Any:
-        """Return the prompt's token ids on the server, or the number of tokens if the server does not give ids."""
+        """Return the token ids into which the server turns the prompt, or only their number if it does not give ids."""
         if answer.prompt_ids:
             return list(answer.prompt_ids)
         if (api, prompt.name) not in self._prompts:
@@ -208,7 +208,7 @@ class Endpoint:
         return ids if ids and len(ids) == len(given) else None
 
     def _links(self, memory: str, *, thorough: bool) -> dict[str, str]:
-        """Return the links that do not depend on the request: those of the checkpoint's directory and of the server.
+        """Return the links of the chain that do not depend on a request, from the checkpoint and from the server.
 
         The server's links take precedence: they describe the loaded model, the directory what the next start will load.
         """
@@ -263,7 +263,7 @@ class Endpoint:
         return {"model": model, **content, "max_tokens": tokens, "temperature": 0, "stream": False}
 
     def _send(self, api: str, base: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the JSON of an answer and the fields sent; refused fields of `extra` are not sent again."""
+        """Return the JSON of an answer and the fields sent, as text; a field of `extra` that is refused is left out."""
         dropped, first = set(self.dropped[api]), None
         while True:
             sent = {name: value for name, value in extra.items() if name not in dropped}
@@ -280,7 +280,7 @@ class Endpoint:
                 return data, _fields_sent({**base, **sent})
 
     def _explained(self, refused: Refused) -> Skip:
-        """Return the exception that a refusal means: the server refuses the model, this request, or every request."""
+        """Return the exception for a refusal: `Skip` if the model is missing or the server failed, else `refused`."""
         about_model = re.search(r"\bmodels?\b.*\b(not|unknown|invalid)\b|\bno such model", refused.words, re.IGNORECASE)
         if refused.status == 404 and (about_model or (self.models and self.model not in self.models)):
             names = ", ".join(map(printable, self.models[:LISTED])) or "none"
@@ -289,7 +289,7 @@ class Endpoint:
 
 
 def _same(listed_name: str, wanted: str) -> bool:
-    """Return whether two names mean the same model; Ollama's "qwen" is "qwen:latest", transformers' "qwen@main"."""
+    """Return whether two names mean the same model: "qwen" is Ollama's "qwen:latest" and transformers' "qwen@main"."""
     return listed_name in (wanted, f"{wanted}:latest", f"{wanted}@main")
 
 
@@ -300,10 +300,10 @@ def _fields_sent(body: Mapping[str, Any]) -> str:
 
 
 def wanted(ctx: Context, case: str) -> bool:
-    """Return whether `ctx.cases` contains a case, under its name or the part of the name before a slash."""
+    """Return whether a run includes a case: `ctx.cases` is empty, or has the case's name or the part before a slash."""
     return not ctx.cases or any(case == want or case.startswith(f"{want}/") for want in ctx.cases)
 
 
 def new_salt() -> str:
-    """Return a cache salt never used before; a salt from the seed would come again with the run and hit the cache."""
+    """Return a cache salt that was never used before; one made from the seed would recur when the run is repeated."""
     return secrets.token_hex(8)

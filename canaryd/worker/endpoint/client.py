@@ -26,7 +26,7 @@ from canaryd.hidden import bare, hide, keep
 from canaryd.probe import Skip
 
 ATTEMPTS = 4
-"""Most attempts of a request; only a refused connection, 429, 503, or `GATEWAY` on an optional path is tried again."""
+"""Most attempts of a request. Tried again are: a refused connection, 429, 503, and `GATEWAY` on an optional path."""
 PATIENCE = 10.0
 """Longest wait in seconds between two attempts; if a server asks for a longer wait, no further request is sent."""
 CONNECT = 10.0
@@ -37,15 +37,15 @@ about 10 MB."""
 MAX_VALUES = 1_000_000
 """Most values of a JSON document: 20,000 scored tokens of a prompt with their alternatives have about 900,000."""
 TICK = 0.001
-"""Seconds within which arriving parts of an answer count as one part: a server may send byte by byte."""
+"""Seconds within which the parts of an answer that arrive count as one part, because a server may send byte by byte."""
 MOST_WORDS = 4096
-"""Most characters of a server's own text that are read."""
+"""Most characters of an error text from a server that are read."""
 QUOTED = 200
-"""Most characters of a server's own text that a message quotes."""
+"""Most characters of an error text from a server that a message quotes."""
 UNSAID = "without a message"
 BUSY = (429, 503)
 GATEWAY = (502, 504)
-"""Status codes of a proxy that does not reach its server; they do not show whether an optional path exists."""
+"""Status codes with which a proxy says that it cannot reach the server. They do not show whether a path exists."""
 
 
 class NotListening(Skip):
@@ -80,13 +80,13 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
     arrived: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the request, bytes of the body received by then), at most one pair for each `TICK`."""
+    """Arrival of the body: (seconds since the request, bytes received by then), at most one pair for each `TICK`."""
     data: Any = None
     """The body as JSON; None if the body is no readable JSON, or if an optional path did not succeed."""
     fault: str = ""
     """The reason why `data` is None, or ""."""
     words: str = ""
-    """The body's own text about a failure, shortened and without the API key."""
+    """The error text in the body, shortened and without the API key."""
 
     @property
     def text(self) -> str:
@@ -147,19 +147,19 @@ class Client:
         self._root = self._prefix.removesuffix("/v1")
 
     def get(self, path: str) -> Reply:
-        """Request a path below the server's root, e.g. "/version", which may be missing or forbidden.
+        """Send a GET to a path below the root, e.g. "/version", which may be missing or forbidden; return the reply.
 
-        Returns a reply for every status except temporary failures (429, 502, 503, 504), which do not mean that the path
-        is missing: they are tried again. Raises `Skip` if they persist, or if no complete answer comes.
+        Temporary failures (429, 502, 503, 504) are tried again, because they do not mean that the path is missing. A
+        reply with any other status is returned. Raises `Skip` if a failure persists or no complete answer comes.
         """
         return self._ask("GET", self._root + path, None, optional=True)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Send JSON to a path below the server's root, e.g. "/tokenize"; everything else is as in `get`."""
+        """Send JSON to a path below the server's root, e.g. "/tokenize"; return the reply. Failures are as in `get`."""
         return self._ask("POST", self._root + path, body, optional=True)
 
     def api(self, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """Send JSON to a path of the API, or send a GET if `body` is None; raise `Skip` if no complete answer comes."""
+        """Send JSON to an API path, or a GET if `body` is None; return the reply, or raise `Skip` if incomplete."""
         return self._ask("GET" if body is None else "POST", self._prefix + path, body)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
@@ -228,11 +228,11 @@ class Client:
     def _exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None, end: float, until: bytes = b""
     ) -> Reply:
-        """Return the complete answer, or the answer up to the part that contains `until`.
+        """Return the complete reply, or the reply up to the part of the body that contains `until`.
 
-        Another thread talks to the server, so that neither a silent name server (`socket.getaddrinfo` has no timeout)
-        nor a server that sends a byte now and then outlasts `end`. Raises `NotListening` if the connection is refused,
-        `Skip` if no complete answer comes.
+        `end` is the deadline. Another thread talks to the server, so that two things cannot exceed it: a silent name
+        server (`socket.getaddrinfo` has no timeout), and a server that sends a byte now and then. Raises `NotListening`
+        if the connection is refused, `Skip` if no complete answer comes.
         """
         from urllib3.connection import HTTPConnection, HTTPSConnection
 
@@ -297,7 +297,7 @@ class Client:
         return reply
 
     def _failed(self, reply: Reply, error: Exception, *, held: bool, connected: bool, wait: float) -> Skip:
-        """Return the `Skip` for a failed exchange; `held`: a socket was open, `connected`: TLS was complete as well."""
+        """Return the `Skip` for a failed exchange. `held`: a socket was open; `connected`: TLS was also complete."""
         if isinstance(error, Skip):
             return error
         cause = error.__cause__ or error
@@ -325,7 +325,7 @@ class Client:
 
 
 def _ticked(last: list[tuple[float, int]], now: float, size: int) -> list[tuple[float, int]]:
-    """Return the last entry of `arrived` updated, or with a new entry if more than `TICK` has passed since it."""
+    """Return the entries that replace `last` in `Reply.arrived`: one, or two if `TICK` has passed since `last`."""
     return [(last[0][0], size)] if last and now - last[0][0] < TICK else [*last, (now, size)]
 
 
@@ -346,7 +346,7 @@ def _broken(error: BaseException, size: int, timeout: float) -> str:
 
 
 def read(text: str) -> tuple[Any, str]:
-    """Return the data of a JSON text and "", or None and the mistake, as in "the answer is not JSON, or incomplete"."""
+    """Return the data of a JSON text and "", or None and a clause such as "is not JSON, or incomplete"."""
     if sum(map(text.count, ",:[{")) > MAX_VALUES:
         return None, f"has more than {MAX_VALUES:,} values"
     try:
@@ -362,7 +362,7 @@ def read(text: str) -> tuple[Any, str]:
 
 
 def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
-    """Return an answer's text about a failure in one line, without the API key and without the text of the request."""
+    """Return the error text in an answer as one line, without the API key and without the text of the request."""
     words = _message(data)
     if not words and data is None and text.lstrip()[:1] != "<":
         words = text
@@ -377,9 +377,9 @@ def first_choice(data: Any) -> dict[str, Any]:
 
 
 def _message(data: Any) -> str:
-    """Return the text of an error: {"error": {"message": …}}, {"detail": …}, or {"error": "…"}.
+    """Return the error text in JSON of one of the forms {"error": {"message": …}}, {"detail": …} or {"error": "…"}.
 
-    A list comes from FastAPI: [{"loc": ["body", "seed"], "msg": "Extra inputs …", "input": …}]; the input is left out.
+    FastAPI gives a list: [{"loc": ["body", "seed"], "msg": "Extra inputs …", "input": …}]; the input is left out.
     """
     for _ in range(3):
         if isinstance(data, dict):
@@ -392,7 +392,7 @@ def _message(data: Any) -> str:
 
 
 def _without(words: str, sent: str, width: int = 24) -> str:
-    """Replace every run of at least `width` characters that also occurs in `sent` by "…"."""
+    """Return `words` with "…" for every run of at least `width` characters that also occurs in `sent`."""
     kept, at = [], 0
     while at < len(words):
         end = at + width

@@ -19,7 +19,7 @@ from typing import Any
 from canaryd.worker.endpoint.client import Reply
 
 Get = Callable[[str], Reply]
-"""Requests a path below the server's root and returns a reply with any status."""
+"""A function that requests a path below the server's root and returns the reply, whatever its status."""
 
 TOP = 5
 """Alternatives requested at each position: the largest number that every server gives (TGI and MindIE give 5)."""
@@ -29,13 +29,13 @@ SEED = 1
 LONGEST_NAME = 256
 """Most characters of a model's name (ours)."""
 MOST_SAMPLES, LONGEST_SAMPLE = 16, 8192
-"""Samples of one metric that are read (a server has one per engine), and characters read of each sample (ours)."""
+"""Most samples that are read of one metric (a server has one sample per engine), and most characters of each (ours)."""
 MOST_REQUESTS = 10**9
 """Largest plausible number of requests being served."""
 ROUNDING = ("quantization", "kv_cache_dtype", "cache_dtype")
 """Names under which servers report number formats that may round."""
 READS = 4
-"""Most reads of a configuration before two consecutive reads must agree."""
+"""Most times that a configuration is read until two consecutive reads agree."""
 VOLATILE = frozenset(
     {
         # llama-server's state of a slot, which older versions mix with its settings; a seed drawn at the start
@@ -64,29 +64,29 @@ class Dialect:
     """Field that bypasses the prefix cache: "cache_prompt" (false), "cache_salt" (a fresh value), or "" (none)."""
     cold_apis: tuple[str, ...] = ("completions", "chat")
     forced: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Fields with which completions score the prompt itself, besides max_tokens 1; empty if the server cannot."""
+    """Fields that, with max_tokens 1, make completions return the prompt's own probabilities; empty if impossible."""
     greedy_is_best: bool = False
-    """True if the server reports another token than it generates; the generated token is the best alternative."""
+    """True if the reported token may not be the generated one, which is then the most probable alternative."""
     versions: tuple[tuple[str, str], ...] = ()
-    """(path, key of its JSON) where the version may be found."""
+    """Places where the version may be found: (path, key of its JSON)."""
     template: tuple[str, str] | None = None
-    """(path, key of its JSON) of the chat template."""
+    """Place of the chat template: (path, key of its JSON)."""
     render: str = ""
     """Path that applies the chat template to messages and answers {"prompt": …}."""
     tokenize: tuple[str, str] | None = None
-    """(path that answers with token ids, field of the request that holds the text)."""
+    """(path that returns the token ids of a text, field of the request that holds the text)."""
     metrics: tuple[str, ...] = ()
     """Names of metrics on /metrics whose sum is the number of requests being served or waiting."""
     slots: str = ""
-    """Path that lists slots, each with "is_processing"."""
+    """Path that lists the server's slots for requests, each with a flag "is_processing"."""
     info: str = ""
     """Name of the metric on /metrics whose labels are the server's own configuration."""
     configured: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """(paths, keys): the first path that answers contains the server's start options under these keys."""
+    """(paths, keys) of the start options, which stand under these keys in the JSON of the first path that answers."""
     started: str = ""
     """Name of the metric on /metrics that holds the server's start time (epoch s)."""
     digests: str = ""
-    """Path that lists models, each with its "digest"."""
+    """Path that lists the models, each with the "digest" of its files."""
     lists_all: bool = True
     """Whether /v1/models lists every model that the server serves."""
 
@@ -266,8 +266,8 @@ _FINGERPRINTS = (
 def recognise(models: Reply, get: Get, ask: Callable[[], Any]) -> Dialect:
     """Return the dialect of the server that answers, or `GENERIC` if the server is not recognised.
 
-    Strong signs are checked first: the list of models and its headers, paths that only one server has, then the
-    fingerprint in the answer to one small request, which `ask` sends.
+    Strong signs are checked first: the list `models` and its headers, and paths that only one server has. The last
+    sign is the fingerprint in the answer to one small request; `ask` sends this request and returns its JSON.
     """
     if models.server.startswith("llama.cpp"):
         return LLAMA_SERVER
@@ -309,14 +309,14 @@ def text_of(data: Any, key: str) -> str:
 
 
 def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
-    """Return the values of the metrics `names` on a Prometheus page."""
+    """Return the value of every sample of the metrics `names` on a Prometheus page."""
     number = r"[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?"
     found = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +({number})(?![^\s])", exposition, re.MULTILINE)
     return [value for value in map(float, found) if math.isfinite(value)]
 
 
 def _labels(exposition: str, name: str) -> list[list[list[str]]]:
-    """Return the labels outside `VOLATILE` of each sample of a Prometheus metric, sorted."""
+    """Return one list per sample of a Prometheus metric: its labels as [name, value], without those in `VOLATILE`."""
     samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)[:MOST_SAMPLES]
     pairs = [re.findall(r'\b(\w+)="((?:[^"\\]|\\.)*)"', sample[:LONGEST_SAMPLE]) for sample in samples]
     return sorted(sorted([key, value] for key, value in sample if key not in VOLATILE) for sample in pairs)

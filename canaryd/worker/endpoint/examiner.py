@@ -1,4 +1,4 @@
-"""Ask a served exact canary single questions and several at once, and turn the answers into comparisons."""
+"""Ask a served exact canary its questions, one at a time and several at once, and compare the answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLIND = "the server gives no log probabilities: only the words are compared"
 
 
 class Examiner:
-    """Asks the questions, keeps the marked answers by case, and yields comparisons."""
+    """Asks the questions, keeps each answer with its errors by case, and yields comparisons."""
 
     def __init__(self, ctx: Context, endpoint: Endpoint, expected: Expected) -> None:
         self.ctx, self.endpoint, self.expected = ctx, endpoint, expected
@@ -38,7 +38,7 @@ class Examiner:
         self._strained: dict[str, str] = {}
 
     def alone(self, api: str, question: Question) -> None:
-        """Ask one question while canaryd asks no other, then ask it again so that the prefix cache is hit."""
+        """Ask one question while canaryd sends no other, then ask it again to get an answer from the prefix cache."""
         if api in self.refused:
             return
         salt, answers = new_salt(), []
@@ -54,7 +54,7 @@ class Examiner:
                 self._forget(api)
 
     def together(self, api: str, questions: Sequence[Question]) -> None:
-        """Ask several different questions at the same time; if one fails, keep the reason for the case."""
+        """Ask several different questions at the same time; if one fails, remember the reason under the case's name."""
         case = f"{api}/{len(questions)}-at-once"
         if api in self.refused or case in self._strained:
             return
@@ -67,10 +67,10 @@ class Examiner:
                 self._strained[case] = f"the server did not answer {len(questions)} requests at once: {error}"
 
     def accused(self, api: str) -> Iterator[Comparison]:
-        """Yield the new wrong answers if no excuse explains them, so that a run that is killed later keeps them.
+        """Yield a comparison for each new wrong answer that no excuse explains, so that a killed run keeps them.
 
-        Answers that further answers could still explain wait for `concluded`: all answers are wrong in the same way so
-        far, or the server gives no log probabilities and no wrong answer came again.
+        Wrong answers wait for `concluded` in two cases. They came again, but no answer was right to the last bit yet.
+        Or they did not come again, and the server gives no log probabilities.
         """
         mine = {case: [m for m in marked if not m.right] for case, marked in self._of(api).items()}
         mine = {case: wrong for case, wrong in mine.items() if wrong}
@@ -112,7 +112,7 @@ class Examiner:
 
     @property
     def _proven(self) -> bool:
-        """Whether some answer was right to the last bit: a format that rounds makes every answer wrong."""
+        """Whether at least one answer was right to the last bit, which a format that rounds cannot give."""
         return any(m.fine or m.right for seen in self._seen.values() for m in seen)
 
     def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
@@ -130,13 +130,13 @@ class Examiner:
             self._seen.setdefault(case.partition("/")[0], []).append(marked)
 
     def _forget(self, api: str) -> None:
-        """Drop all answers of the API except wrong ones to first requests, which a device must have computed."""
+        """Drop all answers of the API except wrong answers to first requests: a device must have computed those."""
         self._marked.pop(f"{api}/again", None)
         left = [m for marked in self._of(api).values() for m in marked if not m.right]
         self._marked[f"{api}/alone"] = self._seen[api] = left
 
     def _excuse(self, api: str) -> str:
-        """Return the harmless explanation of an API's wrong answers, or ""; ask questions again to find it."""
+        """Return the harmless explanation of an API's wrong answers, or "" if none fits; may ask questions again."""
         every = self._seen.get(api, [])
         if all(m.right for m in every):
             return ""
@@ -149,7 +149,7 @@ class Examiner:
         return excuses.may_be_sampling(self.expected, every, again)
 
     def _repeats(self, api: str, question: Question) -> list[Marked]:
-        """Return the answers to a question asked again alone, `REPEATS` times per run; fewer if the server fails."""
+        """Return the answers to a question asked again alone, `REPEATS` times at most: fewer if the server fails."""
         found = self._again.setdefault((api, question.number), [])
         while len(found) < REPEATS and not self.ctx.drill:
             try:

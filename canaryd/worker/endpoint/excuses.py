@@ -1,4 +1,4 @@
-"""Explanations (excuses) of a wrong answer of a served exact canary other than a wrong computation.
+"""Harmless explanations (excuses) of a wrong answer of a served exact canary: causes other than a wrong computation.
 
 Each excuse is decided from all answers of a run on one API. If an excuse holds, the run proves nothing: it is skipped
 with the reason, and the endpoint's state is unknown. docs/exact-canary.md lists the excuses with their limits.
@@ -16,19 +16,19 @@ from canaryd.worker.exact_canary.expected import COST, RIGHT, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
 LAYERS = 8
-"""Most layers of another exact canary that `_other_layers` tries (ours)."""
+"""Largest number of layers with which `_other_layers` tries to explain an answer (ours)."""
 SPREAD = 0.01
-"""Largest relative deviation of scaled differences from their median (ours)."""
+"""Largest relative deviation of the ratios between measured and right differences from their median (ours)."""
 QUOTED = 60
 """Most characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
 """Names of formats that represent every number of an exact canary."""
 NAMES = {"awq": "awq", "w8a8": "compressed", "fp8": "compressed"}
-"""Form of an export's weights → beginning of a server's name for that form: awq, awq_marlin, compressed-tensors."""
+"""Form of an export's weights → beginning of the name that servers give this form: awq_marlin, compressed-tensors."""
 
 
 def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapping[str, str]) -> str:
-    """Return the reason why answers of one API, some of them wrong, prove nothing, or "" if no excuse holds.
+    """Return the reason why an API's answers, of which some are wrong, prove nothing; "" if no excuse holds.
 
     `formats` are the number formats that the server reports.
     """
@@ -60,7 +60,7 @@ def _other_words(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str:
-    """Return the reason if token ids or their number show that the server read another prompt, otherwise ""."""
+    """Return the reason if the prompt's token ids, or their number, show that the server read another prompt, or ""."""
     for m in (m for m in marked if not m.right):
         ids, count, wanted = m.answer.prompt_ids, m.answer.prompt_tokens, len(m.question.prompt)
         if (ids and list(ids) != m.question.prompt) or (not ids and count not in (None, wanted)):
@@ -76,7 +76,7 @@ def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str
 
 
 def _ended_early(marked: Sequence[Marked]) -> str:
-    """Return the reason if all received words are right but too few, otherwise ""."""
+    """Return the reason if an answer is only too short, and all its words are right; otherwise ""."""
     short = [m for m in marked if m.short]
     if not short or any(m.faults for m in marked):
         return ""
@@ -115,7 +115,7 @@ def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def _unnormalised(marked: Sequence[Marked]) -> str:
-    """Return the reason if the server prints logits as log probabilities and nothing else is wrong, otherwise ""."""
+    """Return the reason if the only error is that the server prints logits as log probabilities, otherwise ""."""
     faults = [fault for m in marked for fault in m.faults]
     if not faults or any(f.sort is not Sort.CHANCE or f.got != RIGHT for f in faults):
         return ""
@@ -156,12 +156,12 @@ def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def may_be_penalty(expected: Expected, marked: Sequence[Marked]) -> bool:
-    """Return whether further answers may show a penalty: one earlier word is wrong so far, and nothing else."""
+    """Return whether further answers may show a penalty: the only error so far is one wrong word of the context."""
     return len(_moved(expected, marked) or ()) == 1
 
 
 def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
-    """Return the wrong words that the context contains; None if anything else is wrong or nothing is scored."""
+    """Return the words of the context with a wrong probability; None if nothing is scored or another error exists."""
     moved: set[int] = set()
     for m in marked:
         near = {fault.position for fault in m.faults if fault.sort is not Sort.CHANCE}
@@ -177,7 +177,7 @@ def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
 
 
 def _lost(expected: Expected, m: Marked, fault: Fault, context: set[int]) -> bool:
-    """Return whether the right word gained no more probability than the words of its context can have lost."""
+    """Return whether a penalty on the words of the context explains how much probability the right word gained."""
     costs = [cost for word in context if (cost := expected.cost(m.question.tokens[fault.position], word)) is not None]
     lost = math.fsum(math.exp(-cost) for cost in costs)
     return 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24
@@ -189,7 +189,7 @@ def _changed_file(expected: Expected) -> str:
 
 
 def may_be_sampling(expected: Expected, marked: Sequence[Marked], repeated: Mapping[int, bool]) -> str:
-    """Return the reason if wrong words without log probabilities may come from sampling, otherwise "".
+    """Return the reason if wrong words may come from sampling, otherwise ""; for answers without log probabilities.
 
     Sampling mostly takes a word one bit from the right one (660 times as often as one two bits away at temperature 1)
     and rarely gives the same word again. `repeated`: number of a question → whether its wrong answer came again.

@@ -2,9 +2,9 @@
 
     python guard.py BYTES PROGRAM ARGUMENT…
 
-This script has a session of its own, so it survives its starter. It ends all processes of the server when its
-standard input ends (the starter has ended, or closed it), when the server's first process ends, or when they use more
-than BYTES of memory together. Its exit status is the server's.
+This script has a session of its own, so it survives the process that started it. It ends all processes of the server
+in three cases: its standard input ends (the starter has ended or closed it), the server's first process ends, or the
+processes together use more than BYTES of memory. Its exit status is the server's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 PERIOD = 0.5
 """Seconds between two checks of the server's processes (ours)."""
 GRACE = 20.0
-"""Seconds that a server has to end after SIGTERM (ours)."""
+"""Seconds between SIGTERM to a server and SIGKILL (ours)."""
 
 
 def main(most: int, argv: list[str]) -> int:
@@ -60,7 +60,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _group(number: int) -> Iterator[Path]:
-    """Yield the /proc directories of a process group's living processes; zombies count as dead."""
+    """Yield the /proc directory of each living process of the process group `number`; zombies count as dead."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
@@ -69,7 +69,7 @@ def _group(number: int) -> Iterator[Path]:
 
 
 def _bytes(process: Path) -> int:
-    """Return the memory (bytes) of a process without pages of files (proc(5)), or 0 if the process has ended."""
+    """Return the memory (bytes) of a process, without the pages of files (proc(5)); 0 if the process has ended."""
     with contextlib.suppress(OSError):
         kilobytes = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", (process / "status").read_text(), re.MULTILINE)
         return 1024 * sum(map(int, kilobytes))

@@ -1,8 +1,8 @@
 """Compare an answer of a served exact canary with the one right answer: words, ranks, differences, log probabilities.
 
-The logits are exact, so the words are exact, and so are the differences between candidates: 8 for each wrong bit. The
-engine computes its printed log probabilities with its own log-softmax, in its own format. The printed values show
-their precision, and no comparison is more precise (docs/exact-canary.md has the tolerances and their sources).
+The logits are exact, so the words are exact. The differences between candidates' logits are exact too: 8 for each wrong
+bit. The engine computes its printed log probabilities with its own log-softmax, in its own format. The printed values
+show their precision, and no comparison is more precise (docs/exact-canary.md has the tolerances and their sources).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from canaryd.worker.exact_canary.expected import COST, MOST_SAID, RIGHT, Expecte
 FORMATS = (8, 11, 24)
 """Significand bits of bfloat16, float16 and float32, the formats in which an engine may compute its log-softmax."""
 DECIMALS = 7
-"""Most decimals of a number that counts as rounded to decimals; a full float32 has more."""
+"""Most decimals of a number that counts as rounded to that many decimals; a float32 printed in full has more."""
 
 
 class Sort(enum.Enum):
@@ -39,20 +39,20 @@ class Fault(NamedTuple):
     sort: Sort
     position: int
     wanted: float
-    """The expected token, log probability, or difference of two log probabilities."""
+    """The right value: a token, a log probability, or a difference of two log probabilities."""
     got: float
     candidate: int | None = None
-    """The token whose difference is wrong; None if the token is not in this model's vocabulary."""
+    """The alternative token whose log probability is wrong; None if it is not in this model's vocabulary."""
 
     @property
     def token(self) -> int | None:
-        """The wrong token: the one that came instead of the right one, or the candidate with a wrong difference."""
+        """The wrong token: the one generated instead of the right one, or the alternative with the wrong value."""
         return int(self.got) if self.sort in (Sort.WORD, Sort.CHOICE) else self.candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marked:
-    """An answer and its errors up to its first wrong word; behind a wrong word the model continues another text."""
+    """An answer and its errors up to its first wrong word; after a wrong word the model continues another text."""
 
     question: Question
     answer: Answer
@@ -60,15 +60,15 @@ class Marked:
     """The answer's tokens; None if the text has words that this model does not have."""
     faults: tuple[Fault, ...] = ()
     leads: tuple[tuple[float, float], ...] = ()
-    """(cost of a candidate's wrong bits, its distance below the right word) of each candidate compared."""
+    """For each alternative compared: how far its logit must lie below the right word's, and how far it does."""
     fine: bool = False
-    """Whether a word after the first was right to the last bit of float32, which a server that rounds cannot give."""
+    """Whether a word after the first was right to the last bit of float32, which is impossible if the server rounds."""
     scored: bool = False
     """Whether log probabilities were compared."""
 
     @property
     def short(self) -> bool:
-        """Whether the answer ended before all requested words had come."""
+        """Whether the answer has fewer words than requested."""
         return self.tokens is not None and len(self.tokens) < len(self.question.tokens)
 
     @property
@@ -78,7 +78,7 @@ class Marked:
 
     @property
     def look(self) -> object:
-        """The tokens and errors, which are equal for two answers that are wrong in the same way."""
+        """The tokens and errors as one value, which is equal for two answers that are wrong in the same way."""
         return self.tokens, self.faults
 
 
@@ -90,12 +90,12 @@ class Printing(NamedTuple):
     """The value of the last printed decimal; 0 if the engine does not round to decimals."""
 
     def unit(self, size: float) -> float:
-        """Return one unit in the last place of a number of the magnitude `size`, as the engine prints it."""
+        """Return the distance between two neighbouring printed numbers at the magnitude `size`."""
         return math.ldexp(1.0, math.frexp(max(abs(size), 2.0**-14))[1] - self.bits) + self.step
 
 
 def printing(values: Iterable[float]) -> Printing:
-    """Return the coarsest format that holds all values, since the engine may have rounded each value to it."""
+    """Return the coarsest precision that can represent all values: the engine may have rounded each of them to it."""
     given = list(values)
     for bits in FORMATS:
         if all(_fits(value, bits) for value in given):
@@ -113,7 +113,7 @@ def _plain(value: float) -> str:
 
 
 def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
-    """Return an answer with all its errors."""
+    """Return an answer with all its errors, found by comparing it with the right answer to `question`."""
     tokens = tokens_of(expected.program, answer.text) if answer.text else _named(expected, answer)
     if tokens is None:
         return Marked(question=question, answer=answer, tokens=None)
@@ -139,7 +139,7 @@ def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
 
 
 def _named(expected: Expected, answer: Answer) -> list[int] | None:
-    """Return the token numbers of an answer that has no text, or None if one is unknown."""
+    """Return the numbers of an answer's tokens, for an answer without text; None if one of the tokens is unknown."""
     found = [_token(expected, position.token) for position in answer.positions]
     return None if any(token is None for token in found) else [token for token in found if token is not None]
 
@@ -154,7 +154,7 @@ def _token(expected: Expected, given: str) -> int | None:
 
 @dataclass
 class _Scores:
-    """The log probabilities of an answer, compared position by position."""
+    """The log probabilities of an answer, compared with the right ones position by position."""
 
     expected: Expected
     answer: Answer
@@ -180,7 +180,7 @@ class _Scores:
         )
 
     def faults(self, at: int, wanted: int, chance: float) -> list[Fault]:
-        """Return the errors of the candidates at a position; [] if there are none, or if no candidates are given."""
+        """Return the wrong log probabilities at position `at`, where the word `wanted` with `chance` is right."""
         if at >= len(self.positions) or self.certain:
             return []
         position = self.positions[at]
@@ -207,7 +207,7 @@ class _Scores:
         return found
 
     def _compared(self, at: int, wanted: int, own: float, token: int | None, value: float, rank: int) -> list[Fault]:
-        """Return the errors of one candidate: candidates one bit from the right word must come before all others."""
+        """Return the errors of one alternative: a wrong `value`, or a `rank` that only a nearer word can have."""
         cost = None if token is None else self.expected.cost(wanted, token)
         lead = own - value
         tolerance = self.printing.unit(own) + self.printing.unit(value)
@@ -230,7 +230,7 @@ class _Scores:
 
 
 def hexadecimal(fault: Fault) -> tuple[str, str]:
-    """Return the wanted and the actual value as hexadecimal digits: a token's number, or the bits of a float64."""
+    """Return the right and the actual value in hexadecimal digits: a token's number, or the bits of a float64."""
     if fault.sort in (Sort.WORD, Sort.CHOICE):
         return f"{int(fault.wanted):x}", f"{int(fault.got):x}"
     return struct.pack(">d", fault.wanted).hex(), struct.pack(">d", fault.got).hex()

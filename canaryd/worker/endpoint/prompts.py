@@ -1,4 +1,4 @@
-"""The prompts of an endpoint canary: a small JSON file, which is validated completely.
+"""The prompts of an endpoint canary: they are read from a small JSON file, which is validated completely.
 
 The file is JSON and not YAML because workers have the standard library alone.
 """
@@ -20,7 +20,7 @@ MAX_PROMPTS = 32
 SHORTEST, LONGEST = 64, 20_000
 """Fewest and most characters of a prompt: some kernels were wrong only above 8 rows, so prompts exceed 8 tokens."""
 FEWEST, DEFAULT, MOST = 32, 64, 1024
-"""Fewest, default and most tokens to generate: faults of the decoding kernels alone need some tens of positions."""
+"""Fewest, default and most tokens to generate: faults that only decoding has need some tens of tokens to show."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 WANTED = '{"prompts": [{"name": "reef", "text": "…", "tokens": 64}]}'
 
@@ -84,7 +84,7 @@ def _mistakes(entry: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value short enough for a message: only the beginning of a long text."""
+    """Return a value as text for a message; only the beginning of a long text is kept."""
     if value is None:
         return "nothing"
     try:

@@ -1,4 +1,4 @@
-"""Ask the cases of an endpoint canary, singly or several at once, and turn the answers into facts."""
+"""Ask the cases of an endpoint canary, one at a time or several at once, and turn the answers into facts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
-"""Most tokens that a run may record, about 5 MB of protocol (ours); learning the shipped prompts records 20,000."""
+"""Most tokens that one run may record: about 5 MB of messages (ours). A baseline of the shipped prompts has 20,000."""
 BLIND = "the server gives no logprobs: only the text is compared, so other faults are not seen"
 UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"
 Item = tuple[str, Prompt]
-"""(API, or "forced" to score the prompt's own tokens; prompt)."""
+"""One thing to ask: (API, prompt). The API is "forced" if the prompt's own tokens are scored."""
 
 
 def names(item: Item) -> tuple[str, ...]:
-    """Return the names of an item's cases."""
+    """Return the names of the cases that an item is asked for."""
     api, prompt = item
     if api == "forced":
         return (f"forced/{prompt.name}",)
@@ -49,7 +49,7 @@ class Recorder:
 
     @property
     def spent(self) -> bool:
-        """Whether the run must end: its time is spent, or it has recorded the most that one run may."""
+        """Whether the run must end, because its time is spent or because it has recorded `MOST_POSITIONS` tokens."""
         return self.ctx.left <= 0 or self._positions >= MOST_POSITIONS
 
     def alone(self, item: Item) -> Iterator[Fact]:
@@ -68,7 +68,7 @@ class Recorder:
         yield from self._facts(item, answers, "" if not known else "loaded" if before or after else "idle")
 
     def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
-        """Ask several items at the same time; return the items that failed, and put their reasons into `strained`.
+        """Ask several items at the same time; yield the answers, return the items that failed; reasons in `strained`.
 
         Every failure comes from the load: the server answered these items when they were asked alone.
         """
@@ -86,7 +86,7 @@ class Recorder:
         return failed
 
     def latencies(self, api: str) -> Iterator[Fact]:
-        """Yield the seconds to the first token and between tokens, or the reason for their absence."""
+        """Yield two readings, the seconds to the first token and between tokens, or the reason for their absence."""
         labels = {"api": api}
         why = self.strained  # a failure under load may last and would distort the measurement
         if not why:
@@ -132,7 +132,7 @@ class Recorder:
             yield Absent(name="endpoint_nonfinite", reason=BLIND)
 
     def _exchange(self, item: Item) -> list[Answer]:
-        """Return the answers for the cases of an item: a cold request, then the same request with a warm cache."""
+        """Return an item's answers: to a request that bypasses the prefix cache, then to the same with a warm cache."""
         api, prompt = item
         if api == "forced":
             return [self.endpoint.score(prompt)]
@@ -153,7 +153,7 @@ class Recorder:
 
 
 class Progress:
-    """Number of rounds that a baselining has done, in a file of `Context.memory` that outlives the worker.
+    """Number of rounds that a run has done to learn a baseline, in a file of `Context.memory` that outlives the worker.
 
     A later run continues if the endpoint reports the same version and configuration. If the file cannot be read or
     written, a run starts again, which only costs time.
@@ -173,12 +173,12 @@ class Progress:
         return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
 
     def keep(self, rounds: int) -> None:
-        """Store the number of rounds of a run that ends early; 0 removes the stored number."""
+        """Store the number of rounds that a run has done when it ends early; 0 removes the stored number."""
         keep(*self._kept, [self._about, rounds] if rounds else None)
 
 
 def injected(answer: Answer, fault: str) -> Answer:
-    """Return an answer with a fault of `canaryd drill` in the probability of one token, or in the text if unscored.
+    """Return the answer with a fault, for `canaryd drill`: in one token's probability, or in the text if unscored.
 
     The position is always the same, because a confirmation must meet the same fault again. The text names the fault.
     """
@@ -194,7 +194,7 @@ def injected(answer: Answer, fault: str) -> Answer:
 
 
 def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
-    """Return a function that changes a position's probability by `change` on its bits as float32."""
+    """Return a function that returns a position whose probability, as float32 bits, was altered by `change`."""
 
     def changed(position: Position) -> Position:
         (raw,) = struct.unpack("<I", struct.pack("<f", position.value))

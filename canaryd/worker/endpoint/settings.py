@@ -28,7 +28,7 @@ class Settings:
     command: str = ""
     """The command that starts the server at level deep; "" if the server runs on its own."""
     memory: int = 0
-    """Most bytes that a started server may use; 0 for a share of the host's memory."""
+    """Most bytes that a server started by canaryd may use; 0 means a share of the host's memory."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
@@ -36,7 +36,7 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Return settings from the checked section of the configuration; None and "" mean not set.
+        """Return settings from the checked section of the configuration, in which None and "" mean that nothing is set.
 
         Raises `Skip` if the file of the API key cannot be used.
         """
@@ -56,7 +56,7 @@ class Settings:
 
 
 def _key(path: Path) -> str:
-    """Return the API key in a file; raise `Skip`, whose text never contains the key, if the file cannot be used."""
+    """Return the API key in a file; raise `Skip` if the file cannot be used. The `Skip` never contains the key."""
     try:
         mode, data = path.stat().st_mode, path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Start the server that a setting gives, wait until it answers, and stop it: for nodes that serve nobody meanwhile."""
+"""Start a server by the command in the settings, wait until it answers, and stop it, on nodes that serve no users."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from canaryd.worker.endpoint.settings import Settings
 from canaryd.worker.exact_canary.expected import GGUF
 
 QUOTED = 600
-"""Most characters of a server's last output that a reason quotes."""
+"""Most characters of a server's last output that an error message quotes."""
 PAUSE = 0.5
 """Seconds between two attempts to reach a server that is starting (ours)."""
 STOPPING = guard.GRACE + 10.0
@@ -34,9 +34,9 @@ MEMORY_SHARE = 0.8
 
 @contextlib.contextmanager
 def started(settings: Settings, within: float, progress: Callable[[float, str], None]) -> Iterator[Settings]:
-    """Run the server until the end of the block; yield the settings with the server's address.
+    """Run the server until the end of the `with` block; yield the settings with the address of the server.
 
-    The server has `within` seconds until it must answer. Raises `Skip` with its last output if it does not.
+    Raises `Skip` with the server's last output if it does not answer within `within` seconds.
     """
     model = settings.exact / GGUF if settings.exact and (settings.exact / GGUF).exists() else settings.exact
     port = _free_port()

@@ -25,18 +25,18 @@ from canaryd.worker.runtime.interface import Operators
 EAGER = "eager"
 """Attention computed operator by operator instead of by one kernel."""
 PATHS = ("decode", "forced")
-"""Ways of an inference: decode word by word from the KV cache, or take prompt and continuation in one pass."""
+"""Two ways of an inference: decode word by word from the KV cache, or take prompt and continuation in one pass."""
 MOST_ROWS = 2
 """Most rows of a batch."""
 WITHIN = 64
-"""Number of seeds that choose a model before they choose its prompts: more than there are models."""
+"""Number of consecutive seeds that choose the same prompts of different models; it is more than there are models."""
 NORM = "model.norm.weight"
-"""The operand that an injected operand fault changes: every bit of it reaches every logit's sum."""
+"""The operand whose bits an injected operand fault changes: each of them reaches the sum of every logit."""
 
 
 @dataclass(frozen=True)
 class Inference:
-    """One inference: format, path, rows, attention, number of generated words."""
+    """One inference to verify: format, path, rows of the batch, attention, number of generated words."""
 
     form: str
     path: str
@@ -47,12 +47,12 @@ class Inference:
 
     @property
     def anchored(self) -> bool:
-        """Whether two scores tie; torch's "math" kernel has no tie, because it rounds the scaled q and k (docs)."""
+        """Whether two attention scores tie; not in torch's "math" kernel, which rounds the scaled q and k (docs)."""
         return self.kernel != "math"
 
     @property
     def label(self) -> str:
-        """The kind of attention, and the experts if the model has any."""
+        """The part of the case's name for the kind of attention, and for the experts if the model has any."""
         return self.kernel + ("-experts" if self.shape.experts else "")
 
     @property
@@ -62,7 +62,7 @@ class Inference:
 
 
 def case(device: Device, inference: Inference, seed: int, models: Path) -> Case:
-    """Return an inference as a case; `seed` chooses one of the `models` and its prompts. Raises `Skip`."""
+    """Return an inference as a case; `seed` chooses a model in the directory `models`, and prompts. Raises `Skip`."""
     sound = accumulator(device, inference.form).characterised
     names = tuple(shipped(models, inference.shape, seed, inference.anchored, visible_cores()).model.weights)
     return Case(
@@ -75,24 +75,24 @@ def case(device: Device, inference: Inference, seed: int, models: Path) -> Case:
 
 
 def kernels(device: Device) -> tuple[str, ...]:
-    """Return the attention kernels of a device's runtime, preceded by `EAGER`."""
+    """Return the kinds of attention for a device: `EAGER`, then the attention kernels of its runtime."""
     return EAGER, *map(str.lower, interface.of(device).attention_kernels)
 
 
 @functools.lru_cache(maxsize=4)
 def shipped(models: Path, shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Shipped:  # noqa: ARG001
-    """Return the model that a seed chooses, read once for each set of `cores`. Raises `Skip`."""
+    """Return the model that a seed chooses and its proved prompts, read once per set of `cores`. Raises `Skip`."""
     return load(models, shape, seed, anchored=anchored)
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
-    """Return a row's prompt and the generated words without the last one, which no engine receives."""
+    """Return a row's prompt and the `steps` generated words without the last one, which is never an input."""
     words = prompt(made.program, seed + row)
     return words + continuation(made.program, made.shape.layers, words, steps)[:-1]
 
 
 def build(inference: Inference, seed: int, models: Path, _: int) -> Problem:
-    """Return weights, tokens, and the golden logits: of the generated words, or of every position if all is given.
+    """Return weights and tokens, and the golden logits: of the generated words, or of all positions if "forced".
 
     Operands: the weights sorted by the model's names, then tokens (rows, T). Golden: (rows, positions, vocabulary). The
     golden is witnessed if all its logits have the shipped digests.
@@ -142,6 +142,6 @@ def infer(
 
 
 def steps(shape: Shape, level: str) -> int:
-    """Return the number of words that a level generates: a few at quick, otherwise as many as there are places."""
+    """Return the number of words to generate: a few at level quick, otherwise as many as the model can generate."""
     most = plan(shape).steps
     return min(12, most) if level == "quick" else most

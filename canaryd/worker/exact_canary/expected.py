@@ -20,13 +20,13 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit, plan
 SCHEMA = "canaryd.exact/1"
 FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
-"""Largest size of `expected.json` (ours); eight prompts take 30 kB."""
+"""Largest accepted size of `expected.json` in bytes (ours); eight prompts take 30 kB."""
 MOST_SAID = 4.0
 """Largest magnitude of the logit of a word that the program does not use (docs/exact-canary.md)."""
 RIGHT, COST = 20.0, 8.0
-"""Logit of the right word, and the amount that each wrong bit of place or value subtracts."""
+"""Logit of the right word, and the amount by which each wrong bit of a word's place or value lowers its logit."""
 SLACK = 1e-9
-"""Tolerance of the bounds of a stored log probability, which is correct to 1e-12."""
+"""Tolerance when a stored log probability, which is correct to 1e-12, is compared with its bounds."""
 WORD = re.compile(r"p(\d{1,9})v(\d{1,9})|(anchor)|unused(\d{1,9})")
 
 
@@ -40,12 +40,12 @@ def word(program: Plan, token: int) -> str:
 
 
 def spell(program: Plan, tokens: list[int]) -> str:
-    """Return a text that the tokenizer splits into exactly these tokens."""
+    """Return a text that the tokenizer splits into exactly the given tokens."""
     return " ".join(word(program, token) for token in tokens)
 
 
 def tokens_of(program: Plan, text: str) -> list[int] | None:
-    """Return the tokens of a text, whatever white space separates them, or None if it has other words."""
+    """Return the tokens of a text, which any white space may separate; None if the text has an unknown word."""
     found, at = [], 0
     text = "".join(text.split())
     while at < len(text):
@@ -66,12 +66,12 @@ class Question:
     """One prompt and its one right answer."""
 
     number: int
-    """The question's number, from 1 on."""
+    """The question's number, counted from 1."""
     text: str
     prompt: list[int]
     tokens: list[int]
     chances: list[float]
-    """Natural logarithm of the right word's probability, for each word."""
+    """Natural logarithm of the probability of each right word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ class Expected:
     weights: str
     """SHA-256 of the checkpoint's weights when they were written."""
     quantization: str = ""
-    """The quantised form of its matrices; "" if they are not quantised."""
+    """The form in which the matrices are quantised; "" if they are not."""
     questions: tuple[Question, ...]
     codes: list[int]
 
     def cost(self, right: int, other: int) -> float | None:
-        """Return the right word's logit minus another word's logit, or None for a word that the program does not use.
+        """Return the right word's logit minus the logit of `other`, or None for a word that the program does not use.
 
         Each wrong bit of place or value costs 8, so differences between candidates are whole numbers.
         """
@@ -102,7 +102,7 @@ class Expected:
         return COST * ((places.bit_count() if here != there else 0) + (value ^ said).bit_count())
 
     def changed_file(self) -> str:
-        """Return the fault of the checkpoint's weights on disk; "" if there is none or the weights are elsewhere."""
+        """Return what is wrong with the checkpoint's weights on disk; "" if nothing is, or if they cannot be read."""
         path = self.directory / (GGUF if (self.directory / GGUF).exists() else WEIGHTS)
         digest = hashlib.sha256()
         try:
@@ -115,7 +115,7 @@ class Expected:
 
 
 def load(directory: Path) -> Expected:
-    """Read and verify the answers beside a checkpoint; raise `Skip` if one contradicts its own seed.
+    """Read and verify the answers beside a checkpoint; raise `Skip` if an answer contradicts the seed stored with it.
 
     The seed alone determines prompts and words, so they are made again. A log probability must lie between the bounds
     that follow from the program: its own words have known logits, and all others lie between -4 and 4.
@@ -139,7 +139,7 @@ def load(directory: Path) -> Expected:
 
 
 def _read(directory: Path, document: Any) -> Expected:
-    """Return the document as data; raise `ValueError` and similar errors for a document of another kind."""
+    """Return the document as data; raise `ValueError` and similar errors if it has another structure."""
     if document["schema"] != SCHEMA or not document["prompts"]:
         raise ValueError
     try:
@@ -173,7 +173,7 @@ def _read(directory: Path, document: Any) -> Expected:
 
 
 def _disagreement(expected: Expected, question: Question) -> str | None:
-    """Return the part of a question that differs from what its seed gives, or None if nothing does."""
+    """Return a clause that says how a question contradicts its seed, or None if it does not."""
     program, shape = expected.program, expected.shape
     if question.prompt != prompt(program, expected.seed + question.number - 1):
         return "is not the one of its seed"

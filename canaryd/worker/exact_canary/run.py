@@ -1,6 +1,6 @@
-"""Run an exact canary in a serving engine's order of work: any runtime and format, eager or with attention kernels.
+"""Run an exact canary operator by operator as a serving engine does, in any runtime and format.
 
-Eager attention rounds its scores to the model's format.
+Attention is eager or uses the runtime's kernels. Eager attention rounds its scores to the model's format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
 from canaryd.worker.runtime.interface import KeyValues, Operators, named
 
 Watch = Callable[[str, Any], Any]
-"""Called with each tensor where its format rounds it ("2.query", "logits"); returns the tensor to continue with."""
+"""Called with the name of a place ("2.query", "logits") and the tensor that was rounded there; returns the tensor to
+continue with."""
 
 
 class Runner:
@@ -27,7 +28,7 @@ class Runner:
         watch: Watch | None = None,
         operators: Operators | None = None,
     ) -> None:
-        """Hold weights on a device; `kernel`: "" for eager attention; `operators`: None for torch's operators."""
+        """Hold weights that lie on a device. `kernel`: "" for eager attention; `operators`: None for torch's own."""
         operators = operators or cast("Operators", named(TORCH).operators)
         self.shape, self.weights, self.kernel, self.watch, self.operators = shape, weights, kernel, watch, operators
         self._turn = operators.rotation(shape.head, THETA, self._like)
@@ -37,12 +38,12 @@ class Runner:
         return self.weights["lm_head.weight"]
 
     def cached(self, rows: int, length: int) -> tuple[Any, int, tuple[int, int, int, int]]:
-        """Return the arguments of `Operators.cache` for a cache of `rows` rows and `length` positions."""
+        """Return the arguments (like, layers, sizes) of `Operators.cache` for `rows` rows and `length` positions."""
         shape = self.shape
         return self._like, shape.layers, (rows, shape.kv_heads, length, shape.head)
 
     def forward(self, tokens: Any, cache: KeyValues | None = None, last: int = 0) -> Any:
-        """Return the logits (rows, T, vocabulary) of tokens (rows, T) after those in `cache`, or of the `last` ones."""
+        """Return the logits (rows, T, vocabulary) of `tokens` after those in `cache`; `last`: of how many (0: all)."""
         count = tokens.shape[1]
         at = self.operators.positions(count, tokens) + (cache.used if cache else 0)
         x = self._see("embedding", self.operators.embed(self.weights["model.embed_tokens.weight"], tokens))
@@ -55,7 +56,7 @@ class Runner:
         return self._see("logits", self.operators.linear(x, self._like, None))
 
     def decode(self, prompts: Any, count: int) -> tuple[Any, Any]:
-        """Prefill prompts (rows, P), then decode greedily from the cache; return tokens (rows, count) and logits."""
+        """Prefill prompts (rows, P), then decode greedily; return (tokens (rows, count), their logits)."""
         cache = self.operators.cache(*self.cached(prompts.shape[0], prompts.shape[1] + count - 1))
         logits = [self.forward(prompts, cache, last=1)]
         tokens = [self._see("word", self.operators.choose(logits[0]))]
@@ -117,7 +118,7 @@ class Runner:
         return self._linear(f"{place}.down", modules[2], self._see(f"{place}.active", gate * up))
 
     def _mixture(self, i: int, seen: Any) -> Any:
-        """Return the sum of all experts' results times their shares; the share is 0 if an expert was not chosen."""
+        """Return the sum over all experts of result times share; an expert that was not chosen has share 0."""
         module = f"model.layers.{i}.block_sparse_moe"
         logits = self._linear(f"{i}.router", f"{module}.gate", seen)
         shares, chosen = self.operators.route(logits, CHOSEN)

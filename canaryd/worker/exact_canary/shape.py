@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass
 
 THETA = 1e38
-"""Base of the rotary frequencies: from pair `Shape.first_still` on, the rotation is too small for any format."""
+"""Base of the rotary frequencies: the pairs from `Shape.first_still` on rotate too little to change any format."""
 EPSILON = 1e-30
-"""Added to the mean square of a norm, which is 4 or 16: too small to change it in any format."""
+"""Added to the mean square of a norm, which is 4 or 16; it is too small to change that number in any format."""
 CONTEXT = 8192
-"""Number of positions for which the still pairs do not move."""
+"""Number of positions within which the still rotary pairs keep their values."""
 FAMILIES = ("llama", "qwen2")
-"""Families with one MLP in a layer."""
+"""Model families whose layers each have one MLP."""
 MIXTURE = "mixtral"
-"""The family whose layers have experts in place of the MLP."""
+"""Model family whose layers have experts in place of the MLP."""
 CHOSEN = 2
-"""Experts that compute each word."""
+"""Number of experts that compute each word."""
 
 
 class Unfit(ValueError):
@@ -60,7 +60,7 @@ class Shape:
     def first_still(self) -> int:
         """The first rotary pair whose rotation is below float64's precision at all `CONTEXT` positions.
 
-        A pair (a, b) turns into a cos - b sin. With |b| at most twice |a| the second term must stay below half a unit
+        A pair (a, b) rotates to a cos - b sin. With |b| at most twice |a| the second term must stay below half a unit
         in the last place of a: 2 CONTEXT theta^(-i / half) < 2^-54.
         """
         half = self.head // 2
@@ -68,25 +68,25 @@ class Shape:
 
     @property
     def still(self) -> int:
-        """Number of rotary pairs that do not move: each holds one bit of a code and its constant."""
+        """Number of rotary pairs that do not move: one dimension holds a bit of a code, the other a constant."""
         return self.head // 2 - self.first_still
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The program: words are pairs (place, value), and in each layer the next value depends on two earlier values.
+    """The program: a word is a pair (place, value), and in each layer the next value depends on two earlier values.
 
-    A word's number is `place * values + value`. A prompt is the anchor, if there is one, then the first `prompt` places
-    in any order, the last of them at the end.
+    A word's number is `place * values + value`. A prompt is the anchor (a fixed word), if the program has one, then the
+    first `prompt` places in any order, except that the last of them comes last.
     """
 
     place_bits: int
     value_bits: int
     prompt: int
     lags: tuple[int, int]
-    """Distance in places to which the even and the odd heads look back; words of the prompt look at themselves."""
+    """How many places back the even and the odd heads look; words of the prompt look at themselves."""
     anchored: bool
-    """Whether every query also finds the anchor, so that two scores tie at 0 and a wrong score changes the mixture.
+    """Whether every query also finds the anchor, so that two scores tie at 0 and a wrong score changes the result.
 
     A tie is exact if a kernel scales scores after their sum, or by a power of two before it.
     """
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def places(self) -> int:
-        """Number of places; a context has each at most once."""
+        """Number of places; a text has each of them at most once."""
         return 1 << self.place_bits
 
     @property
@@ -105,27 +105,27 @@ class Plan:
 
     @property
     def words(self) -> int:
-        """Number of the vocabulary's words that the program uses; the others only read the residual stream."""
+        """Number of words of the vocabulary that the program uses; all other words only have logits."""
         return self.places * self.values
 
     @property
     def anchor(self) -> int:
-        """The first word of a context: its key is zero, so every query finds it besides the place that it looks for."""
+        """Number of the word that begins a text; its key is zero, so queries find it and the place that they seek."""
         return self.words
 
     @property
     def statics(self) -> int:
-        """Number of a word's static bits: own place, two places to look at, own place, "no anchor", pair of experts."""
+        """Number of a word's constant bits: own place, two places to look at, own place, "no anchor", its experts."""
         return self.first_route + self.routes.bit_length() - 1
 
     @property
     def first_route(self) -> int:
-        """Number of the lowest static bit of a word's pair of experts."""
+        """Number of the lowest of the static bits that select a word's pair of experts."""
         return 4 * self.place_bits + 1
 
     @property
     def steps(self) -> int:
-        """Most words that may be generated."""
+        """Most words that can be generated."""
         return self.places - self.prompt
 
 

@@ -28,7 +28,7 @@ UNUSED = "unused"
 
 @dataclass(frozen=True)
 class Model:
-    """A constructed model: sizes, program, codes, and the weights in bfloat16, the narrowest of the formats."""
+    """A constructed model: sizes, program, codes of the places, and weights in bfloat16, the narrowest format."""
 
     shape: Shape
     program: Plan
@@ -43,9 +43,9 @@ class Shipped:
     model: Model
     unused: Any
     prompts: tuple[tuple[int, str], ...]
-    """(seed of a proved prompt, digest of the logits at all its positions with every word generated)."""
+    """(seed of a proved prompt, digest of the logits at all positions of its longest text), one pair per prompt."""
     sums: int
-    """Bits that the largest partial sum of any of these prompts needs."""
+    """Most significant bits that a partial sum needs in any of these prompts."""
 
 
 def load(directory: Path, shape: Shape, seed: int, *, anchored: bool) -> Shipped:
@@ -74,7 +74,7 @@ def _read(directory: Path, entry: Mapping[str, Any], shape: Shape) -> Shipped:
 
 
 def _tensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tensors (bfloat16) and the texts of a safetensors file, whose SHA-256 was checked before."""
+    """Return (name → bfloat16 tensor, name → text) of a safetensors file; its SHA-256 was checked before."""
     start = 8 + int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8:start]), bytearray(data[start:])
     texts, found = header.pop("__metadata__"), {}

@@ -1,1 +1,1 @@
-"""Ways to a device: torch, MLX, ONNX Runtime, WebGPU, JAX behind one interface; `interface.py` says how to add one."""
+"""The libraries that reach devices (torch, MLX, ONNX Runtime, WebGPU, JAX); `interface.py` says how to add another."""

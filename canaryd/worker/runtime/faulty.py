@@ -1,4 +1,4 @@
-"""A torch runtime with a broken gather, for drills: one method errs, on a device that is otherwise right."""
+"""A torch runtime with a broken gather, for drills: one method makes an error, and the device itself is right."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch
 
 INDICES = 4
-"""Number of tensors in the upload of a turn's indices (`Gatherer.gather`): A's rows, B's columns, the golden's both."""
+"""Number of index tensors that `Gatherer.gather` uploads at once: A's rows, B's columns, and the golden's both."""
 
 
 class Faulty(Torch):
-    """torch with a fault that happens once, in the gather number `turn` or later, at a place that `choice` selects."""
+    """torch with a fault that happens once: in gather number `turn` or later, at a place that `choice` selects."""
 
     def __init__(self, choice: int, turn: int = 0) -> None:
-        """Prepare the fault; it happens when its step runs."""
+        """Prepare the fault; it happens when the gather number `turn` runs."""
         self.choice, self.turn = choice, turn
         self.turns = 0
         """Turns whose indices were uploaded."""
@@ -40,7 +40,7 @@ class WrongIndex(Faulty):
     which = 0
     """Number of the uploaded tensor that the fault changes."""
     moved = 0, 0
-    """The index before the change, and after it."""
+    """(right index, wrong index) of the row."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """See `Runtime.upload`."""
@@ -55,16 +55,16 @@ class WrongIndex(Faulty):
 
 
 class WrongColumn(WrongIndex):
-    """One index of a column of the golden points at another column."""
+    """One index of a column of the golden (the right result) points at another column."""
 
     which = 2
 
 
 class StaleRow(Faulty):
-    """One row of operand A keeps the values of the turn before."""
+    """One row of operand A keeps the values of the gather before."""
 
     next_is_a = False
-    """Whether a turn's indices were just uploaded, so that the next gather makes operand A."""
+    """Whether indices were just uploaded, so that the next gather makes operand A."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """See `Runtime.upload`."""

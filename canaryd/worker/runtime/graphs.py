@@ -19,7 +19,7 @@ from canaryd.worker.numeric.tensors import torch
 T = TypeVar("T")
 
 NOT_RUN = 2
-"""The initial content of an answer, which the graph overwrites with 0 or 1."""
+"""Initial value of each truth value that a graph computes; the graph overwrites it with 0 or 1."""
 
 
 class Graph:
@@ -58,7 +58,7 @@ class Graph:
         self._done.record(torch.cuda.current_stream(self._device))
 
     def answers(self) -> list[int]:
-        """Wait for the last launch; return its n answers, `NOT_RUN` where the graph wrote nothing."""
+        """Wait for the last launch; return the n truth values (0 or 1), or `NOT_RUN` where the graph wrote nothing."""
         self._done.synchronize()
         return [int(answer) for answer in self._read.tolist()]
 
@@ -88,7 +88,7 @@ def _capturing(graph: Any, stream: Any, device: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage during the block: destroying a collected graph would end a capture (pytorch issue 161037)."""
+    """Suspend garbage collection during the block: freeing a graph would end a capture (pytorch issue 161037)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -99,7 +99,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def cannot_be_captured(error: Exception) -> bool:
-    """Return whether an error means that this machine cannot capture, and not that the device fails."""
+    """Return whether an error means that this machine cannot capture a graph, although the device works."""
     text = str(error).lower()
     # "beginAllocateToPool: already recording to mempool_id" where a capture before ended badly.
     return isinstance(error, (ImportError, OSError)) or is_refusal(error) or "captur" in text or "mempool" in text
@@ -112,7 +112,7 @@ def why_not(error: Exception, length: int = 200) -> str:
 
 
 def try_aside(device: Any, work: Callable[[], T]) -> tuple[Any, T]:
-    """Do work once on the stream on which it will be captured; return the stream and the result of the work.
+    """Do work once on the stream on which it will be captured; return the stream, and what `work` returned.
 
     Libraries create workspaces at their first call, and these calls must not be captured.
     """
@@ -128,7 +128,7 @@ def try_aside(device: Any, work: Callable[[], T]) -> tuple[Any, T]:
 
 @functools.lru_cache(maxsize=1)
 def aside(device: Any) -> Any:
-    """Return the one stream of a device for trying and capturing calls: cuBLAS keeps 32 MiB for each stream."""
+    """Return the stream of a device that all captures share, because cuBLAS keeps 32 MiB for each stream."""
     return torch.cuda.Stream(device)
 
 
@@ -136,9 +136,9 @@ def aside(device: Any) -> Any:
 def _memory(device: Any) -> Any:
     """Return an empty graph whose memory all other graphs share: a graph reuses what an earlier one has released.
 
-    With memory of their own, graphs would fill the device until nobody, not even a server, has any left. Sharing is
-    safe if no graph runs beside another (all use one stream) and if nobody reads shared memory after another graph
-    has run (results that are read lie elsewhere).
+    If each graph had memory of its own, the graphs would fill the device, and even a server would find none left.
+    Sharing is safe for two reasons. No graph runs beside another, because all use one stream. Nobody reads shared
+    memory after another graph has run, because results that are read lie elsewhere.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=aside(device)):

@@ -1,7 +1,7 @@
-"""The interface of a runtime: upload arrays, run an operation, compare bits; devices, software, switches, memory.
+"""The interface of a runtime: upload arrays, run an operation, compare bits; list devices, software, switches, memory.
 
-A probe requests an `Operation` and never calls a library. Problems and goldens are tensors of torch on the host for
-every runtime: the same bytes go in, and the same bits must come out.
+A probe requests an `Operation` and never calls a library. Problems and goldens (the right results) are tensors of torch
+on the host for every runtime: the same bytes go in, and the same bits must come out.
 
 A new runtime is a module here with a constant `RUNTIME`, a name in `canaryd.model.RUNTIMES`, and a setting of
 `worker.runtimes`. Only the function `named` imports such a module.
@@ -22,14 +22,14 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import stack
 
 BURST_BYTES = 256 << 20
-"""Most bytes of the results of one burst: a quarter of `budget.memory`, eight bfloat16 products of size 4096. An H200
-computes these in 1.4 ms, and waits for the host each time the host reads comparisons."""
+"""Most bytes of the results that are computed before the host reads their comparisons: a quarter of `budget.memory`, or
+eight bfloat16 products of size 4096. An H200 computes these in 1.4 ms, and waits for the host at each reading."""
 Change = Callable[[Any, int], None]
-"""Changes a contiguous one-dimensional view of raw bits in place; the integer selects the position."""
+"""A function that changes a contiguous one-dimensional view of raw bits in place; the integer selects the position."""
 
 
 class Unsupported(NotImplementedError):
-    """The runtime has no kernel for an operation on this device, which says nothing about the device's health."""
+    """The runtime has no kernel for an operation on this device; this says nothing about the device's health."""
 
 
 class Elsewhere(Unsupported):
@@ -68,7 +68,7 @@ class Operation:
     target: str = ""
     """matmul: format of the result."""
     kernel: str = ""
-    """attention: one of `Runtime.attention_kernels`, or "" for the runtime's own choice."""
+    """Attention only: one of `Runtime.attention_kernels`, or "" for the kernel that the runtime chooses."""
     mask: str = ""
     """attention: one of `attention.MASKS`."""
     turned: bool = False
@@ -81,7 +81,7 @@ class Operation:
 
 
 class KeyValues:
-    """Keys and values of the positions processed so far; per layer an array (rows, KV heads, length, head size)."""
+    """Keys and values of the positions processed so far: for each layer, arrays (rows, KV heads, length, head size)."""
 
     def __init__(self, layers: int, zeros: Callable[[], Any]) -> None:
         """Allocate the arrays of each layer with `zeros`, which returns an array with room for all positions."""
@@ -97,69 +97,72 @@ class KeyValues:
 
 
 class Operators(Protocol):
-    """The operators of a language model, in one runtime, computed as when models are served through this runtime.
+    """The operators of a language model in one runtime, computed as in serving with this runtime.
 
     Arrays also support +, *, @, slices, `shape`, `reshape` and `swapaxes`.
     """
 
     exponential: str
-    """The format in which the runtime computes exponentials of float64: float32 in MLX."""
+    """The format in which the runtime computes exponentials of float64 numbers: MLX uses float32."""
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Return the array that `work` makes, contiguous and completely computed; raise as `Runtime.run` does."""
+        """Call `work` and return its array, contiguous and completely computed; raise as `Runtime.run` does."""
 
     def embed(self, table: Any, tokens: Any) -> Any:
         """Return the rows of a table whose numbers are `tokens`."""
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """Return x times the transpose of a weight, plus a bias unless it is None."""
+        """Return x times the transpose of a weight, plus the bias if it is not None."""
 
     def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
         """Return x divided by the root of its mean square, times a weight (RMS norm)."""
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
-        """Return a function that rotates (…, positions, head) by positions (count,), pairing i with i + head/2."""
+        """Return a function of (x, positions) that returns the array x (…, positions, head), rotated by its positions.
+
+        It pairs dimension i with i + head/2; `theta` is the base of the frequencies; `like` is an array on the device.
+        """
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:
-        """Return attention computed by `kernel`, one of `Runtime.attention_kernels`."""
+        """Return the attention of query, key and value, computed by `kernel`, one of `Runtime.attention_kernels`."""
 
     def softmax(self, scores: Any, at: Any) -> Any:
-        """Return the softmax over the keys at or before the positions `at`, computed in float32 or wider."""
+        """Return each query's softmax over the keys at positions up to its own, `at`, computed in float32 or wider."""
 
     def silu(self, x: Any) -> Any:
         """Return x times its sigmoid."""
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """Return the shares and the numbers of the `count` most probable experts (…, count) from logits (…, experts).
+        """Return for each word its `count` most probable experts, from logits (…, experts): shares and expert numbers.
 
-        The shares add up to 1; they are computed in float32 or wider.
+        Both arrays are (…, count). The shares of a word add up to 1; they are computed in float32 or wider.
         """
 
     def choose(self, logits: Any) -> Any:
         """Return the numbers of the words (rows, positions) with the largest logits, int64."""
 
     def join(self, arrays: list[Any]) -> Any:
-        """Join arrays along the second axis."""
+        """Return the arrays joined along the second axis."""
 
     def positions(self, count: int, like: Any) -> Any:
         """Return the positions 0 … count - 1 (count,), on the device of the array `like`."""
 
     def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> KeyValues:
-        """Return an empty cache of arrays with these `sizes`, in the format of the array `like`."""
+        """Return an empty cache for `layers` layers of arrays with these `sizes`, in the format of the array `like`."""
 
 
 class Repeated(Protocol):
     """A burst of results that the device computes and compares repeatedly without the host."""
 
     def launch(self) -> None:
-        """Start the burst on the device once more, and do not wait."""
+        """Start the burst on the device once more, without waiting for it."""
 
     def answers(self) -> list[int]:
-        """Wait for the last launch; return per result 0 (equal), 1 (different), or another number (not compared)."""
+        """Wait for the last launch; return a number per result: 0 equal, 1 different, any other number not compared."""
 
 
 class Runtime(Protocol):
-    """One way to devices. Only the runtime itself looks into its arrays.
+    """One library that reaches devices. Only the runtime itself looks into its arrays.
 
     The methods below are the defaults for runtimes that do not override them.
     """
@@ -173,29 +176,29 @@ class Runtime(Protocol):
     packings: tuple[Packing, ...] = ()
     """Possible packings of the weights in quantised products; empty if the runtime has no such product."""
     gathers: bool = False
-    """Whether the runtime runs "rows" and "columns", so that a device makes fresh operands itself."""
+    """Whether the runtime has the operations "rows" and "columns", with which a device makes fresh operands itself."""
     operators: Operators | None = None
     """The operators for the exact canary; None if the exact canary does not run through this runtime."""
     pins: bool = False
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 
     cannot_repeat: str = ""
-    """The reason why a burst could not be repeated in this process, or ""; torch may mix later bursts with that one."""
+    """The reason why a burst failed to repeat in this process, or ""; torch may mix later bursts with that one."""
 
     rounds: bool = True
-    """Whether the runtime rounds to nearest, ties to even; if not, goldens of class R are not tested with it."""
+    """Whether the runtime rounds to nearest, ties to even; if not, cases whose golden needs rounding are not tested."""
 
     def devices(self) -> list[Device]:
         """Return the devices that this process can use. Raises `Skip` if a package is missing."""
 
     def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
-        """Return the software (name → version) on which a result of `device` may depend."""
+        """Return the versions of the software (name → version) on which a result of `device` may depend."""
 
     def need(self, device: Device) -> None:
         """Raise `Skip` with the reason and the remedy if `device` cannot be used."""
 
     def strict(self, device: Device) -> AbstractContextManager[dict[str, str]]:
-        """Set every switch that may change a result's bits to its exact value; yield the settings; restore them."""
+        """Set every switch that may change a result's bits to its exact value during the block; yield the settings."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """Copy host tensors into new memory of the device; the strides stay the same."""
@@ -207,38 +210,38 @@ class Runtime(Protocol):
         """
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare uploaded results with an uploaded golden bit for bit, on the device if it can compare."""
+        """Return for each uploaded result whether its bits equal the golden's; the device compares if it can."""
 
     def download(self, array: Any) -> Any:
-        """Return an array as a host tensor with the same bits; it is a copy unless the device is a processor."""
+        """Return an array as a host tensor with the same bits; only a processor's array may be returned uncopied."""
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Return an array whose bits were changed by `change` in storage order, in place if the runtime can do this."""
+        """Return an array after `change` was called on its raw bits with `choice`, in place if that is possible."""
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite compared results, so that a kernel that writes nothing cannot find a right result there."""
+        """Overwrite results after a comparison, so that no right result is left for a kernel that writes nothing."""
 
     def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return the number of results to compute before the host reads their comparisons; 1 means one by one."""
+        """Return the number of results like `golden` to compute before the host reads their comparisons; at least 1."""
         return 1
 
     def room(self, like: Any, count: int) -> list[Any]:  # noqa: ARG002
-        """Return memory for `count` results like `like`, which `run` reuses; None per result if `run` allocates."""
+        """Return `count` arrays like `like`, in which `run` can put its results, or a None for each if it cannot."""
         return [None] * count
 
     def repeats(self, device: Device) -> bool:  # noqa: ARG002
-        """Return whether `repeated` works here; if not, the host starts each operation separately."""
+        """Return whether `repeated` works on the device; if not, the host starts each operation separately."""
         return False
 
     def repeated(self, device: Device, burst: Callable[[], tuple[list[Any], Any]]) -> Repeated:
-        """Return an object that repeats a burst on the same memory; `burst` returns its results and their golden.
+        """Return an object that runs `burst` again and again on the same memory.
 
-        Raises the runtime's exception if this burst cannot be repeated.
+        `burst` computes results and returns (results, golden). Raises the runtime's exception if this is impossible.
         """
         raise Unsupported(f"{self.name} repeats {burst} on {device.name} through the host alone")
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
-        """Return the bytes of the device's memory that are free to this process, and its total; None if unknown."""
+        """Return (free bytes of the device's memory for this process, total bytes), each None if it is unknown."""
         return None, None
 
     def limit_memory(self, device: Device, size: int) -> None:
@@ -254,7 +257,7 @@ class Runtime(Protocol):
 
 @functools.lru_cache(maxsize=len(RUNTIMES))
 def named(name: str) -> Runtime:
-    """Return a runtime by its name and import its package; a missing package shows when the runtime is used."""
+    """Return the runtime with this name. If its package is missing, only the use of the runtime raises an error."""
     return cast("Runtime", importlib.import_module(f"canaryd.worker.runtime.{name}").RUNTIME)
 
 
@@ -270,7 +273,7 @@ def of(device: Device) -> Runtime:
 
 
 def imported(name: str, *modules: str) -> tuple[list[Any], str]:
-    """Return the `modules` of the package `name` and "", or None for each and the reason why the import failed."""
+    """Return ([the modules], "") of a package, or ([None for each module], the reason) if the import failed."""
     try:
         return [importlib.import_module(module) for module in modules], ""
     except Exception as error:  # noqa: BLE001  a broken installation raises anything

@@ -1,4 +1,4 @@
-"""JAX: the only way to a TPU, and a second way (XLA) to CPUs and GPUs. No other module imports JAX.
+"""JAX: the only library for TPUs, and a second one (by XLA) for CPUs and GPUs. No other module imports JAX.
 
 By default JAX multiplies float32 in bfloat16 on TPUs and in TF32 on GPUs, so every product sets its algorithm
 (`jax.lax.DotAlgorithmPreset`) and is refused if the device lacks this algorithm. Arrays cannot be changed: a method
@@ -80,7 +80,7 @@ class _Jax(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the precision: each product sets its algorithm; attention's float32 products use the highest one."""
+        """Yield the precisions: each product sets its algorithm; attention's float32 products use the highest one."""
         self.need(device)
         with jax.default_matmul_precision("highest"):
             yield {"algorithm": "named for each product", "jax_default_matmul_precision": "highest"}
@@ -143,7 +143,7 @@ class _Jax(Runtime):
 
 
 def _found(unit: str) -> list[Any]:
-    """Return JAX's devices of a unit, or [] if JAX has no plugin for the unit. Raises `Skip` without JAX."""
+    """Return JAX's devices of one platform, or [] if JAX has no plugin for the platform. Raises `Skip` without JAX."""
     if jax is None:
         raise Skip(f"{_why_not}. Install it there: pip install jax, 'jax[cuda13]' or 'jax[tpu]'")
     try:
@@ -165,7 +165,7 @@ def _device(unit: str, index: int, found: Any) -> Device:
 
 
 def _bits(array: Any) -> Any:
-    """Return an array as unsigned integers of the same width."""
+    """Return an array's raw bits as unsigned integers of the same width."""
     return array if array.dtype == bool else jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
 
 
@@ -179,7 +179,7 @@ def _inverted(array: Any) -> Any:
 
 @functools.lru_cache
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return a function that XLA compiles for each shape and keeps until `_Jax.let_go`."""
+    """Return `function` compiled by XLA, once for each shape; `_Jax.let_go` deletes the compiled code."""
     return jax.jit(function, **options)  # type: ignore[no-any-return]
 
 

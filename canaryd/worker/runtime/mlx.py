@@ -1,7 +1,7 @@
 """MLX: the CPU, Metal on Macs, and CUDA. No other module imports MLX.
 
-Arrays lie in memory that the host shares, so their bits are read and changed in place. MLX lacks integer products, and
-results in another format than the operands'.
+Arrays lie in memory that the host shares, so their bits are read and changed in place. MLX has no integer products, and
+no products whose result has another format than the operands.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from canaryd.worker.runtime.interface import (
 (mx,), _why_not = imported("mlx", "mlx.core")
 
 TF32 = "MLX_ENABLE_TF32"
-"""Variable that MLX reads at its first product; 1 unless set. MLX then rounds float32 operands of products, attention,
-convolutions and quantised products to TF32 on CUDA and on the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
+"""Environment variable that MLX reads at its first product; 1 unless set. MLX then rounds float32 operands of products,
+attention, convolutions and quantised products to TF32 on CUDA and the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
 PACKINGS = (
     *(Packing("affine", bits, group) for bits in (4, 8) for group in (32, 64, 128)),
     *(Packing("mxfp4", 4, 32), Packing("mxfp8", 8, 32), Packing("nvfp4", 4, 16)),
 )
-"""The packings of mlx 0.32; of "affine" only the widths with which models are served."""
+"""The packings of mlx 0.32, but of mode "affine" only the widths with which models are served."""
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
@@ -59,7 +59,7 @@ class _Operators:
         return mx.fast.rms_norm(x, weight, epsilon)
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG002  MLX has its own
-        """Return MLX's own rotation, whose argument is the first position."""
+        """Return MLX's own rotary function, which needs only the first of the positions."""
         return lambda x, at: mx.fast.rope(x, head, traditional=False, base=theta, scale=1.0, offset=at[0])
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:  # noqa: ARG002  it has one
@@ -74,7 +74,7 @@ class _Operators:
         return x * mx.sigmoid(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """Return shares and experts as `Operators.route`; softmax over the chosen experts alone, as in mlx-lm."""
+        """Return shares and experts as `Operators.route` does; softmax covers the chosen experts only, as in mlx-lm."""
         chosen = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
         return mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True), chosen
 
@@ -135,7 +135,7 @@ class _Mlx(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the one switch that changes bits, which is fixed at the start of the worker."""
+        """Yield the one switch that changes bits, `TF32`; its value is fixed when the worker starts."""
         self.need(device)
         yield {TF32: os.environ.get(TF32, "1")}
 
@@ -184,7 +184,7 @@ class _Mlx(Runtime):
 
 
 def _device(unit: str, index: int, facts: Any) -> Device:
-    """Return a device; `facts` are those that MLX gives, {} for the CPU."""
+    """Return a device; `facts` is what MLX says about the device, {} for the CPU."""
     uuid, bus = str(facts.get("uuid", "")), str(facts.get("pci_bus_id", ""))
     detail = {"mlx": str(mx.__version__), "architecture": str(facts.get("architecture", platform.machine()))}
     detail |= {name: value for name, value in (("bus_id", bus), ("gpu_uuid", uuid)) if value}
@@ -198,7 +198,7 @@ def _device(unit: str, index: int, facts: Any) -> Device:
 
 
 def _words(array: Any) -> Any:
-    """Return the unsigned integer type of MLX with the width of an array's elements."""
+    """Return MLX's unsigned integer type that is as wide as an element of the array."""
     return getattr(mx, _WIDTHS[array.itemsize])
 
 
@@ -223,7 +223,7 @@ def _seen(array: Any) -> Any:
 
 
 def _there(work: Callable[[], Any]) -> Any:
-    """Return the array that `work` makes, contiguous and completely computed."""
+    """Call `work` and return its array, contiguous and completely computed."""
     try:
         result = mx.contiguous(work())
         mx.eval(result)

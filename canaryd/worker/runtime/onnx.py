@@ -1,4 +1,4 @@
-"""ONNX Runtime: the CPU and the devices of all other execution providers. No other module imports it.
+"""ONNX Runtime: the CPU, and devices through all its other execution providers. No other module imports it.
 
 Each upload builds a graph of one node whose last operand is a constant, which the provider copies into its own memory
 (CoreML accepts no other right operand in a product). A provider that cannot run a node silently leaves it to the
@@ -31,7 +31,7 @@ PROVIDERS = {
 PROCESSOR = ("cpu", "xnnpack")
 """Units that are the host's CPU."""
 SWITCHES: Mapping[str, Mapping[str, str]] = {"cuda": {"use_tf32": "0"}}
-"""Unit → options that make its provider keep the format's bits. CUDA's default is use_tf32=1."""
+"""Unit → options with which its provider keeps every bit of the format. CUDA's default is use_tf32=1."""
 NAMED = 8
 """Most nodes that a message lists."""
 RECORD = "session.record_ep_graph_assignment_info"
@@ -46,18 +46,18 @@ class Operands(tuple[Any, ...]):  # noqa: SLOT001  it could hold no session then
 
 
 Node = tuple[str, list[str], str, dict[str, Any]]
-"""Operator, inputs, outputs separated by spaces, attributes."""
+"""One node of a graph: operator, inputs, outputs separated by spaces, attributes."""
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A graph and its result."""
+    """A graph with the shape and format of its result."""
 
     nodes: list[Node]
     dtype: Any
     shape: tuple[int, ...]
     constants: Mapping[str, Any]
-    """Name → constant tensor that is no operand."""
+    """Name → constant tensor of the graph that is not one of the operands."""
 
 
 class _Onnx(Runtime):
@@ -186,7 +186,7 @@ def kind(dtype: Any) -> int:
 
 
 def _stored(tensor: Any) -> Any:
-    """Return a tensor as it lies in memory: a transposed tensor without its transposition."""
+    """Return a tensor in the order of its memory: a transposed view is returned without its transposition."""
     return tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)
 
 
@@ -236,7 +236,7 @@ def _session(
 
 
 def _prove(session: Any, provider: str, operation: Operation) -> None:
-    """Raise `Elsewhere` unless a session's own record shows that every node runs on `provider`."""
+    """Raise `Elsewhere` unless the session's own list of placements shows that every node ran on `provider`."""
     try:
         parts = session.get_provider_graph_assignment_info()
     except Exception as error:  # it raises its own kinds

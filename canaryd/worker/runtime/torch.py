@@ -18,13 +18,13 @@ from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
 
 BURST = 8
-"""Results computed on an accelerator before the host reads their comparisons, with one synchronisation for all."""
+"""Number of results that an accelerator computes before the host reads all their comparisons at one synchronisation."""
 LONGEST = 1024
-"""Most positions of a text: a prompt and its continuation use each place once (ours)."""
+"""Most positions of a text, which is a prompt with its continuation (ours)."""
 
 
 class _Operators:
-    """Norms, rotations and softmax of 16-bit formats in float32, as in serving; attention as in `attend`.
+    """Torch's operators as in serving: norms, rotations and softmax of 16-bit formats are computed in float32.
 
     The exact canary's attention is exact in any order of sums. If one order were required, torch would refuse cuDNN's
     kernel, which several versions prefer on an H100 (pytorch, sdp_utils.cpp, check_prefer_cudnn_attention).
@@ -48,7 +48,7 @@ class _Operators:
         return scaled.to(x.dtype) * weight
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
-        """Return a rotation by cosines and sines that the host computes in float64."""
+        """Return the rotary function; the host computes its cosines and sines in float64."""
         angles = rotary_angles(head, theta)
         turns = [table.to(like.dtype).to(like.device) for table in (angles.cos(), angles.sin())]
 
@@ -90,7 +90,7 @@ class _Operators:
 
 
 def rotary_angles(head: int, theta: float) -> Any:
-    """Return the angle of every position and pair, float64 (LONGEST, half a head)."""
+    """Return the rotary angle of each position and pair of dimensions, float64 (LONGEST, head / 2); `theta`: base."""
     speeds = door.torch.tensor([theta ** (-2 * i / head) for i in range(head // 2)], dtype=door.torch.float64)
     return door.torch.arange(LONGEST, dtype=door.torch.float64)[:, None] * speeds
 
@@ -146,7 +146,7 @@ class Torch(Runtime):
             return indexing.OPERATIONS[operation.name][1](*operands).contiguous()
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare the results in place; on an accelerator with one synchronisation for all of them."""
+        """Return for each result whether its bits equal the golden's; an accelerator synchronises once for all."""
         if golden.device.type == "cpu":
             same = host_same_bits if door.is_alone(golden) else same_bits
             return [same(result, golden) for result in results]
@@ -167,13 +167,13 @@ class Torch(Runtime):
             door.spoil(result)
 
     def burst(self, golden: Any) -> int:
-        """Return 1 on a CPU, and the number that fits into `BURST_BYTES` on an accelerator."""
+        """Return the number of results like `golden` in one burst: 1 on a CPU, else as many as `BURST_BYTES` holds."""
         if golden.device.type == "cpu":
             return 1
         return int(max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes))))
 
     def room(self, like: Any, count: int) -> list[Any]:
-        """Return adjacent results, so that one comparison covers all of them."""
+        """Return `count` arrays that are adjacent in memory, so that one comparison covers all of them."""
         return list(door.torch.empty((count, *like.shape), dtype=like.dtype, device=like.device))
 
     def repeats(self, device: Device) -> bool:
@@ -185,7 +185,7 @@ class Torch(Runtime):
         return graphs.Graph(door.torch_device(device), lambda: _differ(*burst()))
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
-        """Return the bytes that the driver reports; some backends report nothing."""
+        """Return (free bytes, total bytes) as the driver reports them; both are None if the backend reports nothing."""
         module = self._module(device)
         if not hasattr(module, "mem_get_info"):
             return None, None
@@ -223,7 +223,7 @@ class Torch(Runtime):
 
 
 def _joined(results: list[Any]) -> list[Any]:
-    """Return adjacent contiguous results as one tensor (n, …), and other results unchanged."""
+    """Return adjacent contiguous results as one tensor (n, …); return other results unchanged."""
     first, *others = results
     size = first.numel()
     at, memory = first.storage_offset(), _memory_of(first)
@@ -241,7 +241,7 @@ def _memory_of(tensor: Any) -> int:
 
 
 def _differ(results: list[Any], golden: Any) -> Any:
-    """Return whether each result differs from the golden in any bit: truth values (n,) on the device."""
+    """Return truth values (n,) on the device, one per result: whether it differs from the golden in any bit."""
     found = []
     for block in _joined(results):
         raw, right = words(block, golden)
@@ -250,7 +250,7 @@ def _differ(results: list[Any], golden: Any) -> Any:
 
 
 def _taken(operation: Operation, pool: Any, index: Any, out: Any) -> Any:
-    """Take rows or columns of a pool as raw bits, because torch cannot index FP8."""
+    """Return rows or columns of a pool, copied as raw bits, because torch cannot index FP8; `out` may be reused."""
     raw = bits(pool)
     kept = None if out is None else bits(out.mT if operation.turned else out)
     if operation.name == "rows":

@@ -24,7 +24,7 @@ from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsuppo
 (wgpu, extras), _why_not = imported("wgpu", "wgpu", "wgpu.backends.wgpu_native.extras")
 
 UNITS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "d3d12"}
-"""Interface of an adapter → unit. OpenGL is left out because it shows the same GPUs again."""
+"""Interface of an adapter → name of the unit. OpenGL is left out because it shows the same GPUs again."""
 LIMITS = ("max-buffer-size", "max-storage-buffer-binding-size")
 FLOATS = {"float16": (0x7C00, 0x7FFF), "float32": (0x7F800000, 0x7FFFFFFF)}
 """Format → mask of the exponent's bits, and mask of all bits except the sign."""
@@ -37,7 +37,7 @@ class _Array:
     buffer: Any
     dtype: Any
     shape: tuple[int, ...]
-    """The shape of the tensor before it is `turned`."""
+    """The tensor's own shape; if `turned`, its last two dimensions are exchanged in memory only."""
     turned: bool = False
     """Whether the last two dimensions are exchanged in memory."""
 
@@ -85,7 +85,7 @@ class _Webgpu(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the guarantees of the language, which has no switch."""
+        """Yield what WGSL guarantees about results; the language has no switch to set."""
         self.need(device)
         yield {"guarantee": "WGSL: exactly representable results alone", "units": device.detail["units"]}
 
@@ -164,7 +164,7 @@ class _Webgpu(Runtime):
         return array
 
     def _result(self, dtype: Any, shape: tuple[int, ...], out: Any) -> _Array:
-        """Return the array for a result, overwritten so that a kernel that writes nothing is never right by chance."""
+        """Return the array for a result; it is overwritten first, so that no right result can be there by chance."""
         if out is not None:
             return out  # type: ignore[no-any-return]
         made = _Array(self.new_buffer(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
@@ -210,7 +210,7 @@ class _Webgpu(Runtime):
         return result
 
     def compute(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
-        """Run a shader of `wgsl.linear` for `count` elements; `more`: up to seven words for n[1] and following."""
+        """Run a shader of `wgsl.linear` for `count` elements; `more`: up to seven numbers for n[1], n[2] and so on."""
         groups = -(-count // wgsl.GROUP)
         wide = min(groups, 32768)
         words = (count, *more, *[0] * 7)[:8]
@@ -239,7 +239,7 @@ def _pipeline(gpu: Any, shader: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _adapters() -> list[tuple[Any, str, int]]:
-    """Return (adapter, unit, number within the unit) of every adapter; a software renderer's unit is the CPU."""
+    """Return every adapter with its unit and its number within the unit; the unit of a software renderer is the CPU."""
     if wgpu is None:
         raise Skip(f"{_why_not}. Install it there: pip install wgpu")
     with contextlib.suppress(RuntimeError):  # set already
@@ -274,7 +274,7 @@ def _raw(tensor: Any) -> bytes:
 
 
 def _refuse_content(tensor: Any) -> None:
-    """Raise `Unsupported` for a format that WGSL lacks, and for values that WGSL does not guarantee."""
+    """Raise `Unsupported` if WGSL lacks a tensor's format, or does not guarantee one of its values."""
     name = str(tensor.dtype).removeprefix("torch.")
     if not tensor.is_floating_point():
         return

@@ -1,11 +1,11 @@
-"""The shaders of the WebGPU runtime: WGSL text in Python, so that a wheel and a remote worker contain them."""
+"""The shaders of the WebGPU runtime. WGSL is kept as text in Python, so that wheels and remote workers contain it."""
 
 from __future__ import annotations
 
 TILE = 64
 """Rows and columns of a product that one workgroup computes: 16 x 16 invocations of 4 x 4 results each."""
 GROUP = 256
-"""Invocations per workgroup of the shaders other than the product's."""
+"""Invocations per workgroup of all shaders except that of the product."""
 
 LOADS = {
     "float32": ("f32", "f32", "f32({0}[i])"),
@@ -14,7 +14,7 @@ LOADS = {
     "int8": ("u32", "i32", "extractBits(bitcast<i32>({0}[i / 4]), (i % 4) * 8, 8)"),
     "uint8": ("u32", "i32", "i32(extractBits({0}[i / 4], (i % 4) * 8, 8))"),
 }
-"""Operand → its type in storage, the type in which it is multiplied and summed, and the code that reads element i;
+"""Operand's format → type in storage, type in which it is multiplied and summed, and code that reads element i;
 bytes are packed into words of 32 bits."""
 
 _PRODUCT = """

@@ -1,1 +1,1 @@
-"""Characterise a device: the parts, their results on disk, and a page."""
+"""Characterise a device: the tests ("parts") to run, their results on disk, and a page."""

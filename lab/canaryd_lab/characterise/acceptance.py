@@ -1,4 +1,4 @@
-"""Which classes of exact cases are exact according to a characterisation, as records for the store."""
+"""Turn a characterisation into records for the store that say which classes of exact cases are exact on a device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from canaryd_lab.characterise.results import Result, Status
 from canaryd_lab.observation import Claim, Seen
 
 CASES = "cases/"
-"""Beginning of the names of the parts whose cases the probes also run; results of other parts accept nothing."""
+"""Beginning of the names of the parts that run cases of the probes; results of other parts accept nothing."""
 
 
 def records(device: Device, results: Sequence[Result]) -> list[Met]:
-    """Return the classes that were right in every case, as accepted; [] if a part is bad or its stack is unknown."""
+    """Return a record for each right part whose stack is known: its classes that were right in every case."""
     found = []
     for result in results:
         stack = result.facts.get("stack", {})

@@ -1,4 +1,4 @@
-"""Run a characterisation: part after part within its minutes, with every result on disk at once."""
+"""Run a characterisation: one part after the other until the given minutes are spent; each result is stored at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canaryd_lab.characterise.results import Directory, Part, Result, file_name,
 RESERVE = 4.0
 """Seconds reserved for the document, the page and the end of the workers (ours)."""
 FIRST = 60.0
-"""Seconds that reading the device and its stack may take, even if the minutes are fewer (ours)."""
+"""Seconds for reading the device and its stack, even if the given minutes are fewer (ours)."""
 
 
 class NoSuchPart(ValueError):
@@ -28,7 +28,7 @@ class NoSuchPart(ValueError):
 
 
 def _is_named(part: str, name: str) -> bool:
-    """Return whether `name` is the part's name, or a beginning of it before a "/"."""
+    """Return whether `name` is the whole name `part`, or a beginning of it that ends before a "/"."""
     return part == name or part.startswith(f"{name}/")
 
 
@@ -38,11 +38,11 @@ class Options:
 
     minutes: float = 10.0
     slice: tuple[int, int] = (1, 1)
-    """Slice number and number of slices: (2, 4) takes every fourth part, from the second on."""
+    """(slice number, number of slices): (2, 4) takes every fourth part, beginning with the second."""
     directory: Path | None = None
-    """Directory of the results, old or new; None for a new directory in the working directory."""
+    """Directory of the results, new or with earlier results; None for a new directory in the working directory."""
     only: tuple[str, ...] = ()
-    """Names of parts, or their beginnings before a "/"; empty for all parts."""
+    """Names of the parts to run, or beginnings of names that end before a "/"; empty for all parts."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Characterisation:
     def run(self) -> document.Document:
         """Carry out the parts that have no result yet, and return the document.
 
-        Raises `NoSuchPart`, `NotOurs`, `FileExistsError` for a default directory that exists, `OSError` if it cannot be
+        Raises `NoSuchPart`, `NotOurs`, `FileExistsError` if the default directory exists, `OSError` if it cannot be
         written, `RuntimeError` if no worker answers.
         """
         begun = time.monotonic()
@@ -116,7 +116,7 @@ class Characterisation:
         return host_parts.parts(self.conversation) | outside.parts(self.conversation)
 
     def _environment(self, parts: dict[str, Part]) -> Result:
-        """Read the device and its stack, and open the directory of the results that belong to them."""
+        """Return the result of the part that reads the device and its stack; open the directory for their results."""
         device = self.conversation.device
         result = self._carry_out(parts["environment"])
         if result.outcome is not Outcome.COMPLETED:

@@ -1,4 +1,4 @@
-"""Ask the worker for parts: one worker carries out many parts, and a new one replaces it after a failure."""
+"""Ask a worker to carry out parts of a characterisation: many parts in one worker, a new worker after a failure."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 MODULE = "characterise"
 START = 4.0
-"""Seconds for the start of a worker, which imports torch (ours)."""
+"""Seconds that the start of a worker takes, because it imports torch (ours)."""
 GRACE = 45.0
-"""Seconds that a part may take beyond its time before it is killed, to import torch and to load kernels (ours)."""
+"""Seconds after the end of its own time until a part is killed, for importing torch and loading kernels (ours)."""
 SEED = 20_261_123
 
 
 @dataclass
 class Conversation:
-    """Questions to the worker that carries out parts on one device."""
+    """Requests to the worker that carries out the parts of a characterisation on one device."""
 
     engine: Engine
     device: Device
     drill: str = ""
     scale: float = 1.0
-    """Factor on the time of every part: the given minutes divided by ten."""
+    """Factor on the time of every part: the minutes that the user gave, divided by ten."""
     on_progress: Callable[[float, str], None] = lambda _fraction, _text: None
     deadline: float = math.inf
-    """Value of `time.monotonic()` at which the minutes are spent and the worker is killed."""
+    """Value of `time.monotonic()` at which the user's minutes are spent and the worker is killed."""
     last: str = field(default="", init=False)
     """The last activity that the worker reported."""
     _series: Series | None = field(default=None, init=False)
@@ -49,7 +49,7 @@ class Conversation:
             self._series = None
 
     def start(self, *, numeric: bool = True, together: bool = False) -> Series:
-        """Return a new series, which the caller ends. The shared worker ends first unless `together`."""
+        """Return a new worker's series, which the caller must end. The shared worker ends first unless `together`."""
         if not together:
             self.close()
         device = self.device if numeric else None
@@ -60,12 +60,12 @@ class Conversation:
         self.on_progress(fraction, text)
 
     def within(self, timeout: float) -> float:
-        """Return `timeout` (s), shortened so that it ends with the minutes."""
+        """Return `timeout` (s), shortened if the user's minutes end earlier."""
         return max(0.1, min(timeout, self.deadline - time.monotonic()))
 
     @property
     def is_late(self) -> bool:
-        """Whether the minutes are spent: a part that was cut short by this has no result."""
+        """Whether the user's minutes are spent: a part that was cut short by this has no result."""
         return time.monotonic() > self.deadline - 0.5
 
     def listed(self) -> list[Part]:
@@ -76,7 +76,7 @@ class Conversation:
         return [from_json(Part, part) for part in value["parts"]]
 
     def ask(self, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Return the shared worker's answer; a new worker replaces it after any request that did not complete."""
+        """Return (outcome, data, detail) of a request to the shared worker, which is replaced unless it completed."""
         if self._series is None:
             self._series = self.start(together=True)
         answer = self._series.answer(MODULE, arguments, self.within(timeout))
@@ -85,11 +85,11 @@ class Conversation:
         return answer
 
     def seconds(self, part: Part) -> float:
-        """Return the seconds that a part may work, without the start of its workers."""
+        """Return the seconds that a part may work; the start of its workers is not included."""
         return max(1.0, part.seconds * self.scale)
 
     def needed(self, part: Part) -> float:
-        """Return the seconds that a part takes with the start of its workers."""
+        """Return the seconds that a part takes, including the start of its workers."""
         return self.seconds(part) + part.workers * START
 
     def carry_out(self, part: Part, **more: Any) -> Result:
@@ -114,7 +114,7 @@ class Conversation:
         series: Series | None = None,
         **more: Any,
     ) -> Run:
-        """Run a probe without the store, so that no result counts for or against the device."""
+        """Return a probe's run that is not stored, so that no result counts for or against the device."""
         own = series or self.start()
         request = RunRequest(
             probe_path=entry.file.path,
@@ -141,7 +141,7 @@ def result(
     seen: tuple[Observation, ...] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Return the result of a part without its start and duration, which the caller adds."""
+    """Return the result of a part, except its start and duration, which the caller adds."""
     return Result(
         name=part.name,
         title=part.title,
@@ -154,7 +154,7 @@ def result(
 
 
 def observed(run: Run) -> tuple[Observation, ...]:
-    """Return the facts of a probe's run as observations: right, wrong, recorded, or left out by the probe."""
+    """Return the facts of a probe's run as observations: right, wrong, recorded, or skipped by the probe."""
     seen = []
     for comparison in run.comparisons:
         pattern = comparison.evidence.pattern if comparison.evidence else ""

@@ -26,7 +26,7 @@ def stack_name(stack: Mapping[str, str]) -> str:
 
 
 def document(device: Device, results: Sequence[Result], left: Sequence[Part], *, drill: str) -> Document:
-    """Return all results as JSON data."""
+    """Return all results as JSON data; `left` are the parts without a result, `drill` the injected fault or ""."""
     environment = next((r.facts for r in results if r.name == "environment"), {})
     statuses = Counter(r.status for r in results)
     return {
@@ -52,7 +52,7 @@ def document(device: Device, results: Sequence[Result], left: Sequence[Part], *,
 
 
 def verdict(results: Sequence[Result], left: Sequence[Part]) -> str:
-    """Return the worst of all parts: "invalid", "wrong", "unclassified", "failed", "incomplete" or "right"."""
+    """Return the worst verdict of all parts: "invalid", "wrong", "unclassified", "failed", "incomplete" or "right"."""
     worst = {r.status for r in results}
     for status in (Status.INVALID, Status.WRONG, Status.UNCLASSIFIED, Status.FAILED):
         if status in worst:
@@ -70,5 +70,5 @@ def _counts(result: Result) -> dict[str, dict[str, int]]:
 
 
 def text(made: Document) -> str:
-    """Return the document as the text of its file."""
+    """Return the document as the text that is written to its file."""
     return f"{json.dumps(made, indent=1)}\n"

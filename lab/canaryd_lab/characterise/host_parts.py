@@ -1,4 +1,4 @@
-"""Parts that run on the daemon's side: they start workers and probes, and watch the outcome."""
+"""Parts that run in the daemon's interpreter: they start workers and probes, and check the outcome."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 CarryOut = Callable[[Part, Conversation], Result]
 EVERY = ("*",)
-"""Selects every case of a probe, and so every shape and layout of each case."""
+"""The names of cases with which a probe runs all its cases, and so every shape and layout of each case."""
 SECONDS: Mapping[str, float] = {
     "exact_integer": 10, "exact_matmul": 50, "exact_attention": 40, "recorded_kernels": 12,
 }  # fmt: skip
-"""Most seconds for every case of a probe, run once; `OTHERS` for any other probe."""
+"""Probe → most seconds for running all its cases once; `OTHERS` for a probe that is not listed."""
 OTHERS = 15.0
 KILLED_WITHIN = 5.0
 """Seconds after SIGKILL within which a worker must be gone (ours); the supervisor's own limit `WAKE` is longer."""
 
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
-    """Return the parts that run on the daemon's side, by name."""
+    """Return name → (part, function that carries it out), for the parts that run in the daemon's interpreter."""
     entries = conversation.engine.entries
     found: list[tuple[Part, CarryOut]] = []
     for turn, (name, entry) in enumerate(sorted(entries.items(), key=lambda e: (e[1].spec.order, e[0]))):
@@ -51,7 +51,7 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
 
 
 def every_case(part: Part, conversation: Conversation) -> Result:
-    """Run every case of a probe once, and observe whether it ran, was refused or raised."""
+    """Run every case of a probe once, and record whether each case ran, was refused or raised an error."""
     return _probe(part, conversation, part.name.partition("/")[2], EVERY)
 
 
@@ -65,7 +65,7 @@ def _probe(part: Part, conversation: Conversation, name: str, cases: tuple[str, 
 
 
 def recorded(part: Part, conversation: Conversation) -> Result:
-    """Record every serving kernel repeatedly in two workers, and count the different results of each kernel."""
+    """Run every serving kernel repeatedly in two workers, and count the different results of each kernel."""
     entry, share = conversation.engine.entries["recorded_kernels"], conversation.seconds(part) / 2
     runs = [conversation.run_probe(entry, share, baselining=True) for _ in range(2)]
     worst = next((r for r in runs if r.outcome is not Outcome.COMPLETED), runs[0])
@@ -84,7 +84,7 @@ def _recorded(case: str, digests: list[set[str]]) -> Observation:
 
 
 def kill(part: Part, conversation: Conversation) -> Result:
-    """Kill a working worker, let another overrun its deadline, then compute right answers in a new one."""
+    """Kill a worker that computes, let another exceed its deadline, then verify right answers in a new worker."""
     seen = [_killed(conversation), _overrun(conversation)]
     again = conversation.carry_out(replace(part, name="controls", seconds=10.0))
     right = again.outcome is Outcome.COMPLETED and again.count(Claim.CONTROL, Seen.WRONG) > 0
@@ -100,7 +100,7 @@ def _spin(conversation: Conversation, seconds: float) -> dict[str, object]:
 
 
 def _killed(conversation: Conversation) -> Observation:
-    """Kill a worker while the device computes, and measure the seconds until the worker is gone."""
+    """Kill a worker while the device computes; return an observation of the seconds until the worker is gone."""
     series = conversation.start()
     at: list[float] = []
 
@@ -122,7 +122,7 @@ def _killed(conversation: Conversation) -> Observation:
 
 
 def _overrun(conversation: Conversation) -> Observation:
-    """Let a worker overrun its deadline, after which it must end as timed out."""
+    """Let a worker exceed its deadline; return an observation, which is right if the run ended as timed out."""
     series = conversation.start()
     begun = time.monotonic()
     try:
@@ -134,6 +134,6 @@ def _overrun(conversation: Conversation) -> Observation:
 
 
 def _gone(name: str, seconds: float, wrong: str) -> Observation:
-    """Return an observation of the seconds until a worker was gone; `wrong` says what was wrong with its end, or ""."""
+    """Return an observation of the seconds until a worker was gone; `wrong` says what was wrong, or is ""."""
     seen, values = Seen.WRONG if wrong else Seen.RIGHT, {"gone_after_seconds": round(seconds, 3)}
     return Observation(name=name, claim=Claim.STRICT, seen=seen, detail=wrong, values=values)

@@ -1,4 +1,4 @@
-"""Parts that compare the device with an outside source: the exact canary's truth, and the vendor's own tool."""
+"""Parts that compare the device with an outside source: the exact canary's proved results, or the vendor's own tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canaryd_lab.characterise.results import Part, Result
 from canaryd_lab.observation import Claim, Observation, Seen
 
 CAPTURES = ("float32", "bfloat16")
-"""Formats in which the exact canary is captured."""
+"""Formats in which the exact canary's intermediate results are captured."""
 TELEMETRY: Mapping[str, str] = {
     "cuda": "nvidia_telemetry", "rocm": "amd_telemetry", "mps": "apple_telemetry", "npu": "ascend_telemetry",
     "xpu": "intel_telemetry", "cpu": "host_telemetry",
@@ -21,7 +21,7 @@ TELEMETRY: Mapping[str, str] = {
 
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
-    """Return the parts of this module by name."""
+    """Return name → (part, function that carries it out), for the parts of this module."""
     if conversation.device.runtime != TORCH:  # captures call torch; telemetry is that of the card
         return {}
     found: list[tuple[Part, CarryOut]] = [
@@ -32,7 +32,7 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
 
 
 def capture(part: Part, conversation: Conversation) -> Result:
-    """Run the exact canary on the device and compare every operator's result with the truth."""
+    """Run the exact canary on the device and compare every operator's result with the proved one."""
     seen: list[Observation] = []
     series = conversation.start()
     try:
@@ -53,7 +53,7 @@ def capture(part: Part, conversation: Conversation) -> Result:
 
 
 def telemetry(part: Part, conversation: Conversation) -> Result:
-    """Read the device's telemetry, ask the vendor's tool at the same time, and compare field by field."""
+    """Read the device's telemetry and the vendor's tool at the same time, and compare them field by field."""
     device, engine = conversation.device, conversation.engine
     name = TELEMETRY.get(device.backend, "")
     if name not in engine.entries:
@@ -84,7 +84,7 @@ def telemetry(part: Part, conversation: Conversation) -> Result:
 
 
 def _compared(readings: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Observation]:
-    """Compare canaryd's readings with those of the tool; `fields`: reading → the tool's value and tolerance."""
+    """Return a comparison for each field of the tool; `fields`: reading's name → the tool's value and tolerance."""
     seen = []
     for key, field in fields.items():
         theirs, tolerance = field["value"], float(field["tolerance"])

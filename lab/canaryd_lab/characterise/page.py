@@ -12,7 +12,7 @@ from canaryd_lab.characterise.document import Document
 from canaryd_lab.html import escape
 
 ROWS = 64
-"""Most observations in a table; the JSON document has all."""
+"""Most observations that a table on the page shows; the JSON document has all."""
 STYLE = """
 h3 { margin: 1.2rem 0 .3rem; font-size: 1rem; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; padding-top: .6rem; border-top: 1px solid var(--line); }
@@ -34,13 +34,13 @@ VERDICTS = {
     "unclassified": ("bad", "UNCLASSIFIED", "An error came that canaryd cannot tell from a failure of the device."),
     "failed": ("bad", "FAILED", "The device failed, or a worker did not come to its end."),
 }
-"""Verdict → (CSS class, word, sentence)."""
+"""Verdict → (CSS class, word to show, sentence to show)."""
 ROLES = {"right": "good", "measured": "good", "not_tried": "calm"}
 """Status → CSS class; "bad" for any other status."""
 UNITS = {"flops_per_second": "flops per second", "bytes": "bytes", "seconds": "seconds"}
 """Suffix of a value's name → its unit."""
 IMPORTANT = {("strict", "wrong"): 0, ("control", "right"): 0, ("strict", "raised"): 1, ("open", "raised"): 1}
-"""(claim, what was seen) → rank in a table; other observations follow."""
+"""(claim, what was seen) → place of the observation in a table, 0 first; all other observations follow."""
 
 
 def page(document: Document) -> str:
@@ -87,12 +87,12 @@ def _overview(document: Document) -> str:
 
 
 def _in_part(part: Mapping[str, Any]) -> bool:
-    """Return whether the time was spent before every observation of the part was made."""
+    """Return whether the part was incomplete: its time was spent before some observation was made."""
     return any("not_reached" in counts for counts in part["counts"].values())
 
 
 def _summary(part: Mapping[str, Any]) -> str:
-    """Return the numbers of a part's observations as text."""
+    """Return the numbers of a part's observations as text: for each claim, how many had which outcome."""
     parts = []
     for claim, counts in part["counts"].items():
         words = ", ".join(f"{n:,} {seen.replace('_', ' ')}" for seen, n in counts.items())
@@ -151,7 +151,7 @@ def _environment(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _matrix(observations: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table over the first two parts of the names: how many observations of each cell were right."""
+    """Return a table of how many observations were right; rows and columns are the first two parts of the names."""
     cells: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for o in observations:
         first, _, rest = o["name"].partition("/")
@@ -205,7 +205,7 @@ def _observations(observations: Sequence[Mapping[str, Any]], *, is_open: bool) -
 
 
 def _seen(o: Mapping[str, Any]) -> str:
-    """Return the word for an observation, coloured by its status."""
+    """Return the word for an observation's outcome as HTML, coloured by its status."""
     if o["claim"] == "control":
         good, word = o["seen"] == "wrong", {"wrong": "caught", "right": "missed"}.get(o["seen"], "")
         role = "good" if good else "bad" if o["seen"] in ("right", "raised") else "calm"

@@ -1,4 +1,4 @@
-"""Parts of a characterisation and their results; each result is a file of its own as soon as the part ends."""
+"""Parts of a characterisation and their results; each result is written to its own file as soon as the part ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Status(str, enum.Enum):
     """The result of a part in one word."""
 
     RIGHT = "right"
-    """Everything in the part that must be right was right, and every control failed as it must."""
+    """Every result in the part that must be right was right, and every injected fault was seen."""
     MEASURED = "measured"
     """The part ran, and it contains nothing that can be wrong."""
     NOT_TRIED = "not_tried"
@@ -32,7 +32,7 @@ class Status(str, enum.Enum):
     INVALID = "invalid"
     """A control that must fail did not fail, so no result of this characterisation counts."""
     UNCLASSIFIED = "unclassified"
-    """An error that may or may not be a failure of the device."""
+    """An error occurred, and it is unclear whether the device failed."""
     FAILED = "failed"
     """The device failed, or the worker did not end properly."""
 
@@ -44,22 +44,22 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part before it runs."""
+    """One part (group of tests) of a characterisation before it runs."""
 
     name: str
     """The part's name, e.g. "exactness/bfloat16", also used for its file."""
     title: str
     rank: int
-    """The part's place in the order: the parts that tell most come first."""
+    """The part's place in the order; the parts whose results say most about the device come first."""
     seconds: float
-    """Most seconds that the part may work if all parts together have ten minutes."""
+    """Most seconds that the part may work if the user gives ten minutes for all parts."""
     workers: int = 0
     """Number of workers that the part starts itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One part after it ran."""
+    """One part of a characterisation after it ran."""
 
     name: str
     title: str
@@ -75,12 +75,12 @@ class Result:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, claim: Claim, *seen: Seen) -> int:
-        """Return the number of observations with a claim and one of the outcomes `seen`."""
+        """Return the number of observations that have this claim and one of the outcomes `seen`."""
         return sum(1 for o in self.observations if o.claim is claim and o.seen in seen)
 
     @property
     def status(self) -> Status:
-        """The worst status that follows from the outcome and the observations."""
+        """The worst status that the outcome of the run or an observation requires."""
         if any(o.claim is Claim.CONTROL and o.seen in (Seen.RIGHT, Seen.RAISED) for o in self.observations):
             return Status.INVALID
         if self.count(Claim.STRICT, Seen.WRONG):
@@ -113,13 +113,13 @@ class Directory:
         self._parts = path / "parts"
 
     def open(self, identity: Mapping[str, str]) -> None:
-        """Create the directory, or continue in it; raise `NotOurs` if it has another `identity`, or `OSError`."""
+        """Create the directory or continue in it; raise `NotOurs` if it belongs to another `identity`, or `OSError`."""
         self._parts.mkdir(parents=True, exist_ok=True)
         if not self.compare(identity):
             write(self.path / "identity.json", json.dumps(dict(identity), indent=2) + "\n")
 
     def compare(self, identity: Mapping[str, str]) -> bool:
-        """Return whether the directory has an identity; raise `NotOurs` if it differs from `identity`."""
+        """Return whether the directory has an identity; raise `NotOurs` if it is another than `identity`."""
         try:
             known = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -130,7 +130,7 @@ class Directory:
         return True
 
     def results(self) -> list[Result]:
-        """Return the results of complete files, in order; a file that is cut off is ignored."""
+        """Return the results in all complete files, in the order of the parts; an incomplete file is ignored."""
         found = []
         for path in self._parts.glob("*.json"):
             with contextlib.suppress(OSError, ValueError):
@@ -143,7 +143,7 @@ class Directory:
 
 
 def file_name(text: str) -> str:
-    """Return a text as the stem of a file's name."""
+    """Return a text with the characters replaced that cannot stand in the name of a file."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.") or "unnamed"
 
 
@@ -153,6 +153,6 @@ def write(path: Path, text: str) -> None:
 
 
 def sliced(parts: Iterable[Part], number: int, of: int) -> list[Part]:
-    """Return every `of`-th part from the `number`-th on (counted from 1), in the order of their ranks."""
+    """Return every `of`-th part by rank, from part number `number` on (counted from 1)."""
     ordered = sorted(parts, key=lambda p: (p.rank, p.name))
     return ordered[number - 1 :: of]

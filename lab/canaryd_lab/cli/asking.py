@@ -1,4 +1,4 @@
-"""Functions that the lab's commands share: put a question to a module of the worker."""
+"""Functions that the lab's commands share: they send a request to a module of the worker and return the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE = 3600.0
 
 
 def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
-    """Return the answer of a worker's module, or None after a complaint if it gives none."""
+    """Return the answer of `module` in a worker to `arguments`; print a complaint and return None if it gives none."""
     printer = ProgressPrinter()
     try:
         outcome, answer, detail = engine.answer(
@@ -39,7 +39,7 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
 def ask_processor(
     command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
 ) -> dict[str, Any] | None:
-    """Return the answer of `ask` for this host's processor, whose worker has torch; None if it cannot be started."""
+    """Return the answer of `ask` from a worker on this host's CPU, which has torch; None if no worker can start."""
     cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
     if cpu is None:
         complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)

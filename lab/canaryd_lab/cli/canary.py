@@ -115,7 +115,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def unusable(directory: Path) -> str:
-    """Return the reason why a directory cannot be written, or "" if nothing is known beforehand."""
+    """Return the reason why a directory cannot be written, or "" if no reason is known before writing."""
     try:
         there = directory.is_dir()
         if there and any(directory.iterdir()):
@@ -130,7 +130,7 @@ def unusable(directory: Path) -> str:
 
 
 def _read(path: Path) -> tuple[str, Any]:
-    """Return "" and the object in a config.json, or the reason why it cannot be read and None."""
+    """Return ("", the object) of a config.json, or (the reason why it cannot be read, None)."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             return f"--like {path}: larger than 1 MiB; name a model's config.json", None

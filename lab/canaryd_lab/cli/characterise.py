@@ -101,13 +101,13 @@ def slice_(text: str) -> tuple[int, int]:
 
 
 class Printer(ProgressPrinter):
-    """Shows the progress of the parts, formatted like that of a check."""
+    """Shows the progress of the parts, formatted like the progress of a check."""
 
     part, done = "environment", 0.0
     """The current part, and the share of all parts that are done."""
 
     def begin(self, part: Part, number: int, of: int) -> None:
-        """Show which part begins."""
+        """Show which part begins: part `number` of `of` parts."""
         self.part, self.done = part.name, number / max(1, of)
         self.moving(self.done, part.name)
 
@@ -187,7 +187,7 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _mistake(options: argparse.Namespace) -> str:
-    """Return the mistake in the options that is visible before a worker starts, or "" if there is none."""
+    """Return the mistake in the options that can be found before a worker starts, or "" if there is none."""
     if options.accept and options.drill:
         return "--accept: a drill shows nothing of the device; leave --drill out"
     try:
@@ -199,7 +199,7 @@ def _mistake(options: argparse.Namespace) -> str:
 
 
 def _accept(store: Store, document: Document, work: Characterisation) -> bool:
-    """Store the classes that were right as characterised; return whether they were stored."""
+    """Store as accepted the classes of cases that were right; return whether any were stored."""
     if document["verdict"] != "right":
         complain(f"--accept: nothing was accepted, because this characterisation is {document['verdict']}")
         return False

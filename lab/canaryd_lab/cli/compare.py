@@ -97,7 +97,7 @@ def _add_compare(commands: Commands) -> None:
 
 
 def capture_command(options: argparse.Namespace, settings: Config) -> int:
-    """Write a capture, or compare one with the truth; return the exit code."""
+    """Write a capture of a model, or compare the exact canary with the truth; return the exit code."""
     if wrong := _contradiction(options):
         complain(f"capture: {wrong}")
         return USAGE
@@ -146,7 +146,7 @@ def _capture(options: argparse.Namespace, engine: Engine) -> int:
 
 
 def _contradiction(options: argparse.Namespace) -> str:
-    """Return a sentence about contradictory or missing options and their remedy, or "" if there are none."""
+    """Return a sentence that says which options contradict or are missing, and the remedy; "" if none."""
     without = [name for name in ("model", "prompt", "operators", "decode") if getattr(options, name)]
     alone = [f"--{name}" for name in ("json", "seed") if getattr(options, name) not in (None, False)]
     if options.exact:
@@ -159,7 +159,7 @@ def _contradiction(options: argparse.Namespace) -> str:
 
 
 def _capture_exactly(options: argparse.Namespace, engine: Engine, device: Device) -> int:
-    """Compare every value that a device computes with the truth; return the exit code."""
+    """Compare every value of an exact canary on a device with the proved value; return the exit code."""
     arguments = {
         "device": to_json(device),
         "out": str(options.out.absolute()) if options.out else "",

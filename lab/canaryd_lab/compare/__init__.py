@@ -1,1 +1,1 @@
-"""Compare two captures or two score files; show the result of an exact capture."""
+"""Comparison of two captures or two score files, and the text of an exact capture's result."""

@@ -16,7 +16,7 @@ from canaryd_lab.html import escape
 WIDTH = 100
 """Most columns of the table; on a narrower terminal the operators' names are shortened."""
 SERIES = 6
-"""Most lines in the plot; each is a forward pass, and the pass with the first difference is among them."""
+"""Most lines in the plot. Each line is a forward pass, and the pass with the first difference is always shown."""
 WORDS = {
     "equal": "EQUAL",
     "rounding": "ROUNDING",
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 def table(result: Mapping[str, Any], width: int | None = None) -> str:
-    """Return the comparison as text, at most `width` columns wide (None: those of the terminal) and at most `WIDTH`."""
+    """Return the comparison as text of at most `width` (None: the terminal's) and at most `WIDTH` columns."""
     verdict = result["verdict"]
     room = min(WIDTH, columns() if width is None else width)
     lines = wrapped(f"{WORDS[verdict['kind']]}: ", verdict["why"], room)
@@ -70,13 +70,13 @@ def _passes(result: Mapping[str, Any]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _detailed_pass(result: Mapping[str, Any], passes: Mapping[tuple[str, str], list[Row]]) -> tuple[str, str] | None:
-    """Return the pass to show row by row: the one with the first difference, otherwise the first pass."""
+    """Return the (prompt, step) of the pass to show row by row: the one with the first difference, else the first."""
     verdict = result["verdict"]
     return (verdict["prompt"], verdict["step"]) if verdict["prompt"] else next(iter(passes), None)
 
 
 def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any], room: int) -> list[str]:
-    """Return the lines of one pass; a stretch of equal tensors is one line."""
+    """Return the lines of a table for one pass, `room` columns wide; a stretch of equal tensors is one line."""
     name = max(12, min(26, room - 62))
     lines = [
         f"  {'layer':<6} {'operator':<{name}} {'rel. L2':>8} {'1 - cos':>8} {'ULP':>10} {'max diff':>8} {'excess':>7}"
@@ -100,7 +100,7 @@ def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any], room: int) -> lis
 
 
 def _is_place(row: Row, verdict: Mapping[str, Any]) -> bool:
-    """Return whether the verdict is about this row."""
+    """Return whether this row is the place that the verdict names."""
     keys = ("prompt", "step")
     operator = verdict["first_operator"] or row["operator"]
     return (
@@ -130,7 +130,7 @@ def _whole(value: int | None) -> str:
 
 
 def _detail(row: Row) -> list[str]:
-    """Return a description of the first element that differs."""
+    """Return lines that describe the first element that differs, or [] if the row has none."""
     if "first" not in row:
         return []
     first = row["first"]
@@ -142,7 +142,7 @@ def _detail(row: Row) -> list[str]:
 
 
 def _folded(passes: Mapping[tuple[str, str], list[Row]]) -> list[str]:
-    """Return one line per pass that differs, and one line per stretch of equal passes."""
+    """Return one line for each pass that differs, and one line for each stretch of equal passes."""
     lines = []
     for equal, stretch in groupby(passes.items(), key=lambda item: all(row["equal"] for row in item[1])):
         part = list(stretch)
@@ -187,11 +187,11 @@ def page(result: Mapping[str, Any]) -> str:
 CAPTION = "Points: tensors in computing order; equal ones at the bottom. Rounding grows slowly, a fault jumps."
 OTHERS = " Grey: other passes."
 LEFT, RIGHT, TOP, BOTTOM, W, H = 64, 12, 28, 40, 960, 380
-"""Margins and size of the plot in its own units."""
+"""Margins (left, right, top, bottom), width and height of the plot, in units of the SVG."""
 
 
 def _plot(passes: Mapping[tuple[str, str], list[Row]], detailed: tuple[str, str], verdict: Mapping[str, Any]) -> str:
-    """Return an SVG: relative L2 on a logarithmic axis, over the tensors in computing order."""
+    """Return an SVG: relative L2 difference on a logarithmic axis, over the tensors in the order of computation."""
     background = [key for key in passes if key != detailed][: SERIES - 1]
     values = [row["relative_l2"] for key in (*background, detailed) for row in passes[key] if row.get("relative_l2")]
     low = math.floor(math.log10(min(values))) if values else -8
@@ -248,7 +248,7 @@ def _at(row: Row) -> tuple[str, str]:
 
 
 def _layers(places: Sequence[tuple[str, str]], x: Any, step: float, bottom: float) -> list[str]:
-    """Return the marks below the axis where each layer begins, with names if there is room."""
+    """Return the SVG of the marks below the axis where each layer begins, with names if there is room."""
     parts, room = [], -math.inf
     i = 0
     for layer, stretch in groupby(places, key=lambda place: place[0]):

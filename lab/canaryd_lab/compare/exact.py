@@ -1,4 +1,4 @@
-"""Show the result of `canaryd capture --exact` (docs/compare.md) in at most six lines: verdict, place, what to do."""
+"""Show the result of `canaryd capture --exact` (docs/compare.md) in at most six lines: verdict, place, next step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AGAIN = {
 }
 INPUTS = "all its inputs are right"
 SOME_BITS = 2
-"""Most differing bits that are listed; more bits are only counted."""
+"""Most differing bits that are listed; if there are more, only their number is shown."""
 
 Facts = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ def _right(answer: Facts, room: int) -> list[str]:
 
 
 def _refused(answer: Facts) -> str:
-    """Return the kernels that did not run, each with its formats unless it failed in all of them."""
+    """Return a list, as text, of the kernels that did not run, each with its formats unless it failed in all."""
     formats = {ran["dtype"] for ran in answer["ran"]}
     refused: dict[str, list[str]] = {}
     for item in answer["refused"]:
@@ -108,7 +108,7 @@ def _bits(bits: list[int]) -> str:
 
 
 def _difference(fault: Facts) -> str:
-    """Return the right and the wrong value, with just enough digits to differ."""
+    """Return the right and the wrong value as text, with the fewest digits that show a difference."""
     wanted, got = (f"{float(fault[name]):.6g}" for name in ("wanted", "got"))
     if wanted == got:
         wanted, got = fault["wanted"], fault["got"]
@@ -116,7 +116,7 @@ def _difference(fault: Facts) -> str:
 
 
 def _weights(ran: Facts) -> str:
-    """Return a sentence about the first weight that read back wrong from the device, or "" if all are right."""
+    """Return a sentence about the first weight that was wrong when it was read back from the device, or ""."""
     if not ran["weights"]:
         return ""
     name, found = ran["weights"][0]

@@ -1,6 +1,6 @@
-"""Judge the result file of a golden pack, which names every case: right, wrong, or skipped with a reason.
+"""Judge the result file of a golden pack: it names every case as right, wrong, or skipped with a reason.
 
-Its digest detects edits and errors of transmission. It is no signature, so it does not detect a forger.
+The file's digest detects edits and errors of transmission. It is no signature, so it does not detect a forger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from canaryd.model import State
 
 PACK, RESULT = "canaryd.pack/1", "canaryd.pack-result/1"
 LARGEST = 16 << 20
-"""Most bytes of a file that is read: 64 elements of each of 29 cases take some kilobytes (ours)."""
+"""Most bytes of a file that is read (ours): the results of 29 cases with 64 elements each take some kilobytes."""
 WIDTH = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
 """Format → bytes of one element of a result."""
 SHOWN = 3
@@ -45,7 +45,7 @@ class Judged:
 
 
 def _read(path: Path, schema: str, seal: str) -> dict[str, Any]:
-    """Return a JSON object whose member `seal` is the digest of all its other members."""
+    """Return a JSON object from a file, after checking that its member `seal` is the digest of its other members."""
     try:
         if path.stat().st_size > LARGEST:
             raise Refused(f"{path}: larger than {LARGEST >> 20} MiB; name a file that a pack's runner wrote")
@@ -63,7 +63,7 @@ def _read(path: Path, schema: str, seal: str) -> dict[str, Any]:
 
 
 def judge(results: Path, directory: Path) -> Judged:
-    """Judge a result file by the pack in a directory. Raises `Refused`."""
+    """Return the verdict on a result file, by the pack in `directory`. Raises `Refused`."""
     found = _read(results, RESULT, "digest")
     pack = _read(directory / "pack.json", PACK, "id")
     if found.get("pack") != pack["id"]:
@@ -90,7 +90,7 @@ def judge(results: Path, directory: Path) -> Judged:
 
 
 def _contradiction(entry: Mapping[str, Any], case: Mapping[str, Any], directory: Path) -> str:
-    """Return the reason why no runner can have produced an entry, or "" if one can."""
+    """Return the reason why no program can have produced an entry of the result file, or "" if one can."""
     status = entry["status"]
     if status == "skipped":
         return "" if entry["reason"] else "skipped without a reason"
@@ -107,7 +107,7 @@ def _contradiction(entry: Mapping[str, Any], case: Mapping[str, Any], directory:
 
 
 def _wrong_elements(entry: Mapping[str, Any], expected: Mapping[str, Any], directory: Path) -> str:
-    """Return what is wrong with the listed elements, and with the digest of the whole result if all are listed."""
+    """Return the error in an entry's list of wrong elements, or in its digest if all are listed; "" if none."""
     file, width = directory / Path(expected["file"]).name, WIDTH[expected["dtype"]]
     try:
         data = bytearray(file.read_bytes())
@@ -132,7 +132,7 @@ def _wrong_elements(entry: Mapping[str, Any], expected: Mapping[str, Any], direc
 
 
 def text(judged: Judged) -> str:
-    """Return the verdict and its reason for this terminal."""
+    """Return the verdict and its reason as text, as wide as this terminal."""
     runs = sum(int(entry["runs"]) for entry in (*judged.right, *judged.wrong))
     wrong = sum(int(entry["wrong_runs"]) for entry in judged.wrong)
     word = f"{judged.state.value.upper()}  "

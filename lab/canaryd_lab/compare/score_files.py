@@ -21,14 +21,14 @@ from canaryd.facts import printable
 LONGEST = 1000
 """Most characters of an error message, because names in a file may have any length."""
 LARGEST = 1e100
-"""Largest valid score, because the square of a larger one may overflow."""
+"""Largest score that is accepted, because the square of a larger one may overflow."""
 _PROPORTION = re.compile(r"(?:^|[^a-z])(?:acc|accuracy|averageaccuracy|exact_match|em|pass@1)(?![a-z])")
-"""Names of metrics that are a share of right answers; only for these does n alone give a standard error."""
+"""Names of metrics that are a share of right answers. Only for these can a standard error be computed from n alone."""
 _CSV_HEADER = ["dataset", "version", "metric", "mode"]
 
 
 class ScoreError(ValueError):
-    """A result file cannot be used; the message is one line for the user."""
+    """A result file that cannot be used; the message is one line for the user."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message)[:LONGEST])
@@ -36,11 +36,11 @@ class ScoreError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """The result of one question."""
+    """The result of one question of a task."""
 
     value: float
     prompt: str = ""
-    """Fingerprint of the rendered prompt; "" if the file has none."""
+    """Fingerprint of the prompt as the model got it; "" if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,18 @@ class Score:
     task: str
     metric: str
     value: float
-    """The score: a share of right answers as 0 … 1, even if the file gives a percentage; otherwise as in the file."""
+    """The score as in the file, except that a share of right answers is always 0 … 1 and never a percentage."""
     share: bool
-    """Whether the score is a mean of values between 0 and 1; its differences are then given in percentage points."""
+    """Whether the score is a mean of values between 0 and 1; differences are then shown in percentage points."""
     n: int | None = None
     stderr: float | None = None
     """Standard error of `value` from the file."""
     samples: Mapping[str, Sample] = field(default_factory=dict)
-    """Key of a question → its result; empty if there are no samples, or if their mean is not `value`."""
+    """Key of a question → its result; empty if the file has no samples, or if their mean is not `value`."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings that must be equal for two scores to be comparable, if the file has them."""
+    """Settings from the file that must be equal in two files if their scores are compared."""
     note: str = ""
-    """The reason why samples or a unit are missing."""
+    """The reason why samples or a unit are missing, or ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _loaded(path: Path) -> Scores:
 
 
 def _files_in(directory: Path) -> list[Path]:
-    """Return the files of one run; only evalscope writes one file per data set."""
+    """Return the files of one run in a directory: one file, or for evalscope one for each data set."""
     for pattern in ("results_*.json", "*/results_*.json", "summary/summary_*.csv", "reports/*/*.json"):
         found = sorted(directory.glob(pattern))
         runs = {file.parent for file in found} if pattern.startswith("reports") else found
@@ -150,7 +150,7 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, or None for "N/A", null and NaN."""
+    """Return a number if it is finite, or None for "N/A", null, NaN and infinity."""
     return float(value) if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST else None
 
 
@@ -167,7 +167,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
-    """Return samples by key; a question that occurs twice in a data set gets a number."""
+    """Return samples by key; the key of a question that occurs more than once gets a number."""
     seen: Counter[str] = Counter()
     keyed = {}
     for key, sample in items:
@@ -177,7 +177,7 @@ def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
 
 
 def _with_samples(score: Score, samples: Mapping[str, Sample]) -> Score:
-    """Return the score with its samples if their mean is the score; perplexity or a corpus's F1 is no such mean."""
+    """Return the score with its samples if their mean is the score; for perplexity or a corpus's F1 it is not."""
     if not samples:
         return score
     mean = fmean(sample.value for sample in samples.values())
@@ -347,14 +347,14 @@ def _opencompass_summary(path: Path) -> Scores:
 
 
 def _predictions(run: Path, model: str, task: str) -> int | None:
-    """Return the number of questions, or None; a partial run writes TASK_0.json, TASK_1.json, …."""
+    """Return the number of questions of a task, or None if unknown; a split run writes TASK_0.json, TASK_1.json, …."""
     here = run / "predictions" / model
     files = [f for f in here.glob(f"{task}*.json") if re.fullmatch(rf"{re.escape(task)}(_\d+)?", f.stem)]
     return sum(len(_json(file)) for file in files) or None
 
 
 def _percent(score: Score) -> Score:
-    """Return opencompass's percentage as a share; a value of at most 1 is ambiguous and stays unchanged."""
+    """Return opencompass's percentage as a share; a value of at most 1 could be either and is not changed."""
     if not _PROPORTION.search(score.metric.lower()) or not 0 <= score.value <= 100:
         return score
     if 0 < score.value <= 1:

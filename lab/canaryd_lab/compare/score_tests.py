@@ -1,4 +1,4 @@
-"""The statistical tests of a comparison of scores: SciPy's, imported at the first test, and those that SciPy lacks."""
+"""The statistical tests for comparing scores: SciPy's, imported at the first test, and some that SciPy lacks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from canaryd_lab.compare.score_files import ScoreError
 
 EXACT_UP_TO = 16
-"""Most unequal pairs for which all 2^n sign flips are counted instead of drawn."""
+"""Most unequal pairs for which all 2^n assignments of signs are tried; for more pairs, some are drawn at random."""
 FLIPS = 9_999
-"""Number of sign flips drawn for more pairs; the smallest p is then 1/10,000."""
+"""Number of assignments of signs that are drawn for more pairs; the smallest possible p is then 1/10,000."""
 SEED = 20_240_229
-"""Seed of the drawn sign flips, so that the same files always give the same p."""
+"""Seed of the random signs, so that the same files always give the same p."""
 
 
 def _stats() -> Any:
@@ -27,7 +27,7 @@ def _stats() -> Any:
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the exact two-sided p of b against c discordant pairs: a fair coin tossed b + c times (McNemar 1947)."""
+    """Return the exact two-sided p of McNemar's test (1947); `b`, `c`: questions that only one file has right."""
     return float(_stats().binomtest(b, b + c).pvalue) if b + c else 1.0
 
 
@@ -51,7 +51,7 @@ def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p values adjusted for the number of tests by Holm's step-down method (1979), in the given order."""
+    """Return p values in the given order, adjusted for the number of tests by Holm's step-down method (1979)."""
     adjusted = [0.0] * len(ps)
     worst = 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):

@@ -1,6 +1,7 @@
 """Test whether the benchmark scores in two result files differ by more than chance (docs/compare.md has the methods).
 
-`compare` tests each task, in pairs if both files have the answers, and gives the smallest visible difference.
+`compare` tests each task, question by question if both files have the answers, and gives the smallest difference
+that it could have found.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from canaryd_lab.compare.score_files import Score, ScoreError, Scores
 from canaryd_lab.compare.score_tests import EXACT_UP_TO, FLIPS, holm, mcnemar, sign_flip, t95
 
 ALPHA = 0.05
-"""Largest probability of any false "significant" in a whole comparison."""
+"""Largest probability that a whole comparison calls at least one difference "significant" by chance."""
 POWER = 0.8
-"""Probability with which a difference as large as the smallest visible one is found."""
+"""Probability of finding a true difference that is as large as the smallest visible one."""
 
 
 class Method(str, Enum):
@@ -34,7 +35,7 @@ class Method(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A setting that differs between the files."""
+    """A setting whose values differ between the two files."""
 
     setting: str
     a: str
@@ -44,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One task and metric in both files; differences are B minus A, as in the scores (1 = 100 points if `share`)."""
+    """One metric of one task in both files; differences are B minus A, as in the scores (1 = 100 points if `share`)."""
 
     task: str
     metric: str
@@ -53,21 +54,21 @@ class Row:
     b: float
     difference: float
     n: int | None
-    """Number of questions; the smaller number if the files differ."""
+    """Number of questions; if the files have different numbers, the smaller one."""
     paired: bool
     test: str
-    """The test's name with its details, or "not tested: " and the reason."""
+    """The test's name with its details, or "not tested: " followed by the reason."""
     method: Method = Method.NONE
     reason: str = ""
     """The reason why the row was not tested, or ""."""
     p: float | None = None
     adjusted: float | None = None
-    """The p value after Holm's correction over all tested rows."""
+    """The p value after Holm's correction over all tested rows; None if the row was not tested."""
     interval: tuple[float, float] | None = None
-    """95 % confidence interval, not corrected for the number of rows."""
+    """95 % confidence interval of the difference, without a correction for the number of rows."""
     interval_method: str = ""
     smallest: float | None = None
-    """Difference that would be significant with a probability of 80 %, after the correction."""
+    """True difference that would be found significant, after the correction, with a probability of 80 %."""
     spread: float | None = None
     """Standard error of the difference if the true difference is 0; `smallest` is derived from it."""
 
@@ -90,7 +91,7 @@ class ScoreResult:
 
     @property
     def comparable(self) -> bool:
-        """False if a setting differs; different scores then say nothing about the machine."""
+        """Whether all settings are equal; if one differs, different scores say nothing about the machine."""
         return not self.differences
 
 
@@ -99,7 +100,7 @@ def _around(centre: float, half: float) -> tuple[float, float]:
 
 
 def _stderr(score: Score) -> tuple[float | None, str]:
-    """Return the standard error of a score (or None) and the source of this number."""
+    """Return (the standard error of a score or None, where this number comes from)."""
     if score.stderr:
         return score.stderr, "given standard errors"
     if len(score.samples) > 1 and (spread := stdev(s.value for s in score.samples.values())):
@@ -165,10 +166,10 @@ def _untested(row: Row, reason: str) -> Row:
 
 
 def _smallest(row: Row, tests: int) -> float | None:
-    """Return the smallest visible difference: (z of Holm's strictest step + z of the power) times the spread.
+    """Return the smallest visible difference: (z of Holm's strictest step + z of the power) times the row's `spread`.
 
-    McNemar's test: the difference itself adds discordant pairs. Connor's formula (1987) counts them; one is added for
-    the exact test's steps. With too few discordant pairs, the test is never significant.
+    For McNemar's test, the difference itself adds pairs of unequal answers. Connor's formula (1987) counts them; one is
+    added for the exact test's steps. With too few of them, the test is never significant.
     """
     if not row.spread:
         return None
@@ -185,7 +186,7 @@ def _smallest(row: Row, tests: int) -> float | None:
 
 
 def compare(a: Scores, b: Scores) -> ScoreResult:
-    """Compare every task and metric that both files have. Raises `ScoreError` if they have none in common."""
+    """Return the comparison of every task and metric that both files have. Raises `ScoreError` if they share none."""
     others = dict(_numbered(b.scores))
     pairs = [(s, others[key]) for key, s in _numbered(a.scores) if key in others]
     if not pairs:
@@ -226,7 +227,7 @@ def compare(a: Scores, b: Scores) -> ScoreResult:
 
 
 def _numbered(scores: Iterable[Score]) -> Iterator[tuple[tuple[str, str, int], Score]]:
-    """Yield (task, metric, number) and score; the number separates entries that a file has twice, e.g. in two modes."""
+    """Yield ((task, metric, number), score); the number separates entries that occur twice in a file."""
     seen: Counter[tuple[str, str]] = Counter()
     for score in scores:
         name = (score.task, score.metric)
@@ -235,7 +236,7 @@ def _numbered(scores: Iterable[Score]) -> Iterator[tuple[tuple[str, str, int], S
 
 
 def _settings(x: Score, y: Score, common: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the settings that differ; a setting that only one file has does not count as different."""
+    """Yield (setting, value in x, value in y) for settings that differ; one that only one file has is not counted."""
     for setting in x.settings:
         if setting in y.settings and x.settings[setting] != y.settings[setting]:
             yield setting, x.settings[setting], y.settings[setting]
@@ -307,7 +308,7 @@ def _p(p: float | None) -> str:
 
 
 def text(result: ScoreResult, width: int | None = None) -> str:
-    """Return the comparison for a terminal of `width` columns (None: this terminal's): a sentence, then each score."""
+    """Return the comparison for a terminal of `width` columns (None: this terminal's): a sentence, then each row."""
     room = columns() if width is None else width
     tests = sum(row.p is not None for row in result.rows)
     methods = sorted({row.test + (f"; interval: {row.interval_method}" if row.interval else "") for row in result.rows})
@@ -330,7 +331,7 @@ def text(result: ScoreResult, width: int | None = None) -> str:
 
 
 def _block(row: Row, room: int) -> list[str]:
-    """Return a row as three lines, each wrapped if too long; shares are in percent."""
+    """Return a row as three lines of at most `room` columns, wrapped if they are longer; shares are in percent."""
     scale = 100 if row.share else 1
     a, b = (f"{scale * v:.2f}" if row.share else f"{v:.4g}" for v in (row.a, row.b))
     scores = f"A {a}, B {b}, B - A {scale * row.difference:+.2f}"

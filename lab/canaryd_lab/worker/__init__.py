@@ -1,1 +1,1 @@
-"""Code of the lab that runs in a worker, beside torch; it imports only those modules of canaryd that a probe may."""
+"""Code of the lab that runs in a worker and uses torch; it imports only modules of canaryd that a probe may import."""

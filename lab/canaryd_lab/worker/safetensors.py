@@ -1,4 +1,4 @@
-"""Tensors in files: the safetensors format (https://github.com/huggingface/safetensors, section "Format")."""
+"""Read and write tensors in the safetensors format (https://github.com/huggingface/safetensors, section "Format")."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parts_of_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tensors and texts of a safetensors file; raise `BadFile` if the file breaks the format.
+    """Return (name → tensor, name → text) of a safetensors file; raise `BadFile` if the file breaks the format.
 
     The tensors must cover the data without gap or overlap, as the format demands.
     """

@@ -1,1 +1,1 @@
-"""Captures of a device, and the comparison of two captures."""
+"""Captures (recorded intermediate results) of a device, and the comparison of two captures."""

@@ -36,12 +36,12 @@ from canaryd_lab.worker.safetensors import BadFile, read_safetensors, write_safe
 
 SCHEMA = "canaryd.capture/1"
 HIDDEN = ("embedding", "out", "logits")
-"""Operators that a capture of hidden states alone keeps: before the first layer, after each layer, and the logits."""
+"""Operators that are kept if only hidden states are captured: before the first layer, after each layer, the logits."""
 ABOUT = (
     *("schema", "canaryd", "date", "device", "environment", "dtype", "model", "digest"),
     *("prompts", "path", "operators", "drill", "order"),
 )
-"""Names of the texts in every capture."""
+"""Names of the texts (facts about the run) that every capture has."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 """Environment variables that select a CPU's kernels; they belong to the stack of a capture."""
 
@@ -64,23 +64,23 @@ class Capture:
 
 
 def place_of(point: str) -> tuple[str, str]:
-    """Return layer and operator of a place in the exact canary: "2.query" → ("2", "query")."""
+    """Return (layer, operator) of a place in the exact canary: "2.query" → ("2", "query")."""
     layer, dot, operator = point.rpartition(".")
     return (layer, operator) if dot else ("input" if point == "embedding" else "head", point)
 
 
 def name_of(prompt: str, step: str, layer: str, operator: str) -> str:
-    """Return a tensor's name; `step`: "forced", or the number of a forward pass of decoding (0: the prompt)."""
+    """Return a tensor's name. `step`: "forced", or the number of a forward pass of decoding, where 0 is the prompt."""
     return f"{prompt}/{step}/{layer}/{operator}"
 
 
 @dataclass
 class Recorder:
-    """Keeps the tensors that the model passes to it; for a drill, it changes one element of one tensor, once."""
+    """Keeps the tensors that a model passes to it; as a drill, it changes one element of one tensor, once."""
 
     operators: bool
     drill: str = ""
-    """Place whose result is changed, such as "2.query"."""
+    """Place at which a tensor is changed, such as "2.query"; "" for none."""
     kept: dict[str, Any] = field(default_factory=dict)
     places: list[str] = field(default_factory=list)
     """All places seen so far."""
@@ -93,7 +93,7 @@ class Recorder:
         self.kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
     def see(self, layer: str, operator: str, tensor: Any) -> Any:
-        """Record a tensor; return the tensor with which the model continues."""
+        """Record a tensor, changed if the drill is for this place; return the tensor with which the model continues."""
         place = f"{layer}.{operator}"
         if place not in self.places:
             self.places.append(place)
@@ -105,7 +105,7 @@ class Recorder:
 
 
 def _spoilt(tensor: Any) -> Any:
-    """Return a copy in which the lowest exponent bit of the largest element is flipped: it doubles or halves."""
+    """Return a copy in which the largest element's lowest exponent bit is flipped, so that it doubles or halves."""
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     at = int(copy.abs().argmax())
     bits(copy).view(-1)[at] ^= 1 << form_of(copy.dtype).bits - 1
@@ -113,7 +113,7 @@ def _spoilt(tensor: Any) -> Any:
 
 
 def files() -> Path:
-    """Return the file with a capture's prompts, from the checkout or the wheel."""
+    """Return the path of the file with the prompts of captures, in the checkout or in the wheel."""
     package = Path(canaryd.__file__).resolve().parent
     probes = package.parent / "probes"
     return (probes if probes.is_dir() else package / "probes.d") / "endpoint" / "prompts.json"
@@ -128,7 +128,7 @@ def record_directory(
     forced: bool,
     progress: Progress,
 ) -> None:
-    """Run the shipped prompts through a Hugging Face model, and record its tensors.
+    """Run the shipped prompts `names` through a Hugging Face model, and pass its tensors to the recorder.
 
     Operators are the leaf modules of every decoder layer, under their own names, and the layer itself as "out".
     `forced` processes a prompt in one pass. Raises `Skip` if the model does not run or fit here.
@@ -152,7 +152,7 @@ def record_directory(
 
 
 def _hook(model: Any, recorder: Recorder) -> None:
-    """Pass the output of every leaf module and every layer of a model to the recorder."""
+    """Let every leaf module and every layer of a model pass its output to the recorder."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     if not lists:
         raise Skip(f"{type(model).__name__} has no list of layers to record")
@@ -224,7 +224,7 @@ class _Request:
 
 
 def file_to_write(name: str) -> Path:
-    """Return the path of a file to write; raise `ValueError` for a directory or if its parent does not exist."""
+    """Return the path of a file to write; raise `ValueError` if it is a directory or if its parent does not exist."""
     out = Path(name)
     if out.is_dir() or not out.absolute().parent.is_dir():
         what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is not a directory"
@@ -237,7 +237,7 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
     Arguments: device (a `Device` as JSON), out (path), model (a Hugging Face directory), dtype, prompts (names; [] for
     all), operators (false: hidden states and logits alone), forced (one pass over the prompt, no decoding), drill
-    ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` if the model cannot run here.
+    ("" or the place to change). Raises `ValueError` for a wrong argument, `Skip` if the model cannot run here.
     """
     need_torch()
     started = time.monotonic()
@@ -286,7 +286,7 @@ def _compute(
 def environment(
     device: Device, switches: dict[str, str], checkpoint: hugging_face.Checkpoint | None = None
 ) -> dict[str, str]:
-    """Return the facts, other than device, dtype and model, on which the bits may depend."""
+    """Return name → value of all facts that may change the bits, except device, dtype and model."""
     chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
     facts = interface.of(device).stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
     if checkpoint:
@@ -295,7 +295,7 @@ def environment(
 
 
 def write(path: Path, recorder: Recorder, texts: Mapping[str, str]) -> int:
-    """Write a capture with the caller's `texts` of `ABOUT`; return its size in bytes. Raises `ValueError`."""
+    """Write a capture of the recorder's tensors and of `texts`; return its size in bytes. Raises `ValueError`."""
     about = {
         "schema": SCHEMA,
         "canaryd": __version__,
@@ -326,7 +326,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:
-    """Return whether all logits of a prompt are [batch, position, vocabulary], and the vocabulary has its tokens."""
+    """Return whether a prompt's logits are all [batch, position, vocabulary] and the vocabulary includes its tokens."""
     tokens = held[f"{prompt}/tokens"]
     logits = [t for name, t in held.items() if name.startswith(f"{prompt}/") and name.endswith("/head/logits")]
     if not all(t.dim() == 3 and t.is_floating_point() and t.numel() for t in logits):

@@ -1,6 +1,6 @@
 """Find the first difference of two captures, and decide whether it is rounding or a fault: `canaryd compare A B`.
 
-The stronger of two rules that applies is used (docs/compare.md derives them and gives measurements):
+The stronger of the two rules that applies is used (docs/compare.md derives them and gives measurements):
 
 same stack   Every bit must be equal. The fault is in the first operator that differs.
 difference   Rounding makes differences of one size all over a tensor, which grow slowly from operator to operator. An
@@ -20,17 +20,17 @@ from canaryd_lab.worker.canary.capture import Capture, name_of, read
 
 SCHEMA = "canaryd.compare/1"
 PEAK = 16.0
-"""Rule "difference": largest element over its tensor's noise; healthy stacks had up to 8.4."""
+"""Rule "difference": limit of a tensor's largest element divided by its noise; healthy stacks had up to 8.4."""
 GROWTH = 4.0
-"""Rule "difference": a tensor's noise over the largest noise before it; healthy stacks had up to 2.0."""
+"""Rule "difference": limit of a tensor's noise divided by the largest noise before it; healthy stacks had up to 2.0."""
 SMALLEST = 32
-"""Fewest elements with which a tensor's median is used as its noise."""
+"""Fewest elements of a tensor whose median is used as its noise."""
 IRRELEVANT = ("python", "kernel", "visible_cores")
 """Facts of a stack that never change the bits of a result."""
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Compare the captures at paths "a" and "b"; return the result of `compare`. `ValueError` for bad files."""
+    """Return the result of `compare` for the captures at the paths "a" and "b". Raises `ValueError` for bad files."""
     need_torch()
     captures = []
     for i, which in enumerate("ab"):
@@ -43,9 +43,9 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
 def compare(a: Capture, b: Capture) -> dict[str, Any]:
     """Compare two captures tensor by tensor; return rows in computing order, notes and a verdict, as JSON data.
 
-    A row: prompt, step, layer, operator, equal, departs (the wrong capture: "", "A", "B", "both", "A or B"), excess
-    (difference over what rounding explains: above 1 is a fault; None if not judged) and, unless equal, the numbers
-    of `_difference`.
+    A row has: prompt, step, layer, operator, equal, departs (the capture that is wrong: "", "A", "B", "both", "A or
+    B"), excess (difference divided by what rounding explains: above 1 is a fault; None if not judged) and, unless the
+    tensors are equal, the numbers of `_difference`.
     """
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -101,7 +101,7 @@ def _stack(capture: Capture) -> dict[str, str]:
 
 
 def _notes(a: Capture, b: Capture) -> list[str]:
-    """Return the captures' differences besides their numbers, and the comparisons that these prevent."""
+    """Return sentences about other differences of two captures, such as their stacks, and what is not compared."""
     notes = [
         f"{which} is a drill: one element was changed at {c.about['drill']}"
         for which, c in (("A", a), ("B", b))
@@ -130,7 +130,7 @@ def _shared_prompts(a: Capture, b: Capture) -> list[str]:
 
 
 def _common(a: Capture, b: Capture, result: dict[str, Any]) -> list[str]:
-    """Return the names of comparable tensors, in computing order; add the others with reasons to the notes."""
+    """Return the names of tensors that can be compared, in computing order; note why the others cannot."""
     names = []
     for prompt in _shared_prompts(a, b):
         one, two = a.tensors[f"{prompt}/input"], b.tensors[f"{prompt}/input"]
@@ -180,7 +180,7 @@ def _agree(a: Any, b: Any) -> Any:
 
 
 def _difference(a: Any, b: Any) -> dict[str, Any]:
-    """Return numbers for the difference of two tensors of one shape; None with a reason in "absent" if undefined.
+    """Return numbers that describe the difference of two tensors of one shape; None if undefined, as "absent" explains.
 
     relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between them; max_abs: largest |a - b|; all in float64.
     ulp: largest number of steps from one value to the other through the numbers of the narrower format (both are first
@@ -236,7 +236,7 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
 
 
 def ulp_distance(a: Any, b: Any) -> int:
-    """Return the largest distance of two finite tensors, counted in numbers of the narrower format."""
+    """Return the largest distance between elements of two finite tensors, in steps of the narrower format."""
     kind = min(a.dtype, b.dtype, key=lambda dtype: form_of(dtype).bits)
     top = 1 << (kind.itemsize * 8 - 1)
     x, y = (bits(t.to(kind).contiguous()).to(torch.int64).flatten() for t in (a, b))
@@ -255,7 +255,7 @@ def _hex(element: Any) -> str:
 
 
 def _judge_same(rows: list[dict[str, Any]]) -> None:
-    """Mark the first row that differs as the fault; later differences may be consequences of the first."""
+    """Mark the first row that differs as the fault; the differences in later rows may be its consequences."""
     first = next((row for row in rows if not row["equal"]), None)
     if first:
         first["departs"] = "A or B"
@@ -266,7 +266,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _roundoff(kind: Any, longest: int) -> float:
-    """Return the relative error of one operator: its own rounding and the rounding of sums of `longest` terms."""
+    """Return the relative error of one operator by rounding: its own, and that of sums of `longest` terms."""
     return math.ldexp(1.0, -kind.bits) + math.ldexp(math.sqrt(longest), -max(kind.bits, FORMATS["float32"].bits))
 
 
@@ -275,7 +275,7 @@ def _finite(value: float) -> float:
 
 
 def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Mark the rows whose differences are too large for rounding, without deciding which capture is wrong."""
+    """Mark the rows whose differences are larger than rounding explains; this does not say which capture is wrong."""
     longest = max(t.shape[-1] for name, t in a.tensors.items() if name.count("/") == 3)
     before: dict[str, float] = {}
     for row in rows:
@@ -290,7 +290,7 @@ def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> Non
 
 
 def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
-    """Return the largest difference over its tensor's noise, and this noise relative to the rows' mean size.
+    """Return (the largest difference divided by its tensor's noise, this noise relative to the rows' mean size).
 
     Noise is estimated by medians, which a few wrong elements do not change: 1.4826 times the median of |x| is the
     standard deviation of a normal x (P. J. Rousseeuw, C. Croux, J. Am. Stat. Assoc. 88, 1993, section 1).
@@ -310,7 +310,7 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
 
 
 def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Add a row for each chosen token that does not have the best logit, because the choice is then wrong."""
+    """Add a row for each chosen token whose logit is not the largest, because that choice is wrong."""
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
         slips = [_slip(c, prompt) for c in (a, b)]
         step = next((s for s in slips if s is not None), None)
@@ -322,7 +322,7 @@ def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
 
 
 def _slip(capture: Capture, prompt: str) -> str | None:
-    """Return the first step whose token does not have the best logit, or None if all have it."""
+    """Return the first step whose chosen token does not have the largest logit, or None if there is none."""
     tokens = capture.tensors[f"{prompt}/tokens"][0]
     forced = capture.about["path"] == "forced"
     steps = ["forced"] if forced else [str(i) for i in range(len(tokens))]

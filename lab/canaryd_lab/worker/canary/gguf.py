@@ -9,7 +9,7 @@ from typing import Any
 from canaryd.worker.numeric.tensors import bytes_of, torch
 
 FORMATS = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32)}
-"""Format of a matrix → its `ggml_type`, and the `llama_ftype` of a file of such matrices."""
+"""Format of matrices → (`ggml_type` of a matrix, `llama_ftype` of a file)."""
 _ALIGNMENT = 32
 _WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -36,7 +36,7 @@ _OF_A_LAYER = {
 def parts_of_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) -> Iterator[bytes]:
     """Yield a file's header, then the bytes of each tensor, so that memory never holds the whole file.
 
-    Names are those of Hugging Face's Llama. Vectors are float32, as in files of llama.cpp's own converter.
+    `weights` have the names of Hugging Face's Llama. Vectors become float32, as in llama.cpp's own converter.
     """
     forms = {name: "float32" if tensor.dim() == 1 else form for name, tensor in weights.items()}
     head, at = [], 0
@@ -88,7 +88,7 @@ def _string(text: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """Return a value's bytes after its `gguf_metadata_value_type`; lists hold whole numbers or texts."""
+    """Return a value's bytes after the number of its `gguf_metadata_value_type`; lists hold whole numbers or texts."""
     if isinstance(value, list) and isinstance(value[0], int):
         return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A device's behaviour under strain: memory that runs out, work that does not end."""
+"""A device's behaviour in two hard situations: memory that is exhausted, and work that does not end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 
 ROOM = 1 << 30
-"""Bytes that this process may allocate from now on, so that memory runs out here and not for a server (ours)."""
+"""Bytes that this process can still allocate, so that its memory is exhausted before a server's is (ours)."""
 BLOCK = 256 << 20
 """Bytes of one allocation."""
 
 
 def memory(bench: Bench) -> None:
-    """Allocate memory until none is left: the error must say so, and right answers must follow."""
+    """Allocate memory until none is left. The error must say that memory is exhausted; later answers must be right."""
     device, (_, total) = torch_device(bench.device), bench.runtime.memory(bench.device)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     held: list[Any] = []
@@ -62,7 +62,7 @@ def _data_bytes() -> int:
 
 
 def spin(bench: Bench) -> None:
-    """Compute until the time is spent, in a worker that will be killed."""
+    """Compute until the time is spent, so that the caller can kill the worker."""
     a = torch.ones((1024, 1024), device=torch_device(bench.device))
     turns = 0
     while bench.left > 0:

@@ -1,4 +1,4 @@
-"""The workplace of a part of a characterisation: the device, its time, and the list of observations."""
+"""The tools with which a part of a characterisation works: the device, its time, and the list of observations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canaryd.worker.runtime.interface import Operation, Runtime
 from canaryd_lab.observation import Claim, Observation, Seen
 
 BLIND = "blind"
-"""The drill that makes every comparison say "equal", which the controls must notice."""
+"""The drill that makes every comparison say "equal", to show that the controls notice this."""
 SEED = 20_261_123
 """Seed of all operands, so that two characterisations of one device compute the same data."""
 Compute = Callable[[tuple[Any, ...], Any], Any]
@@ -34,13 +34,13 @@ class DeviceFailed(Exception):
 
 @dataclass
 class Bench:
-    """One running part."""
+    """One part of a characterisation while it runs."""
 
     device: Device
     seconds: float
     """Seconds that the part may take."""
     drill: str = ""
-    """A fault of `faults.FAULTS` for every strict result, or `BLIND`; "" for none."""
+    """The name of a fault in `faults.FAULTS` to inject into every strict result, or `BLIND`; "" for none."""
     progress: Progress = lambda _fraction, _text: None
     clock: Callable[[], float] = time.monotonic
     seen: list[Observation] = field(default_factory=list)
@@ -57,32 +57,32 @@ class Bench:
         return interface.of(self.device)
 
     def computes(self, operation: Operation) -> Compute:
-        """Return the function with which the device computes an operation."""
+        """Return a function that computes an operation on the device."""
         return partial(self.runtime.run, operation)
 
     @property
     def left(self) -> float:
-        """Seconds left, never negative."""
+        """Return the seconds that the part has left; 0 if its time is spent."""
         return max(0.0, self.begun + self.seconds - self.clock())
 
     def add(
         self, name: str, claim: Claim, seen: Seen, detail: str = "", *, error: str = "", values: Values | None = None
     ) -> None:
-        """Record one observation."""
+        """Record one observation: `claim` is what the result must be, `seen` what it was."""
         self.progress(min(0.99, 1 - self.left / self.seconds), name)
         self.seen.append(
             Observation(name=name, claim=claim, seen=seen, error=error, detail=detail, values=values or {})
         )
 
     def out_of_time(self, name: str, claim: Claim) -> bool:
-        """Return whether the part's time is spent, and if so record `name` as not reached."""
+        """Return whether the part's time is spent; if it is, record the observation `name` as not reached."""
         if self.left > 0:
             return False
         self.add(name, claim, Seen.NOT_REACHED, f"the part's {self.seconds:g} s were spent before its turn")
         return True
 
     def note_error(self, name: str, claim: Claim, caught: Exception) -> None:
-        """Record an error as an observation of its kind. Raises `DeviceFailed` for an error of the device."""
+        """Record an error as an observation with the error's kind. Raises `DeviceFailed` if the device failed."""
         lines = [line.strip() for line in str(caught).splitlines() if line.strip()]
         text = f"{type(caught).__name__}: {(lines or ['no reason given'])[0]}"
         kind = "harness" if isinstance(caught, Inexact) else kind_of(caught).value
@@ -102,7 +102,7 @@ class Bench:
         return runtime.agree([result], golden)[0] and on_host
 
     def verify(self, name: str, build: Callable[[], Problem], compute: Compute, claim: Claim = Claim.STRICT) -> None:
-        """Compute one problem from two uploads, and record whether both results have the golden's bits."""
+        """Upload and compute one problem twice; record whether both results are equal to the golden bit for bit."""
         if self.out_of_time(name, claim):
             return
         try:

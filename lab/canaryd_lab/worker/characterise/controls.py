@@ -1,4 +1,4 @@
-"""Controls: injected faults must be seen as wrong, otherwise no result seen as right means anything."""
+"""Controls: injected faults must be seen as wrong; if they are not, no result seen as right can be trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIRS = (
 
 
 def controls(bench: Bench) -> None:
-    """Compare right results with a wrong golden, and results with each injected fault with the right golden."""
+    """Run two kinds of control: right results with a wrong golden, and results with an injected fault."""
     with bench.runtime.strict(bench.device):
         for source, target in PAIRS:
             problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
@@ -43,7 +43,7 @@ def _with_wrong_golden(problem: Problem) -> Problem:
 
 
 def _one(bench: Bench, name: str, source: str, target: str, problem: Problem, fault: faults.Fault | None) -> None:
-    """Compute a problem with a fault and record whether the comparison saw the fault."""
+    """Compute a problem with a fault (None: with a wrong golden); record whether the comparison saw it."""
     runtime = bench.runtime
     try:
         operands = runtime.upload(problem.operands, bench.device)

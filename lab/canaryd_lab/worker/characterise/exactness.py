@@ -1,4 +1,4 @@
-"""Which operations of a device give the one right answer: format x content x layout x shape x kernel.
+"""Find the operations of a device that give the one right answer, by format, content, layout, shape and kernel.
 
 If a switch that may change bits is on, results are only measured.
 """
@@ -35,7 +35,7 @@ SHAPES = {
     "tall": (256, 32, 128, 0),
     "batched": (32, 32, 64, 4),
 }
-"""Name → M, N, K and batch (0 for none)."""
+"""Name of a shape → (M, N, K, batch); batch 0 means no batch."""
 SIXTEENTHS = {
     "tile": (64, 64, 128, 0),
     "deep": (32, 32, 2048, 0),
@@ -47,7 +47,7 @@ ATTENTION_SHAPES = {
     "prefill": (1, 2, 2, 64, 64, 64), "grouped": (1, 4, 2, 33, 80, 64), "decode": (2, 2, 1, 1, 320, 64),
     "long": (1, 2, 2, 8, 1024, 128),
 }  # fmt: skip
-"""Name → B, H, G, L, S and D."""
+"""Name of a shape → (B, H, G, L, S, D)."""
 ATTENTION_FORMATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -61,7 +61,7 @@ class Switch:
     backends: tuple[str, ...]
     turn_on: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     fast: bool = False
-    """Whether the switch is FP8's fast accumulation, which is an argument of the call."""
+    """Whether the switch is FP8's fast accumulation, which is an argument of the product's call."""
 
 
 @contextlib.contextmanager
@@ -96,23 +96,23 @@ LIBRARIES = {
     "cublaslt": (("cuda", "rocm"), partial(_library, "cublaslt")),
     "without onednn": (("cpu",), lambda: torch.backends.mkldnn.flags(enabled=False)),
 }
-"""Name of other kernels for a product → backends that have them, and the function that selects them."""
+"""Name of another library for products → (backends that have it, function that selects it)."""
 
 
 def switches_of(source: str) -> list[Switch]:
-    """Return the switches that affect an operand format."""
+    """Return the switches that may change the bits of products of an operand format."""
     return [s for s in SWITCHES if source.startswith(s.sources)]
 
 
 def product_of(device: Device, source: str, target: str, content: str, layout: str, shape: tuple[int, ...]) -> Product:
-    """Return a product whose sums have as many bits as the goldens of this device assume."""
+    """Return a product whose sums need as many bits as the goldens assume that the device keeps."""
     M, N, K, batch = shape
     room = room_of(device, source, target, batched=batch > 0)
     return Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
 
 
 def products(source: str, target: str, bench: Bench) -> None:
-    """Verify one pair of formats in every content, layout and shape, with each library, and with each switch on."""
+    """Verify a pair of formats in every content, layout and shape; then with each library and each switch on."""
     source = float8(bench.device, source)
     name = label_of(source, target)
     if source == "tfloat32" and bench.device.unit != "cuda":
@@ -137,7 +137,7 @@ def products(source: str, target: str, bench: Bench) -> None:
 
 
 def _mixed(*lists: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return every combination in an irregular order, so that some of each is tried if time ends early."""
+    """Return all combinations of the lists in an irregular order, so that an early end leaves some of each tried."""
     return sorted(itertools.product(*lists), key=lambda choice: derive(SEED, " ".join(choice)))
 
 
@@ -149,7 +149,7 @@ def _builder(device: Device, source: str, target: str, content: str, layout: str
 def _varied(
     bench: Bench, source: str, target: str, what: str, backends: tuple[str, ...], choose: Any, compute: Any
 ) -> None:
-    """Measure a pair of formats again, under a switch or in another library."""
+    """Measure a pair of formats again, with a switch on or with another library, which `what` names."""
     name = f"{label_of(source, target)}/{what}"
     if bench.device.backend not in backends:
         bench.add(name, Claim.OPEN, Seen.NOT_OFFERED, f"not offered here: {what} is for {', '.join(backends)}")
@@ -196,4 +196,4 @@ ATTENTION_PARTS = tuple(
     for runtime in RUNTIMES
     for kernel in interface.named(runtime).attention_kernels
 )
-"""(runtime, name, function that carries it out) for every attention kernel."""
+"""For every attention kernel: (runtime, name of the part, function that carries it out)."""

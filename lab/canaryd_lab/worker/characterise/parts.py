@@ -1,4 +1,4 @@
-"""Answer the requests of `canaryd characterise`: list the parts, or carry one out."""
+"""Answer the requests of `canaryd characterise`: list the parts (groups of tests), or carry one out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = {"jax": 60}
 
 @dataclass(frozen=True)
 class Part:
-    """One part; `rank` is its place in the order, the most telling parts first; `seconds` is its longest time."""
+    """A group of tests. `rank` is its place in the order: 0 is first. `seconds` is its longest time."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Part:
 
 
 def environment(bench: Bench) -> None:
-    """Record the stack under test, torch's switches, the device, and what the goldens assume of the device."""
+    """Record the software under test, torch's switches, the device, and what the goldens assume of the device."""
     device = bench.device
     with bench.runtime.strict(device) as switches:
         bench.facts["switches"] = as_text(switches)
@@ -72,7 +72,7 @@ PARTS = {
         Part("memory", "Memory that runs out", 85, 10, behaviour.memory, (TORCH,)),
     )
 }
-"""Name → every part of a plan that the worker carries out."""
+"""Name → part, for every part that the worker carries out."""
 HELPERS = {
     part.name: part
     for part in (
@@ -80,14 +80,14 @@ HELPERS = {
         Part("vendor tool", "The vendor's own tool", 0, 10, vendor_tool.vendor_tool),
     )
 }
-"""Parts that only other parts request."""
+"""Name → part, for parts that run only at the request of another part."""
 
 WITHOUT_TORCH = frozenset({"vendor tool"})
 """Names of parts that run in canaryd's own interpreter."""
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return the list of "parts" if `part` is "", otherwise that part's "observations" and "facts"."""
+    """Return {"parts": the device's} if the argument `part` is "", else that part's "observations" and "facts"."""
     device = from_json(Device, arguments["device"])
     if not arguments["part"]:
         mine = (p for p in PARTS.values() if device.runtime in p.runtimes)

@@ -1,4 +1,4 @@
-"""The cost of verification: products per second, raw and verified."""
+"""The cost of verification: products per second with and without verification."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from canaryd_lab.worker.characterise.exactness import product_of
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 GROWTH = 5.0
-"""Assumed ratio of a size's time to that of half the size: between 4, for its golden, and 8, for its product (ours)."""
+"""Assumed time of a size divided by that of half the size: between 4, for the golden, and 8, for the product (ours)."""
 SAMPLE = 0.15
-"""Shortest seconds of one measurement of speed."""
+"""Shortest time in seconds of one measurement of speed."""
 
 
 def _offered(bench: Bench) -> list[tuple[str, str]]:
-    """Return the pairs of formats that the device multiplies; record the others as observations."""
+    """Return the pairs of formats that the device multiplies; record the other pairs as observations."""
     found = []
     for given, target in FORMAT_PAIRS:
         source = float8(bench.device, given)
@@ -53,7 +53,7 @@ def _offered(bench: Bench) -> list[tuple[str, str]]:
 
 
 def throughput(bench: Bench) -> None:
-    """Measure products per second, raw and verified, for each size from 512 up in every pair of formats."""
+    """Measure products per second with and without verification, for each size from 512 up in every pair of formats."""
     with strict_switches():
         offered = _offered(bench)
         took: dict[str, float] = {}
@@ -77,7 +77,7 @@ class Repetition:
     """Products that a GPU repeats without the host: unverified, or verified on fresh operands as in exact_matmul."""
 
     def __init__(self, session: Session, case: Case, pools: Problem, seed: int) -> None:
-        """Capture both kinds; raise the runtime's exception, or `ValueError` if the comparison sees no fault."""
+        """Capture both kinds of burst; raise the runtime's exception, or `ValueError` if a comparison sees no fault."""
         assert case.product is not None
         runtime, device = session.runtime, session.ctx.device
         gatherer = Gatherer(runtime, device, case.product, pools, seed)
@@ -98,18 +98,18 @@ class Repetition:
         self._raw = Graph(target, unverified)
 
     def unverified(self, bursts: int) -> None:
-        """Launch the multiplications `bursts` times, and wait for the end."""
+        """Launch the burst of multiplications `bursts` times, and wait for the end."""
         for _ in range(bursts):
             self._raw.launch()
         self._raw.answers()
 
     def verified(self, bursts: int) -> int:
-        """Gather, multiply and compare; return the number of results that differ from their golden."""
+        """Gather, multiply and compare `bursts` times; return the number of results that differ from their golden."""
         return sum(len(turn.answers) - turn.answers.count(EQUAL) for turn in self._turns.turns(math.inf, bursts))
 
 
 def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None:
-    """Measure the speed of one size."""
+    """Measure and record the speed of products of one size."""
     product = product_of(bench.device, source, target, "permute", "nt", (size, size, size, 0))
     (raw_seconds, busy), (verified_seconds, verified_busy), wrong = _measured(bench, source, target, product)
     work = 2.0 * size**3
@@ -124,7 +124,8 @@ def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None
 
 
 Speeds = tuple[tuple[float, float | None], tuple[float, float | None], int]
-"""Raw and verified: (seconds per product, share of the time in which the device was busy); then wrong products."""
+"""(unverified, verified, wrong products); each of the first two: (seconds per product, share of the time in which the
+device was busy)."""
 
 
 def _measured(bench: Bench, source: str, target: str, product: Product) -> Speeds:
@@ -183,7 +184,7 @@ def _one_by_one(bench: Bench, source: str, target: str, product: Product) -> Spe
 
 
 def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]:
-    """Return the seconds of one call, and the share of the time in which a processor was busy."""
+    """Return (seconds of one call of `work`, share of the time in which a processor was busy or None if unknown)."""
     work()
     synchronize(bench.device)
     calls, started, processor = 0, time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""The readings of the vendor's own tool, under canaryd's names."""
+"""The values that the vendor's own tool reports, under canaryd's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 8.0
 
 @dataclass(frozen=True)
 class Field:
-    """One field of nvidia-smi, and its conversion to a reading."""
+    """One field of nvidia-smi, and its conversion to a reading of canaryd."""
 
     query: str
     reading: str
@@ -49,11 +49,11 @@ FIELDS = (
     Field("ecc.errors.uncorrected.aggregate.dram", "ecc_aggregate_errors_total{kind=uncorrected,location=dram}"),
 )
 WITHOUT = ("[N/A]", "[Not Supported]", "N/A", "[Unknown Error]", "")
-"""Texts that the tool prints if it has no value."""
+"""Texts that the tool prints in place of a value that it does not have."""
 
 
 def parse(names: list[str], line: str) -> dict[str, dict[str, Any]]:
-    """Return reading → value, tolerance and the tool's field, from one line of CSV without units."""
+    """Return reading → {value, tolerance, field of the tool}, from one line of CSV with the fields `names`."""
     cells = [cell.strip() for cell in next(csv.reader([line]))]
     known = {field.query: field for field in FIELDS}
     found = {}
@@ -67,7 +67,7 @@ def parse(names: list[str], line: str) -> dict[str, dict[str, Any]]:
 
 
 def vendor_tool(bench: Bench) -> None:
-    """Ask nvidia-smi for all fields, or one by one if it does not know some; record the values."""
+    """Ask nvidia-smi for all fields at once, or one by one if it does not know some; record the values."""
     device = bench.device
     base = ["nvidia-smi", f"--id={device.parent or device.uuid}", "--format=csv,noheader,nounits"]
     found: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The two blocks of a layer, attention and MLP: which inputs each row of each linear operator reads and writes."""
+"""The two blocks of a layer, attention and MLP: the inputs and outputs of each row of each linear operator."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from canaryd_lab.worker.exact_canary.layout import ONE, Layout, Port, query_scal
 from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, Twins, full, twins, units
 
 PAIRS = 24
-"""Cancelling pairs per row; with more, float32 sums would hide the lowest bits of a fault."""
+"""Pairs of cancelling weights per row; with more, float32 sums would hide the lowest bits of a fault."""
 MOST = 20
-"""Cancelling pairs per row if gains have full significands: their 16-bit products then add up to less than 2^23."""
+"""Pairs of cancelling weights per row if gains have full significands: their 16-bit products then stay below 2^23."""
 
 
 class Block:
-    """Base of both blocks: sizes, program, layout, and the port that a block reads after its norm."""
+    """Base of both blocks: sizes, program, layout, and the inputs (port) that a block reads after its norm."""
 
     def __init__(self, shape: Shape, program: Plan, layout: Layout, port: Port, digits: Digits) -> None:
         self.shape, self.program, self.layout, self.port, self.digits = shape, program, layout, port, digits
 
     def matrix(self, port: Port, rows: int) -> Matrix:
-        """Return an empty linear operator."""
+        """Return a linear operator with `rows` outputs and no weights yet."""
         return Matrix(port, rows, self.digits)
 
     def unit(self, row: int, layer: int) -> int:
-        """Return a dimension that is 1 after every norm, but not the one reserved for biases."""
+        """Return the number of a dimension that is 1 after every norm, but not of the one reserved for biases."""
         return self.layout.units[1 + (row + layer) % (len(self.layout.units) - 1)]
 
 
 class Attention(Block):
-    """Attention: queries find a place by its code; the place's value is written into the copied pairs."""
+    """Attention: queries find a place by its code; the place's value is written into the copied pairs of dimensions."""
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
         """Return the block's weights, named below the layer."""
@@ -81,7 +81,7 @@ class Attention(Block):
         return found
 
     def _moving_port(self) -> Port:
-        """Return the port of the keys without pairs of constants, where a fault shifts all keys and keeps the tie."""
+        """Return the keys' inputs, without pairs of constants: a fault in one would shift all keys and keep the tie."""
         port = self.port
         return Port(port.classes, port.gains, pairs=[p for p in port.pairs if port.classes[p[0]] != ONE])
 
@@ -91,7 +91,7 @@ class Attention(Block):
         matrix.add(row, (dim, weight / self.port.gains[dim]))
 
     def _bias(self, seed: int, name: str, weight: Any, live: Any) -> dict[str, Any]:
-        """Return a bias of full significands, and subtract it again through the reserved unit dimension."""
+        """Return a bias of full significands, and add weights that subtract it again through the reserved dimension."""
         unit: Any = 1 / 32
         low, high = 129, 255
         if levels := self.digits.levels:
@@ -102,7 +102,7 @@ class Attention(Block):
         return {f"self_attn.{name}_proj.bias": bias}
 
     def _retrieved_port(self, seed: int) -> tuple[Port, list[tuple[Twins, Hashable]]]:
-        """Return the output projection's port, and (twins, value bit or `ONE`) for each pair of a head's dimensions."""
+        """Return the output projection's inputs, and (twins, value bit or `ONE`) for each pair of head dimensions."""
         s, kinds = self.shape, self.program.value_bits + 1
         known, unit = twins(self.digits.bits, self.digits.levels), self.digits.offered
         pick = below(seed, "value twins", (s.head // 2,), len(known)).tolist()
@@ -159,10 +159,10 @@ class Attention(Block):
 
 
 class Mlp(Block):
-    """MLP: neurons erase the retrieved bits, and multiply the value's bits with them."""
+    """MLP: its neurons erase the retrieved bits, and multiply the bits of the place's value with them."""
 
     def _jobs(self) -> list[tuple[Hashable, ...]]:
-        """Return the jobs of neurons: a constant, a copy of a retrieved bit or of a value's bit, or a product.
+        """Return the jobs of neurons: a constant, a copy of a retrieved bit, a copy of a value's bit, or a product.
 
         ("product", bit, x, y): the value's bit if the two retrieved bits are x and y, otherwise 0.
         """
@@ -177,7 +177,7 @@ class Mlp(Block):
         return {f"mlp.{name}_proj.weight": weight for name, weight in self.matrices(layer, seed, 0, {}).items()}
 
     def matrices(self, layer: int, seed: int, flips: int, apart: Mapping[int, int]) -> dict[str, Any]:
-        """Return gate, up and down; bit b of `flips` negates products of value bit b; `apart`: dimension → addend."""
+        """Return gate, up and down. Bit b of `flips` negates products of value bit b; `apart`: dimension → addend."""
         s, jobs, known = self.shape, self._jobs(), twins(self.digits.gate, self.digits.levels)
         pick = below(seed, "neuron twins", (s.inner // 2,), len(known)).tolist()
         gate, up = self.matrix(self.port, s.inner), self.matrix(self.port, s.inner)
@@ -220,7 +220,7 @@ class Mlp(Block):
     def _read_retrieved(
         self, matrix: Matrix, row: int, lag: Hashable, bit: Hashable, weight: float, layer: int
     ) -> None:
-        """Add weights that read a retrieved bit: after the norm, (s + 2 t) / 4 - (s - 2 t) / 4 = t."""
+        """Let a row read a retrieved bit t by added weights: after the norm, (s + 2 t) / 4 - (s - 2 t) / 4 = t."""
         index = lag * self.program.value_bits + bit  # type: ignore[operator]
         options = [c for c in self.layout.copied if c.retrieved == index]
         c = options[(row + layer) % len(options)]

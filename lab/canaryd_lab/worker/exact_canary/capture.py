@@ -1,4 +1,4 @@
-"""Run the exact canary on one device and compare every operator's result with the proof (docs/compare.md)."""
+"""Run the exact canary on one device and compare every operator's result with the proved one (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUTED = (".shares", ".chosen")
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """One inference, compared with the truth."""
+    """One inference, compared with the proved results."""
 
     dtype: str
     path: str
@@ -46,22 +46,22 @@ class Ran:
     values: int
     loose: int
     wrong: int
-    """Number of wrong values, those caused by other wrong values included."""
+    """Number of wrong values, including values that are wrong because an input was wrong."""
     faults: int
     """Number of places that are wrong although everything that they read is right."""
     places: tuple[Place, ...] = ()
-    """The first 64 of the places at fault, in the order of work."""
+    """The first 64 of the places at fault, in the order of computation."""
     fault: Fault | None = None
     """The first fault, or None if there is none."""
     again: str = ""
-    """Result of a second run of the inference: "same" fault, "other" fault, "right"; "" if no value was wrong."""
+    """Outcome of a second run: "same" fault, "other" fault or "right"; "" if the first run had no wrong value."""
     weights: tuple[tuple[str, Evidence], ...] = ()
-    """Weights that were wrong when they were read back from the device afterwards."""
+    """Weights (name, what was wrong) that differed when they were read back from the device after the inference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Inferences that the device refuses."""
+    """Inferences that the device refuses, with its reason."""
 
     dtype: str
     kernel: str
@@ -70,13 +70,13 @@ class Refused:
 
 @dataclass
 class Session:
-    """The inferences on one device."""
+    """The inferences that run on one device."""
 
     device: Device
     strike: Watch | None = None
     """Function that changes a result before it is recorded: an injected fault."""
     drill: str = ""
-    """Place such as "2.down", whose result is spoilt once, in the first inference that has it."""
+    """Place such as "2.down", whose result is changed once, in the first inference that has this place."""
     places: list[str] = field(default_factory=list)
     """Places seen so far."""
     struck: bool = False
@@ -88,7 +88,7 @@ class Session:
         self.runtime, self.operators = interface.of(self.device), interface.operators_of(self.device)
 
     def run(self, inference: Inference, known: Truth, weights: Mapping[str, Any]) -> Ran:
-        """Run and compare one inference; repeat it if a value is wrong. `weights` are on the device."""
+        """Run one inference and return its comparison; repeat it if a value is wrong. `weights` are on the device."""
         recorder = Recorder(operators=True, drill="" if self.struck else self.drill)
         found = self.once(inference, known, weights, recorder)
         self.struck |= recorder.struck
@@ -118,7 +118,7 @@ class Session:
         )
 
     def once(self, inference: Inference, known: Truth, weights: Mapping[str, Any], recorder: Recorder) -> Examined:
-        """Run one inference with a recorder, which then holds a complete capture; return the comparison."""
+        """Run one inference and return its comparison; `recorder` then holds a complete capture."""
         recorder.prompt, recorder.step = PROMPT, "forced" if inference.path == "forced" else "-1"
         words = known.values["word"].to(torch.int64)
 
@@ -151,7 +151,7 @@ class Session:
 
 
 def _complete(recorder: Recorder, given: Any) -> None:
-    """Complete a recorder's tensors to a capture: add the given and the chosen tokens."""
+    """Complete a recorder's tensors to a capture: add the tokens that were given and those that were chosen."""
     chosen = [recorder.kept.pop(name) for name in [*recorder.kept] if name.endswith("/word")]
     best = torch.cat(chosen, 1) if chosen else recorder.kept[f"{PROMPT}/forced/head/logits"].argmax(-1)
     recorder.keep(f"{PROMPT}/input", given)
@@ -159,7 +159,7 @@ def _complete(recorder: Recorder, given: Any) -> None:
 
 
 def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
-    """Return every inference of these formats; those without an anchor come later, those with experts last."""
+    """Return every inference of these formats: first those with an anchor, then without, last those with experts."""
     count = steps(TINY, "quick")
     found = [Inference(form, path, 1, kernel, count) for form, kernel, path in product(forms, kernels(device), PATHS)]
     found.sort(key=lambda inference: not inference.anchored)
@@ -195,7 +195,7 @@ def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progres
 
 
 def _upload(known: Truth, form: str, device: Device) -> dict[str, Any]:
-    """Return a model's weights, converted to a format, on the device."""
+    """Return a model's weights on the device, converted to the format `form`."""
     host = known.model.weights
     cast = tuple(w.to(getattr(torch, form)) for w in host.values())
     return dict(zip(host, interface.of(device).upload(cast, device), strict=True))
@@ -205,7 +205,7 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """Return the results as JSON data (docs/compare.md).
 
     Arguments: device (a `Device` as JSON), dtype ("" for all), seed (of model and prompt), out ("" or the path for the
-    first wrong inference), drill ("" or the place to spoil). Raises `ValueError` for a wrong argument, `Skip` if
+    first wrong inference), drill ("" or the place to change). Raises `ValueError` for a wrong argument, `Skip` if
     nothing runs here or the host contradicts itself.
     """
     need_torch()

@@ -15,18 +15,18 @@ from canaryd_lab.worker.exact_canary.layout import Layout, lay_out, ports
 from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, full
 
 READ = 16
-"""Cancelling pairs per row of the head; with more, float32 sums would hide the lowest bits of a fault."""
+"""Pairs of cancelling weights per row of the head; with more, float32 sums would hide the lowest bits of a fault."""
 TOP = 20
-"""Logit of the right word; each wrong bit of place or value subtracts 8."""
+"""Logit of the right word; each wrong bit of place or value in another word lowers its logit by 8."""
 
 
 def construct(shape: Shape, seed: int, *, anchored: bool | None = None, bits: int = 0) -> Model:
-    """Return the model; its weights fit into `bits` bits (0: bfloat16). Raises `Unfit` if the sizes are too small."""
+    """Return the model of a seed, its weights of at most `bits` bits (0: bfloat16); raise `Unfit` for small sizes."""
     return Maker(shape, plan(shape, anchored=anchored), seed, Digits.quantised(bits)).model()
 
 
 class Maker:
-    """State that the steps of one construction share."""
+    """State that the steps of constructing one model share."""
 
     def __init__(self, shape: Shape, program: Plan, seed: int, digits: Digits) -> None:
         self.shape, self.program, self.seed, self.digits = shape, program, seed, digits
@@ -56,7 +56,7 @@ class Maker:
         return _signs(order, self.program.place_bits)
 
     def _statics(self) -> Any:
-        """Return the static bits as signs (places + 1, statics).
+        """Return the bits of each word that do not change, as signs (places + 1, statics).
 
         A row: the place's code, the codes that its even and odd heads look for, its code again, +1, and its pair of
         experts. The last row is the anchor's.
@@ -72,7 +72,7 @@ class Maker:
         return torch.cat([words, anchor])
 
     def _embedding(self) -> Any:
-        """Return the embedding (vocabulary, hidden); words that the program does not use repeat those that it uses."""
+        """Return the embedding (vocabulary, hidden); words outside the program repeat the rows of words inside."""
         p = self.program
         word = torch.arange(self.shape.vocabulary) % p.words
         place, value = word // p.values, word % p.values
@@ -119,7 +119,7 @@ class Maker:
         return head.finish(self.seed + 8, 16.0, READ)
 
     def _readers(self, head: Matrix) -> None:
-        """Add weights that let each word outside the program read one static bit, with a full significand of 2 to 4."""
+        """Let each word outside the program read one static bit, with a weight of full significand of 2 to 4."""
         rest = range(self.program.words, self.shape.vocabulary)
         sizes = full(self.seed, "readers", len(rest), 2.0, self.digits.bits)
         names = [name for name in self.at_a.members if isinstance(name, tuple) and name[0] == "s"]

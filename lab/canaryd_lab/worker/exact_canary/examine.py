@@ -1,4 +1,4 @@
-"""Compare a capture of the exact canary with the truth, and separate an operator's own faults from inherited ones.
+"""Compare a capture of the exact canary with the proved results, and find the operators that were wrong themselves.
 
 An operator is at fault at a position if its result is wrong and everything that it read is right.
 """
@@ -35,15 +35,15 @@ INPUTS = {
     "down": ("active",),
     "out": ("middle", "down"),
 }
-"""Operator of a layer → the operators of the same layer that it reads; `_reads` handles all others."""
+"""Operator of a layer → the operators of that layer whose results it reads; `_reads` handles all others."""
 FUSED = ("rotated_query", "keys", "values")
-"""Operators that the mixture reads if one kernel computes scores, softmax and mixture."""
+"""Operators whose results the mixture reads if one kernel computes scores, softmax and mixture."""
 OF_ALL_POSITIONS = ("keys", "values")
 AXES = {
     **dict.fromkeys(("rotated_query", "rotated_key", "keys", "values"), ("", "head", "position", "element")),
     "word": ("", "position"),
 }
-"""Operator → meaning of its result's axes; position and element for others. The first axis is the single row."""
+"""Operator → what each axis of its result counts; position and element for others. The first axis is the single row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,48 +51,48 @@ class Place:
     """A position at which an operator's result is wrong although everything that it read is right."""
 
     layer: str
-    """"0" for the first layer, "0.expert2" for an expert in it; "input" before the layers and "head" after them."""
+    """"0" is the first layer, "0.expert2" an expert in it; "input" is before the layers and "head" after them."""
     operator: str
     step: str
-    """"forced" for one pass, otherwise the number of the forward pass of decoding; 0 is the prompt."""
+    """"forced" for one pass over the text, otherwise the number of decoding's forward pass; 0 is the prompt."""
     position: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The first wrong operator in the order of work, with its wrong elements."""
+    """The first wrong operator in the order of computation, with its wrong elements."""
 
     place: Place
     where: Mapping[str, int]
-    """Meaning of an axis → index of the first wrong element; positions are counted from the start of the text."""
+    """What an axis counts → index of the first wrong element on it; positions count from the start of the text."""
     wanted: str
     """The right value of that element in Python's notation."""
     got: str
     bits: tuple[int, ...]
     """Bits in which the wrong value differs from the right one; 0 is the lowest."""
     evidence: Evidence
-    """All wrong elements of this result that are not inherited, with indices of the captured tensor."""
+    """All elements that this operator itself made wrong; the indices are those of the captured tensor."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of a comparison with the truth."""
+    """The result of comparing one inference with the proved results."""
 
     values: int
     """Number of values compared."""
     loose: int
-    """Number of these values whose truth is not known exactly."""
+    """Number of compared values whose right value is known only within a tolerance."""
     wrong: int
-    """Number of wrong values, inherited ones included."""
+    """Number of wrong values, including values that are wrong because an input was wrong."""
     places: tuple[Place, ...]
-    """The first `LISTED` faults of operators themselves, in the order of work."""
+    """The first `LISTED` places at which an operator itself was wrong, in the order of computation."""
     count: int
-    """Number of all such faults."""
+    """Number of all places at which an operator itself was wrong."""
     fault: Fault | None
 
 
 def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
-    """Compare one inference's tensors in the order of work; `form`: its format, or that of its exponentials."""
+    """Compare one inference's tensors with the truth, in computing order; `form`: its or its exponentials' format."""
     bad: dict[str, Any] = {}
     places: list[Place] = []
     values = loose = wrong = count = 0
@@ -124,7 +124,7 @@ def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
 
 
 def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
-    """Return the places whose results a place reads."""
+    """Return the places whose results `place` reads; `fused`: one kernel computes all of attention."""
     layer, _, operator = place.rpartition(".")
     if "." in layer:  # of an expert
         outer = layer.partition(".")[0]
@@ -139,7 +139,7 @@ def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
 
 
 def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
-    """Return the positions (truth values) at which a place read a wrong value or was itself wrong earlier (cache)."""
+    """Return truth values per position: whether a place read a wrong value, or was wrong at an earlier step (cache)."""
     found = torch.zeros_like(next(iter(bad.values())))
     for read in (*reads, place):
         if read in bad:
@@ -149,7 +149,7 @@ def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
 
 
 def _fault(place: Place, start: int, got: Any, value: Any, off: Any) -> Fault:
-    """Return the fault with the wrong elements `off` of a result whose first position is `start`."""
+    """Return the fault of `place`; `off` marks the wrong elements of its result `got`; `start`: first position."""
     # A right 0 may have either sign: it gets that of the wrong value, so that the bits are those that were flipped.
     value = torch.where(value == 0, torch.copysign(value, got.to(torch.float64)), value)
     want = torch.where(off, value, got.to(torch.float64)).to(got.dtype)

@@ -1,8 +1,8 @@
-"""The experts of a mixture instead of a layer's MLP; a pair of experts computes each word (docs/exact-canary.md).
+"""The experts of a mixture, which replace a layer's MLP; a pair of experts computes each word (docs/exact-canary.md).
 
-Both experts of a pair write the MLP's result; one adds a number to every dimension, and the other subtracts it. So
-their mean is right, and an expert paired with a wrong one gives errors everywhere. Each pair negates other value bits,
-so a wrong pair gives another word.
+Both experts of a pair write the MLP's result, but one adds a number to every dimension, and the other subtracts it. So
+their mean is right, and an expert paired with a wrong one gives errors everywhere. Each pair negates other bits of the
+value, so a wrong pair gives another word.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from canaryd_lab.worker.exact_canary.blocks import PAIRS, Mlp
 from canaryd_lab.worker.exact_canary.matrix import Matrix, full
 
 LEAST = 66.0
-"""Smallest weight of a bit; each wrong bit costs twice its weight, at least 132."""
+"""Smallest weight of a bit in an expert's logit. Each wrong bit lowers the logit by twice its weight, at least 132."""
 NOISE = 64.0
-"""Size of the router's cancelling weights, large enough that their lowest bit breaks a tie."""
+"""Size of the router's cancelling weights; an error in the lowest bit of one is large enough to break a tie."""
 
 
 class Experts(Mlp):
@@ -40,7 +40,7 @@ class Experts(Mlp):
         return {"block_sparse_moe.gate.weight": router.finish(seed + 9, NOISE, PAIRS), **found}
 
     def _read_route(self, router: Matrix, expert: int, route: int, layer: int, seed: int) -> None:
-        """Add weights that make an expert's logit 0 for words of its pair; each wrong bit costs twice its weight."""
+        """Let an expert's logit be 0 for words of its pair `route`; each wrong bit costs twice the bit's weight."""
         bits = self.program.routes.bit_length() - 1
         sizes = full(seed, f"router {expert}", bits, LEAST, min(6, self.digits.half))
         for bit, weight in enumerate(sizes):
@@ -51,7 +51,7 @@ class Experts(Mlp):
             router.add(expert, (self.unit(expert + bit, layer), -weight))
 
     def _apart(self, seed: int, side: int) -> dict[int, int]:
-        """Return dimension → number that one side of a pair adds and the other subtracts; no result becomes 0."""
+        """Return dimension → number that expert `side` of a pair adds; the other subtracts it. No result becomes 0."""
         signs = (side * (2 * below(seed, "apart", (self.shape.hidden,), 2) - 1)).tolist()
         apart = dict(enumerate(signs))
         for dim, a, b in self.layout.ballast:

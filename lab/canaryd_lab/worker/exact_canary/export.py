@@ -27,14 +27,14 @@ from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
 from canaryd_lab.worker.safetensors import parts_of_safetensors
 
 PROMPTS = 8
-"""Number of prompts whose answers are written beside the checkpoint, all of which are asked at once (ours)."""
+"""Number of prompts that are written with their answers beside the checkpoint; all can be asked at once (ours)."""
 STEPS = 64
-"""Most words of an answer, the number that an endpoint canary requests: proving each word takes time (ours)."""
+"""Most words of an answer: as many as an endpoint canary requests, since proving each word takes time (ours)."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Write the checkpoint; return its sizes, or {"mistake": reason} if no exact canary has these sizes.
+    """Write a checkpoint; return its sizes, or {"mistake": reason} if no exact canary can have the requested sizes.
 
     Raises `Skip` without torch, `ValueError` if the directory cannot be written.
     """
@@ -121,7 +121,7 @@ def tokenizer(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """Return prompts with their proved continuations; `few`: name → matrix that is stored in few bits."""
+    """Return prompts with their proved answers; `few`: name → matrix that the checkpoint stores in few bits."""
     walk, found = Walk(model.shape, model.weights, stored=few), []
     for number in range(PROMPTS):
         progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
@@ -218,7 +218,7 @@ def _write(path: Path, document: Any) -> None:
 
 
 def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
-    """Return the sizes in a served model's `config.json`, with at most `layers` layers."""
+    """Return the sizes in the `config.json` of a served model, but at most `layers` layers."""
     kind = str(config.get("model_type", ""))
     family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", MIXTURE: MIXTURE}.get(kind)
     if family is None:
@@ -242,17 +242,17 @@ def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
 
 @dataclass(frozen=True)
 class RightAnswer:
-    """The answer of every healthy engine to a prompt."""
+    """The answer that every healthy engine gives to a prompt."""
 
     tokens: list[int]
     leads: list[float]
-    """Right word's logit minus the second best, per token."""
+    """For each token: the right word's logit minus the second largest logit."""
     log_probabilities: list[float]
     """Natural logarithm of the right word's probability, per token; correct to about 1e-12."""
 
 
 def right_answer(program: Plan, shape: Shape, words: list[int], count: int, logits: list[list[float]]) -> RightAnswer:
-    """Return tokens and log probabilities for a prompt; `logits` come from `prove`, one list per token."""
+    """Return the answer of `count` tokens to the prompt `words`; `logits` come from `prove`, one list per token."""
     tokens = continuation(program, shape.layers, words, count)
     leads, chances = [], []
     for token, row in zip(tokens, logits, strict=True):

@@ -1,10 +1,10 @@
 """An exact canary as a GGUF file for llama.cpp: one word is one token, and all numbers stay the same.
 
 Rotary pairs: llama.cpp rotates neighbours (2i, 2i + 1) in the llama architecture, where Hugging Face rotates (i, i +
-half), so rows of q and k change places.
+half), so rows of q and k are reordered.
 
 Words: no pre-tokenizer of llama.cpp splits at white space alone in all its versions. Tokens defined by the user are
-matched before all others, the longest first, and byte-level BPE drops text without a token: the white space.
+matched before all others, the longest first. Byte-level BPE drops all other text, which is the white space.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ USER_DEFINED = 4
 
 
 def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> Iterator[bytes]:
-    """Yield the parts of a file with matrices in `form`; `config` is the model's `config.json`."""
+    """Yield the parts of a GGUF file with matrices in the format `form`; `config` is the model's `config.json`."""
     shape, family = model.shape, "llama" if model.shape.family == MIXTURE else model.shape.family
     last = shape.vocabulary - 1  # a word that no right answer has, for what llama.cpp must have; token 11 otherwise
     facts = {
@@ -48,7 +48,7 @@ def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> Iter
 
 
 def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights in which one tensor holds all experts of a layer, in the order of their numbers."""
+    """Return the weights with one tensor for all experts of a layer, in the order of the experts' numbers."""
     found: dict[str, Any] = {}
     experts: dict[str, dict[int, Any]] = {}
     for name, weight in weights.items():
@@ -62,7 +62,7 @@ def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned(model: Model, name: str, weight: Any) -> Any:
-    """Return a weight with its rows in llama.cpp's order."""
+    """Return the weight `name`, its rows reordered for llama.cpp's rotary pairs if it makes q or k."""
     shape = model.shape
     heads = shape.heads if ".q_proj." in name else shape.kv_heads if ".k_proj." in name else 0
     if not heads or shape.family == "qwen2":

@@ -1,4 +1,4 @@
-"""The role of each dimension of the residual stream, before attention ("A") and before the MLP ("B").
+"""The role of each dimension of the residual stream, before attention (point "A") and before the MLP (point "B").
 
 Every block writes every dimension, and none is 0. Mean squares are 4 at A and 16 at B, so a norm divides by 2 or 4.
 """
@@ -14,22 +14,22 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit
 from canaryd.worker.numeric.integers import below, permutation
 
 LARGEST = 40
-"""Largest whole number that a pair of twins (`matrix.Twins`) can write."""
+"""Largest whole number that a pair of equal inputs (`matrix.Twins`) can write."""
 
 UNITS = 8
 """Number of dimensions that are 2 at A and 4 at B, so that a norm gives exactly 1; the first is reserved for biases."""
 ONE = "one"
-"""Name of the class of constants."""
+"""Name of the class of inputs that are constants."""
 
 
 GAP = 110.0
-"""Least distance of every other key's score, after scaling, below the winner's: e^-104 is 0 in float32 and narrower
+"""Least distance of all other keys' scores, after scaling, below the winner's: e^-104 is 0 in float32 and narrower
 formats, and adding it to 1 changes nothing in float64."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A pair of dimensions: sign * s + turn * 2 t and sign * s - turn * 2 t; s is static, t is retrieved (0 at A)."""
+    """A pair of dimensions, sign * s + turn * 2 t and sign * s - turn * 2 t: s is static, t is retrieved (0 at A)."""
 
     first: int
     second: int
@@ -41,7 +41,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Written:
-    """A pair of dimensions: sign * (c + turn * u) and sign * (c - turn * u); u: a value's bit; c: 2 at A, -2 at B."""
+    """A pair of dimensions: sign * (c + turn * u), sign * (c - turn * u). u is a value's bit; c is 2 at A, -2 at B."""
 
     first: int
     second: int
@@ -52,7 +52,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Layout:
-    """The role of each dimension."""
+    """The role of each dimension of the residual stream."""
 
     copied: tuple[Copied, ...]
     written: tuple[Written, ...]
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass
 class Port:
-    """The inputs of one linear operator, grouped into classes of equal inputs up to a known factor.
+    """The inputs of one linear operator, grouped into classes; inputs of one class are equal up to a known factor.
 
     Input i is gain[i] times the value of its class. Two inputs of one class, a pair, can cancel with any weights.
     """
@@ -74,7 +74,7 @@ class Port:
     pairs: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Collect the members of each class; if no pairs are given, pair the members in their order."""
+        """Collect the inputs of each class; if no pairs are given, pair the inputs of each class in their order."""
         for i, name in enumerate(self.classes):
             self.members.setdefault(name, []).append(i)
         if not self.pairs:
@@ -117,8 +117,8 @@ def lay_out(shape: Shape, program: Plan, seed: int) -> Layout:
 def squares(total: int, count: int) -> list[int]:
     """Return `count` positive integers, nearly equal, whose squares add up to `total`.
 
-    J.-L. Lagrange: four squares give any number. The last four integers are searched; the others are the root of the
-    mean. If that leaves too much for four, as many of the others as needed are larger by 1.
+    J.-L. Lagrange: four squares give any number. The last four integers are searched; each of the others is the root of
+    the mean. If the four would have to be too large, as many of the others as needed are larger by 1.
     """
     base = max(1, math.isqrt(total // count))
     for low in (base, base - 1, base + 1, base - 2):
@@ -134,7 +134,7 @@ def squares(total: int, count: int) -> list[int]:
 
 
 def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
-    """Return the ports of the linear operators after the norms at A and at B; `reserve` excludes the first unit."""
+    """Return the inputs of the linear operators after the norm at A and at B; `reserve` excludes the first unit."""
     classes: tuple[list[Hashable], ...] = tuple([None] * shape.hidden for _ in range(2))
     gains = tuple([1.0] * shape.hidden for _ in range(2))
 
@@ -161,7 +161,7 @@ def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
 
 
 def query_scale(shape: Shape, program: Plan) -> float:
-    """Return the smallest size of a code's weight with which a key that is wrong in one bit loses by `GAP`.
+    """Return the smallest weight of a code's bit with which a key that is wrong in one bit scores lower by `GAP`.
 
     Raises `Unfit` if float16 cannot hold the scores.
     """

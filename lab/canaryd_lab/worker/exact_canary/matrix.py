@@ -1,4 +1,4 @@
-"""Build one linear operator: its signal, and weights of full significand that cancel exactly on every input.
+"""Build one linear operator from two parts: its signal, and weights of full significand that cancel on every input.
 
 All weights have at most 8 significant bits, so bfloat16 holds them. For quantised weights, those of a row are whole
 numbers of few bits times one power of two.
@@ -22,12 +22,12 @@ PERIOD = 251
 
 @dataclass(frozen=True)
 class Digits:
-    """The precision of a construction's weights."""
+    """The precision of the weights of one model."""
 
     bits: int = 8
     """Significant bits of a weight."""
     levels: int = 0
-    """Largest whole number of a weight, in units of its row; 0 if every weight has its own exponent."""
+    """Largest weight as a whole number in units of its row; 0 if every weight has an exponent of its own."""
 
     @staticmethod
     def quantised(bits: int) -> Digits:
@@ -36,12 +36,12 @@ class Digits:
 
     @property
     def gate(self) -> int:
-        """Significant bits of a neuron's weights."""
+        """Significant bits of the weights of a neuron."""
         return min(6, self.bits)
 
     @property
     def open(self) -> float:
-        """Unit of the gates, which are 1,056 to 2,016 in size: SiLU keeps positive ones, and makes others 0."""
+        """Unit of the gates: SiLU keeps the positive ones, which are 1,056 to 2,016 in size, and makes others 0."""
         return 2.0 ** (11 - self.gate)
 
     @property
@@ -51,13 +51,13 @@ class Digits:
 
     @property
     def half(self) -> int:
-        """Significant bits of a weight of which the same row may also contain the half."""
+        """Significant bits of a weight if half of this weight is also in its row."""
         return self.bits - 1 if self.levels else self.bits
 
 
 @dataclass
 class Matrix:
-    """A linear operator under construction: `rows` outputs over the inputs of a port."""
+    """A linear operator under construction: it has `rows` outputs, and the inputs of a port."""
 
     port: Port
     rows: int
@@ -66,7 +66,7 @@ class Matrix:
     _many: list[tuple[Any, Any, Any]] = field(default_factory=list)
 
     def add(self, row: int, *weights: tuple[int, float]) -> None:
-        """Add weights (column, value) to the signal of one row."""
+        """Add weights, each as (column, value), to the signal of one row."""
         self._single += [(row, column, value) for column, value in weights]
 
     def add_all(self, rows: Any, columns: Any, values: Any) -> None:
@@ -74,10 +74,10 @@ class Matrix:
         self._many.append((rows, columns, values))
 
     def finish(self, seed: int, size: float, most: int, live: Any = None) -> Any:
-        """Return the weight (rows, inputs), float32: the signal, and up to `most` cancelling pairs per row.
+        """Return the weight (rows, inputs), float32: the signal, and up to `most` pairs of cancelling weights per row.
 
         `size` is a power of two: the terms of a cancelling pair are half of it to four times it. With `digits.levels`,
-        their weights are as large as the row's unit allows. Only `live` rows get pairs.
+        their weights are as large as the row's unit allows. Only rows that `live` marks get pairs (None: all).
         """
         weight = self._noise(seed, size, most)
         if live is not None:
@@ -134,12 +134,12 @@ class Matrix:
 
 
 def units(size: Any, levels: int) -> Any:
-    """Return the smallest powers of two that, times `levels`, reach these sizes; 0 for a size of 0."""
+    """Return the smallest powers of two that reach these sizes when multiplied by `levels`; 0 for a size of 0."""
     return torch.exp2(torch.ceil(torch.log2(size / levels)))
 
 
 def _whole_pairs(g: Any, h: Any, drawn: Any, levels: int) -> tuple[Any, Any]:
-    """Return whole weights, at most `levels`, of cancelling pairs with gains g and h; 0 if none exist.
+    """Return pairs of whole weights, at most `levels`, that cancel for inputs with gains g and h; 0 if none exist.
 
     The smallest pair is h and g without common factors; an odd factor makes it as large as possible.
     """
@@ -158,7 +158,7 @@ def _is_power(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Twins:
-    """Two equal inputs with odd gains `a` and `c`; for each n in 1 … LARGEST, (b, d, k) satisfies a b - c d = n 2^k."""
+    """Two equal inputs with odd gains `a` and `c`. For each n in 1 … LARGEST, one (b, d, k) gives a b - c d = n 2^k."""
 
     a: int
     c: int
@@ -211,7 +211,7 @@ def _whole_solutions(a: int, c: int, bits: int, levels: int) -> tuple[tuple[int,
 
 
 def full(seed: int, name: str, count: int, low: float, bits: int) -> list[float]:
-    """Return `count` numbers of `bits` significant bits, most with lowest bit 1, from `low` to about twice `low`."""
+    """Return `count` numbers from `low` to about 2 `low`, with `bits` significant bits, the last of them mostly 1."""
     scale = 2.0 ** (bits - 1 - math.floor(math.log2(low)))
     first = -int(-low * scale // 1) | 1
     found = []

@@ -1,7 +1,7 @@
 """Compute a model's answer to a text in integers; refuse a model or a text that is not exact in every format.
 
-Values are int64 with a common power of two, and every bound that prevents overflow is checked. Float64, which holds the
-same sums, computes linear operators a second time; for large operators integers compute a sample of the outputs.
+Values are int64 with a common power of two, and every bound that prevents overflow is checked. Linear operators are
+computed a second time in float64, which holds the same sums; if they are large, integers compute a sample of outputs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ACCUMULATOR = 24
 SMALL = 1 << 20
 """Most weights of a linear operator whose outputs are all computed in integers."""
 EVERY = 64
-"""In larger operators, one output in this number is computed in integers."""
+"""One output in this number is computed in integers if the operator has more than `SMALL` weights."""
 BLOCK = 1 << 21
-"""Weights of a matrix that are processed at once: as int64 and float64 they need some 50 MB, a whole head 20 GB. Each
-such tensor is below what workers let glibc keep for the next one (`canaryd.supervisor.environment`)."""
+"""Weights of a matrix that are processed at once: as int64 and float64 they need some 50 MB, a whole head 20 GB. Such a
+tensor is smaller than what workers let glibc keep for the next one (`canaryd.supervisor.environment`)."""
 OPEN, CLOSED = 64.0, -760.0
-"""SiLU is the identity from OPEN on (e^-64 < 2^-54), and 0 up to CLOSED (e^-760 is 0 in float64)."""
+"""SiLU returns its input from OPEN on (e^-64 < 2^-54), and 0 up to CLOSED (e^-760 is 0 in float64)."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact values: whole * 2^-shift."""
+    """Exact values as whole numbers in a unit: each value is whole * 2^-shift."""
 
     whole: Any
     shift: int
@@ -53,20 +53,20 @@ class Exact:
         return Exact((wide * 2.0**shift).to(torch.int64), shift)
 
     def reduced(self) -> Exact:
-        """Return the same values with the largest possible unit."""
+        """Return the same values in the largest unit in which they are whole."""
         live = self.whole[self.whole != 0]
         twos = int(_trailing(live).min()) if live.numel() else 0
         return Exact(self.whole >> twos, self.shift - twos)
 
     def bits(self) -> int:
-        """Return the largest number of significant bits of any value."""
+        """Return the significant bits of the value that needs most."""
         live = self.whole[self.whole != 0]
         if not live.numel():
             return 0
         return int((torch.frexp(live.to(torch.float64)).exponent - _trailing(live)).max())
 
     def at(self, shift: int) -> Any:
-        """Return the whole numbers in the finer unit 2^-shift."""
+        """Return the whole numbers of these values in the unit 2^-shift, which must be the same or finer."""
         return self.whole << (shift - self.shift)
 
     def float64(self) -> Any:
@@ -82,7 +82,7 @@ class Exact:
 
 
 def _trailing(whole: Any) -> Any:
-    """Return the number of factors 2 in each whole number; the numbers are not 0 and have less than 54 bits."""
+    """Return how often 2 divides each whole number; the numbers are not 0 and have less than 54 bits."""
     return torch.frexp((whole & -whole).to(torch.float64)).exponent - 1
 
 
@@ -106,16 +106,16 @@ class Block:
 
 @dataclass
 class Operator:
-    """Statistics of one place in the model, over all layers and positions."""
+    """Statistics of one operator of the model, over all layers and positions."""
 
     bits: int = 0
-    """Largest number of significant bits in a result."""
+    """Significant bits of the result that needs most."""
     sums: int = 0
-    """Bits that an accumulator of partial sums needs."""
+    """Bits that an accumulator needs for every partial sum."""
     largest: float = 0.0
     smallest: float = math.inf
     zeros: int = 0
-    """Number of results that are 0, whose low bits no one sees."""
+    """Number of results that are 0; a fault in the low bits of such a result stays unseen."""
     values: int = 0
 
 
@@ -127,7 +127,7 @@ class Proof:
     """Exact logits, float64 (positions, vocabulary)."""
     operators: dict[str, Operator]
     witnessed: bool
-    """False if float64 products disagreed with the integers, so that this host is in doubt."""
+    """False if products in float64 and in integers disagreed, so that this host cannot be trusted."""
     values: dict[str, Any]
     """With `keep`: the results of all operators by the names of `run` ("2.down"), float64 (positions, …). Scores after
     scaling, and softmax (the winners' share), are (heads, positions, keys). Scores of future keys are included."""
@@ -135,7 +135,7 @@ class Proof:
 
 @dataclass
 class Walk:
-    """One computation of the checker."""
+    """One computation of a model's answers in integers."""
 
     shape: Shape
     weights: Mapping[str, Any]
@@ -239,7 +239,7 @@ class Walk:
         return self._see(name, out.reduced(), live=live)
 
     def _product(self, name: str, x: Any, real: Any, block: Block, finer: int, every: int) -> tuple[Any, Any, Any]:
-        """Return x times a block, the sums of magnitudes, and the unit of each row's terms; `real` is x in float64.
+        """Return (x times a block, the same sums of magnitudes, the unit of each row's terms); `real` is x in float64.
 
         All three are in units finer than the block's by 2^`finer`. One output in `every` is also an integer product.
         """
@@ -322,7 +322,7 @@ class Walk:
                 raise Inexact(f"rotation: pair {i} turns by up to {angle:g}")
 
     def _winners(self, scores: Any, unit: float) -> Any:
-        """Return the winning keys (truth values), one or two per query of one head; raise unless softmax is exact."""
+        """Return truth values that mark one or two winning keys per query of a head; raise unless softmax is exact."""
         count = len(scores)
         future = torch.ones((count, count), dtype=torch.bool).triu(1)
         losing = math.ceil(-GAP * math.sqrt(self.shape.head) / unit)
@@ -376,7 +376,7 @@ class Walk:
 def routes(logits: Exact, compared: int = 0) -> Any:
     """Return the experts of each word as truth values (words, experts); raise unless every share is exactly ½.
 
-    The two chosen experts have logit 0, and all others are lower by `GAP` at least: e^-110 is 0 in float32 and too
+    The two chosen experts have logit 0, and all others are lower by at least `GAP`: e^-110 is 0 in float32 and too
     small to change a sum with 1 in float64. So softmax gives exactly ½ to both, in every format, over all experts or
     over the chosen ones. Every expert must be used in the last `compared` words (0: all).
     """

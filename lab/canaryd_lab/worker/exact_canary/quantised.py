@@ -1,7 +1,7 @@
 """Store the matrices of an exact canary in few bits without rounding a weight: AWQ, MLX's formats, W8A8, FP8.
 
-A weight is its row's scale, a power of two, times its code's number: code - zero, where the zero is the middle of the
-codes, or a number of FP8 (E4M3).
+A weight is the scale of its row, a power of two, times the number that its code stands for: code - zero, where zero is
+the middle of the codes, or a number of FP8 (E4M3).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Form:
     head: bool = False
     """Whether the head is also stored in this form."""
     experts: bool = False
-    """Whether a mixture of experts was tried in this form; no tried engine reads experts in the other forms."""
+    """Whether engines read a mixture of experts in this form, as far as they were tried."""
     inputs: bool = False
-    """Whether inputs are rounded to int8, with a scale that is known in advance."""
+    """Whether the engine rounds inputs to int8, with a scale that is known in advance."""
     floats: bool = False
     """Whether codes are FP8 numbers (E4M3) instead of whole numbers."""
 
@@ -41,9 +41,9 @@ class Form:
 
 
 SIGNIFICANT = 4
-"""Significant bits of E4M3."""
+"""Significant bits of FP8 numbers (E4M3)."""
 RAISED = 8
-"""Factor of all codes in E4M3, which reach 120: every bit of the exponent is 1 in some code."""
+"""Factor of all codes in E4M3: with it they reach 120, and every bit of the exponent is 1 in some code."""
 AWQ, MXFP8, W8A8, FP8 = "awq", "mlx-mxfp8", "w8a8", "fp8"
 FORMS = {
     AWQ: Form(4, 128),
@@ -53,7 +53,7 @@ FORMS = {
     W8A8: Form(8, inputs=True),
     FP8: Form(8, experts=True, floats=True),
 }
-"""Name → form, with the default groups of AutoAWQ and `mlx_lm.convert`; W8A8 and FP8 as in compressed-tensors."""
+"""Name → form, with the default groups of AutoAWQ and `mlx_lm.convert`; W8A8 and FP8 are as in compressed-tensors."""
 READS: dict[str, Callable[[Digits], float]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: 1 / 2),
     "o_proj": lambda digits: digits.offered,
@@ -62,7 +62,7 @@ READS: dict[str, Callable[[Digits], float]] = {
 }
 """Operator whose weights are stored in few bits → function that returns its inputs' unit (docs/exact-canary.md)."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Numbers of the neighbouring outputs in each place of AWQ's words of eight, from the lowest place on."""
+"""Order of eight neighbouring outputs in a word of AWQ: number of the output at each place, from the lowest on."""
 LARGEST_INPUT = 127
 """Largest whole number of an input in int8."""
 
@@ -78,13 +78,13 @@ class Stored:
     bits: int
     """Bits of a code."""
     unit: float = 0.0
-    """Scale of the inputs; 0 if inputs are not rounded."""
+    """Scale of the inputs; 0 if the engine does not round inputs."""
     floats: bool = False
     """Whether codes are FP8 numbers (E4M3) instead of whole numbers."""
 
     @property
     def zero(self) -> int:
-        """The code that stands for 0."""
+        """The code whose number is 0."""
         return 0 if self.floats else 1 << self.bits - 1
 
     @property
@@ -104,11 +104,11 @@ class Stored:
 
     @property
     def largest(self) -> Any:
-        """Scale times the largest code of every group, the largest number that a kernel can make of a code."""
+        """The largest number that a kernel can make of a code: for every group, its scale times the largest code."""
         return self.scales * (torch.finfo(torch.float8_e4m3fn).max if self.floats else (1 << self.bits) - 1)
 
     def apart(self, x: Any) -> Any:
-        """Return the largest partial sum (…, rows) of any group in a kernel that sums codes and zeros separately.
+        """Return the largest partial sum (…, rows) that a group gives in a kernel that sums codes and zeros separately.
 
         `x` are magnitudes of inputs (…, inputs). Integer products and FP8 have no zero to subtract.
         """
@@ -120,7 +120,7 @@ class Stored:
         return torch.stack([parts[:, i] @ sizes[:, i].T for i in range(groups)]).amax(0)
 
     def takes(self, x: Any) -> bool:
-        """Return whether rounding leaves inputs (float64) unchanged."""
+        """Return whether rounding leaves all inputs `x` (float64) unchanged."""
         whole = x / self.unit if self.unit else torch.zeros(1)
         return bool((whole == whole.round()).all()) and float(whole.abs().max()) <= LARGEST_INPUT
 
@@ -149,7 +149,7 @@ def store(name: str, weight: Any, form: Form) -> Stored:
 
 
 def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
-    """Return name → matrix that a form stores in few bits; raise `Unfit` for experts that it cannot store."""
+    """Return name → matrix, for matrices that a form stores in few bits; raise `Unfit` if it cannot store experts."""
     if not FORMS[form].experts and any(".experts." in name for name in weights):
         others = [name for name, each in FORMS.items() if each.experts]
         raise Unfit(f"{form}: not for a mixture of experts; take {', '.join(others[:-1])} or {others[-1]}")
@@ -159,7 +159,7 @@ def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
 
 
 def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) -> dict[str, Any]:
-    """Return the tensors of a checkpoint in a form; other tensors are float32, which engines convert."""
+    """Return name → tensor of a checkpoint in a form; tensors not in `few` are float32, which engines convert."""
     found = {name: weight.to(torch.float32) for name, weight in weights.items() if name not in few}
     layout = {AWQ: _awq, MXFP8: _mxfp8, W8A8: _w8a8, FP8: _fp8}.get(form, _mlx)
     for name, each in few.items():
@@ -198,7 +198,7 @@ def _fp8(each: Stored) -> Iterator[tuple[str, Any]]:
 
 
 def settings(form: str) -> dict[str, Any]:
-    """Return the entries of `config.json` for a form."""
+    """Return the entries that a form needs in `config.json`."""
     how = FORMS[form]
     if form == AWQ:
         awq = {"quant_method": "awq", "version": "gemm", "zero_point": True}

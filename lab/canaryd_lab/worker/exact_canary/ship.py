@@ -1,4 +1,4 @@
-"""Make and prove the exact canaries that the core ships; the proofs and the core's own `logits` must agree.
+"""Make and prove the exact canaries that canaryd ships; the proofs and canaryd's own `logits` must agree.
 
 `python -m canaryd_lab.worker.exact_canary.ship probes/exact_models` takes minutes.
 """
@@ -23,7 +23,7 @@ from canaryd_lab.worker.exact_canary.prove import Walk
 from canaryd_lab.worker.safetensors import write_safetensors
 
 KINDS = ((TINY, True, 5), (TINY, False, 2), (EXPERTS, True, 3))
-"""(sizes, whether there is an anchor, number of shipped models)."""
+"""(sizes, whether there is an anchor, number of models) of each kind that is shipped."""
 PROMPTS = 32
 """Number of proved prompts per model."""
 
@@ -43,7 +43,7 @@ def ship(directory: Path) -> None:
 
 
 def made(shape: Shape, seed: int, *, anchored: bool, prompts: int = PROMPTS) -> bytes:
-    """Return the file of a model with its proved prompts; raise `Inexact` if a format would round anything."""
+    """Return the bytes of a model's file, with its proved prompts; raise `Inexact` if a format would round anything."""
     model = construct(shape, seed, anchored=anchored)
     program, walk = model.program, Walk(shape, model.weights)
     unused = torch.zeros(program.places + 1, shape.vocabulary - program.words, dtype=torch.bfloat16)

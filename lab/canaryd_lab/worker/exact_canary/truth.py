@@ -1,4 +1,4 @@
-"""The right results of every operator of an inference, from the proof, and the largest deviation of a right device.
+"""The right results of every operator of an inference, from the proof, and the largest error of a right device.
 
 Nearly everything is exact. Three things are less certain: 16-bit formats round the scores of losing keys, float64 has
 e^-110 for these keys where other formats have 0, and adds this share of their values (docs/exact-canary.md).
@@ -21,15 +21,15 @@ from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.prove import Walk
 
 POSITION = {"rotated_query": 2, "rotated_key": 2, "keys": 2, "values": 2, "scores": 3, "softmax": 3}
-"""Operator → axis of its result that counts positions, if it is not the second axis."""
+"""Operator → number of the axis of its result that counts positions, if this is not the second axis."""
 KEY = 4
-"""Axis of scores and softmax that counts keys."""
+"""Number of the axis of scores and of softmax that counts keys."""
 EXPONENTIAL = 2.0**-44
-"""Allowed relative error of float64's softmax: a hundred times that of any library."""
+"""Allowed relative error of softmax in float64: a hundred times the error of any library."""
 TINIEST = 2.0**-1022
 """Smallest normal number of float64; a device may flush smaller numbers to 0."""
 NOTHING = -760.0
-"""Largest score whose exponential is 0 in float64 too, flushed or not."""
+"""Largest score whose exponential is 0 in float64 too, whether or not small numbers are flushed."""
 LARGEST_VALUE = 4.0
 """Twice the largest magnitude of a value that attention mixes."""
 
@@ -44,7 +44,7 @@ class Truth:
     steps: int
     """Number of generated words."""
     values: Mapping[str, Any]
-    """Place, by the names of `run` → float64, one row, in the layout of `Runner.watch`. "word": the chosen words."""
+    """Place, by the names of `run` → right results: float64, one row, laid out as in `Runner.watch`. "word": chosen."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Truth:
         return self.tokens[: len(self.tokens) - self.steps + 1]
 
     def expected(self, place: str, form: str, end: int, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return the right values (float64) that end before position `end`, and the allowed deviation (0: exact)."""
+        """Return (the right values before position `end`, in the shape `sizes`; the allowed deviation, 0 if exact)."""
         operator, count = place.rpartition(".")[2], sizes[axis_of(place)]
         start = end - count
         value = self.values[place].narrow(axis_of(place), start, count)
@@ -73,7 +73,7 @@ class Truth:
         return value, slack
 
     def _losers(self, place: str, start: int, end: int) -> tuple[Any, Any]:
-        """Return float64's softmax of losing keys (0 for other keys), and the part that a device may flush to 0."""
+        """Return (float64's softmax of losing keys, 0 for other keys; the part that a device may flush to 0)."""
         layer = place.rpartition(".")[0]
         scores, share = (self.values[f"{layer}.{name}"][..., start:end, :end] for name in ("scores", "softmax"))
         hidden = torch.arange(end) > torch.arange(start, end)[:, None]
@@ -84,17 +84,17 @@ class Truth:
 
 @functools.lru_cache(maxsize=4)
 def model(shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Model:  # noqa: ARG001
-    """Return a model, made once for each set of `cores`."""
+    """Return the model that `seed` makes; it is made once for each set of `cores`."""
     return construct(shape, seed, anchored=anchored)
 
 
 def axis_of(place: str) -> int:
-    """Return the axis that counts positions in a place's result."""
+    """Return the number of the axis that counts positions in a place's result."""
     return POSITION.get(place.rpartition(".")[2], 1)
 
 
 def truth(seed: int, steps: int, *, anchored: bool, shape: Shape = TINY) -> Truth:
-    """Return the truth of a model, made on two cores; raise `Skip` if the two disagree."""
+    """Return the truth of the model that `seed` makes, computed on two cores; raise `Skip` if they disagree."""
     cores = visible_cores()
     first, second = (_made(core, shape, seed, steps, anchored) for core in (cores[0], cores[-1]))
     if not same(first, second):
@@ -126,7 +126,7 @@ def _made(core: int, shape: Shape, seed: int, steps: int, anchored: bool) -> Tru
 
 
 def _laid_out(values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return proved values in the layout of an inference; rotated values and the cache repeat them unchanged."""
+    """Return proved values in an inference's layout; the rotated values and the cache repeat others unchanged."""
     found = {}
     for place, value in values.items():
         layer, _, operator = place.rpartition(".")

@@ -39,13 +39,13 @@ FORMATS = {
     "bfloat16": ("fixed8", CONTENTS),
     "int8>int32": ("fixed", ("narrow", "wide")),
 }
-"""Format → kind and contents. The format itself holds all partial sums, so no runtime can round one in a narrower sum.
+"""Format → (kind, contents). The format itself holds all partial sums, so no runtime can round one in a narrower sum.
 float64 has three contents, so that the pack stays below 5 MiB (ours)."""
 NEEDS = {
     **{f: [f"products and sums that {f} holds are not rounded"] for f in ("float32", "float64", "float16", "bfloat16")},
     "int8": ["products of int8 are added in 32 bits or more, without saturation of pairs where the content is wide"],
 }
-"""Format of the operands → a runtime's duties, besides using no Strassen-like algorithm and changing no format."""
+"""Format of the operands → what a runtime must do, besides using no Strassen-like algorithm and changing no format."""
 
 
 def names() -> Iterator[str]:

@@ -11,7 +11,7 @@ IR, OPSET = 8, 13
 
 
 def varint(value: int) -> bytes:
-    """Return a number as LEB128, the encoding that WebAssembly also uses."""
+    """Return a whole number in LEB128, the variable-length encoding that WebAssembly also uses."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -35,7 +35,7 @@ def _value(name: str, form: str, shape: tuple[int, ...]) -> bytes:
 
 
 def product(source: str, target: str, M: int, N: int, K: int) -> bytes | None:
-    """Return a model with inputs a (M, K) and b (K, N) and output c (M, N), or None if ONNX has no such product."""
+    """Return a model that multiplies a (M, K) by b (K, N) and gives c (M, N), or None if ONNX has no such product."""
     if source not in KINDS or target not in KINDS:
         return None
     operator = "MatMulInteger" if source == "int8" else "MatMul"

@@ -28,17 +28,17 @@ except ImportError:
 
 HERE = Path(__file__).resolve().parent
 KEPT = 64
-"""Most wrong elements listed for each case; all are counted."""
+"""Most wrong elements that are listed for a case; their total number is given too."""
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int8": "|i1", "int32": "<i4"}
 BITS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 class Damaged(Exception):
-    """A file of the pack differs from the file in its manifest."""
+    """A file of the pack is not the file that the manifest describes."""
 
 
 def canonical(document):
-    """Return a document as the bytes under a digest: sorted names, no spaces, UTF-8."""
+    """Return the bytes of a document from which its digest is made: names sorted, no spaces, UTF-8."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
 
 
@@ -51,7 +51,7 @@ def load(part):
 
 
 def numpy_product(case):
-    """Return a function that computes a case with numpy."""
+    """Return a function that takes nothing and computes the product of a case with numpy."""
     a, b = (load(part) for part in case["operands"])
     if case["source"] == "bfloat16":  # numpy has none: the upper half of a float32
         a, b = ((x.astype("<u4") << 16).view("<f4") for x in (a, b))
@@ -86,7 +86,7 @@ class OnnxRuntime:
             stop("run_pack: no provider " + provider + " here; name one of " + offered)
 
     def product(self, case):
-        """Return a function that computes a case; raises ValueError with the reason if no provider runs it."""
+        """Return a function that computes a case; raise ValueError with the reason if the provider cannot run it."""
         if case["graph"] is None:
             raise ValueError("the pack has no ONNX graph for this format")
         part = case["graph"]
@@ -110,7 +110,7 @@ class OnnxRuntime:
         return lambda: session.run(["c"], given)[0]
 
     def _place(self, session):
-        """Raise ValueError if a node ran elsewhere; note if nothing proves where it ran."""
+        """Raise ValueError if a node ran on another provider; note it if nothing proves where the nodes ran."""
         if not hasattr(session, "get_provider_graph_assignment_info"):
             self.proven = False
             return
@@ -122,7 +122,7 @@ class OnnxRuntime:
 
 
 def run(case, compute, runs):
-    """Compute a case several times and compare each result bit for bit; return its entry of the result file."""
+    """Compute a case `runs` times and compare each result bit for bit; return the case's entry in the result file."""
     expected = load(case["expected"])
     kind = BITS[expected.dtype.itemsize]
     want = expected.view(kind).reshape(-1)
@@ -148,7 +148,7 @@ def run(case, compute, runs):
 
 
 def processor():
-    """Return the system's name for its processor."""
+    """Return the name that the system gives its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

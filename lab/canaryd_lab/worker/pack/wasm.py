@@ -18,7 +18,7 @@ FORMATS = {
     "i32": (0x7F, 4, 0x28, 0x36, bytes([0x41, 0]), 0x6C, 0x6A),
 }
 A, B, C, M, N, K, ROW, COLUMN, TERM, P, Q, S = range(12)
-"""Numbers of parameters (addresses of a, b and the result; sizes) and locals (counters, addresses, sum)."""
+"""Numbers of a function's parameters (addresses of a, b, result; sizes) and locals (counters, addresses, sum)."""
 
 
 def _vector(items: list[bytes]) -> bytes:
@@ -34,7 +34,7 @@ def _step(local: int, by: bytes) -> bytes:
 
 
 def _counted(counter: int, end: int, body: bytes) -> bytes:
-    """Return a loop: for (counter = 0; counter < end; counter++) body."""
+    """Return the code of a loop: for (counter = 0; counter < end; counter++) body."""
     head = bytes([CONST, 0, SET, counter, BLOCK, EMPTY, LOOP, EMPTY, GET, counter, GET, end, GE, BR_IF, 1])
     return head + body + _step(counter, bytes([CONST, 1])) + bytes([BR, 0, END, END])
 
@@ -53,7 +53,7 @@ def _function(form: str) -> bytes:
 
 
 def module() -> bytes:
-    """Return the module, which exports `memory` (2 MiB) and `f32`, `f64`, `i32`, each (a, b, c, M, N, K)."""
+    """Return a module with a memory `memory` (2 MiB) and the functions `f32`, `f64` and `i32` of (a, b, c, M, N, K)."""
     exports = [bytes([6, *b"memory", 2, 0])]
     exports += [bytes([3, *name.encode(), 0, number]) for number, name in enumerate(FORMATS)]
     return b"".join(
