@@ -15,6 +15,7 @@ from canaryd.dossier.document import DossierError, Share, Tried
 from canaryd.dossier.failures import enough_runs, rate
 from canaryd.dossier.gather import gather
 from canaryd.engine.engine import Engine
+from canaryd.engine.polling import KEEP
 from canaryd.facts import Span
 from canaryd.judge.phrases import PROVIDER
 from canaryd.model import Ack, Cause, Event, EventKind, State
@@ -222,7 +223,7 @@ def test_the_flag_that_decides_a_return_outlasts_many_wrong_runs(store, tmp_path
 
 def test_every_wrong_run_between_two_stored_polls_has_its_conditions(store, tmp_path):
     """Of a quiet device a poll is stored every five minutes: a run half-way between two was at their temperature."""
-    keep = Config().telemetry.keep
+    keep = KEEP
     for offset in (0.0, keep):
         store.add_poll(replace(poll(20, 61.0), id=f"{offset:012.0f}-abcdef", started=NOW - 600 + offset), {})
     store.add_run(run(40, wrong=1, started=NOW - 600 + keep / 2))

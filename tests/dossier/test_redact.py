@@ -79,6 +79,12 @@ def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
     assert (one[0] == other[0]) == equal
 
 
+def test_the_short_name_of_a_host_is_redacted_too(store):
+    """The kernel log and the prompt of a shell write the first part of a name alone."""
+    redactor = redact.Redactor(store, f"{HOST}.corp.example", salt=b"salt")
+    assert HOST not in redactor.text(f"{HOST} kernel: NVRM: Xid 79, seen from root@{HOST}")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -73,6 +73,15 @@ def test_a_verdict_that_nobody_renews_is_unknown(store):
     assert "This verdict is 3 hours old; no newer one was stored." in unwrapped(status_text(found))
 
 
+def test_a_healthy_verdict_of_the_future_is_not_believed(store):
+    """The clock was wrong when it was made: nobody knows how old it is, and no daemon works here."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.HEALTHY, Cause.NONE, decided=NOW + 3 * 3600))
+    found = ask(store)
+    assert found.state is State.UNKNOWN
+    assert "dated ahead of the clock" in unwrapped(status_text(found))
+
+
 def test_a_device_without_verdict_and_one_that_is_gone_are_not_healthy(store):
     """What was never judged is unknown; what is gone is shown as gone until it is forgotten or was taken out."""
     store.see_device(GPU, NOW)
