@@ -6,7 +6,6 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from canaryd.config.settings import StoreConfig
 from canaryd.formatting import DAY
 from canaryd.store.database import Database
 from canaryd.store.runs import KIND
@@ -48,8 +47,8 @@ class Retention:
     complete and was not skipped.
     """
 
-    successes: float = StoreConfig().keep_successes
-    failures: float = StoreConfig().keep_failures
+    successes: float = 45 * DAY
+    failures: float = 400 * DAY
 
 
 DEFAULT = Retention()

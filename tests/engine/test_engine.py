@@ -35,6 +35,7 @@ from canaryd.probe import ProbeSpec
 from canaryd.report.status import gather
 from canaryd.store import database
 from canaryd.store.locks import Busy
+from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 from tests.command import BUILTIN, ROOT, bare_python, catalogue, eventually
 
@@ -523,7 +524,7 @@ def test_days_are_summed_up_once_and_a_device_that_got_slower_is_degraded(tmp_pa
     """From the store alone, day after day, as the daemon does it; runs that were pruned since are not missed."""
     day = 86_400.0
     moment = [NOW - 40 * day]
-    store = Store.open(tmp_path / "state", now=lambda: moment[0])
+    store = Store.open(tmp_path / "state", now=lambda: moment[0], keep=Retention(successes=14 * day))
     engine = Engine(Config(state_dir=tmp_path / "state"), store, clock=lambda: moment[0])
     store.see_device(CPU, moment[0])
     for number in range(40):

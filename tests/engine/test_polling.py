@@ -15,7 +15,7 @@ from canaryd.daemon.inventory import Inventories
 from canaryd.daemon.jobs import Jobs
 from canaryd.daemon.logs import Warnings
 from canaryd.daemon.rounds import Rounds
-from canaryd.engine import events, kernel_log
+from canaryd.engine import events, kernel_log, polling
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee
@@ -224,10 +224,9 @@ def test_a_value_that_is_missing_for_one_poll_is_not_forgotten(host):
     assert sum(e.count for e in again.watch.history.of(again.device) if e.kind == "counter") == 5
 
 
-def test_what_a_driver_fails_to_give_is_remembered_however_long(host):
+def test_what_a_driver_fails_to_give_is_remembered_however_long(host, monkeypatch):
     """Beyond the polls that a start reads: a failed remap stays, and that nobody can read it is told."""
-    keep = replace(host.engine.config.telemetry, keep=0.001)
-    host.engine.config = replace(host.engine.config, telemetry=keep)
+    monkeypatch.setattr(polling, "KEEP", 0.001)
     host.poll(("row_remap_failed", 1), ("load_average", 1))
     silent = {"absent": {"row_remap_failed": "an unknown error"}, "code": 999}
     for _ in range(25):

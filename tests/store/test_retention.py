@@ -1,7 +1,9 @@
 """What is kept for how long, and what goes first."""
 
+from canaryd.config.settings import StoreConfig
 from canaryd.formatting import DAY
 from canaryd.model import Outcome, State
+from canaryd.store.retention import DEFAULT, Retention
 from canaryd.store.store import Store
 from tests.store.hosts import Host
 from tests.store.made import NOW, failure, fill, ids, junk, passed, run, verdict
@@ -110,3 +112,9 @@ def test_a_suspect_does_not_clear_because_of_a_restart(tmp_path):
     host.restart()
     assert host.verdict.state is State.SUSPECT
     host.store.close()
+
+
+def test_the_configuration_says_how_long():
+    """Who opens a store without a configuration keeps as much as one with its defaults."""
+    settings = StoreConfig()
+    assert Retention(successes=settings.keep_successes, failures=settings.keep_failures) == DEFAULT

@@ -58,8 +58,6 @@ def bounded(value: object) -> None:
             assert 0 < given <= values.MAX_SECONDS, (setting.name, given)
         elif kind is values.SIZE:
             assert 1 << 20 <= given <= values.MAX_BYTES, (setting.name, given)
-        elif kind is values.FRACTION:
-            assert 0 <= given <= 0.5, (setting.name, given)
         elif kind is values.LISTEN:
             host, port = given
             assert 0 <= port <= 65_535

@@ -70,7 +70,7 @@ class Repeating(Torch):
 def verified(
     runtime,
     *,
-    seconds=0.3,
+    seconds=1.0,
     compute=None,
     drill="",
     room=0,
