@@ -70,7 +70,7 @@ class Node:
         shutil.copy(PROBE, self.site.directory / "probes.d")
         config["probes"]["says_all"] = {"period": "10s", "settings": {"file": str(self.script)}}
         config["devices"] = {"expected": gpus}
-        config["budget"] = {"share": 1, "busy": 1, "headroom": 0}  # minutes stand for days here
+        config["budget"] = {"share": 1, "busy": 1}  # minutes stand for days here
         self.site.config.write_text(json.dumps(config))
 
     def say(self, gpu: int | None = None, **changed: Any) -> None:
