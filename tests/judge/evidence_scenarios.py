@@ -1,5 +1,7 @@
 """Scenarios of evidence, its age, and its absence."""
 
+from dataclasses import replace
+
 from canaryd.facts import Reading, Skipped
 from canaryd.model import MPS_CLIENT, Ack, Cause, Event, Finding, Outcome, State
 from tests.judge.made import (
@@ -71,8 +73,8 @@ DEPARTED = Finding(rule="recording-departed", state=State.SUSPECT, cause=Cause.H
 GARBAGE = Finding(rule="broken-output", state=State.FAULTY, cause=Cause.UNDETERMINED, message="story: !!!!")
 
 
-def hanging(answers, sibling="1111111111", apart=HOUR, pair=(GPU, TWIN)):
-    """Judge the first of a pair that completed ("1") or timed out ("0") in its runs, newest last, beside the other."""
+def hanging(answers, sibling="1111111111", apart=HOUR, pair=(GPU, TWIN), third=None):
+    """Judge the first of a pair that completed ("1") or timed out ("0") in its runs, newest last, beside the others."""
 
     def runs(of, told):
         ends = {"1": {}, "0": {"outcome": Outcome.TIMED_OUT}}
@@ -81,7 +83,11 @@ def hanging(answers, sibling="1111111111", apart=HOUR, pair=(GPU, TWIN)):
             for n, answer in enumerate(told)
         ]
 
-    return ask(*runs(pair[0], answers), of=pair[0], peers=[(pair[1], runs(pair[1], sibling))])
+    peers = [(pair[1], runs(pair[1], sibling))]
+    if third is not None:
+        other = replace(pair[1], uuid="GPU-third", index=7)
+        peers.append((other, runs(other, third)))
+    return ask(*runs(pair[0], answers), of=pair[0], peers=peers)
 
 
 EVIDENCE = {
@@ -225,6 +231,13 @@ EVIDENCE = {
     "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
     "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
     "hung three separate times, alone": lambda: (hanging("10110101", ""), UNKNOWN, U, {"keeps-failing"}),
+    "hangs for ever, as one of two siblings does": lambda: (
+        hanging("11100000", "11111111", third="11100000"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "hangs for ever, and both siblings answer": lambda: (
+        hanging("11100000", "11111111", third="11111111"), SUSPECT, U,
+        {"not-completed", "stale-evidence", "keeps-failing"},
+    ),
     "vanished three times, at a reboot": lambda: (
         vanishing(60, 40, 26, besides=happened("boot", "clean", 40.1)), HEALTHY, Cause.NONE, set(),
     ),
