@@ -226,7 +226,9 @@ def test_a_reading_that_is_no_metric_is_not_shown(reading):
 def test_a_reading_that_two_probes_give_is_one_series():
     """Prometheus refuses a whole page for one series that stands twice."""
     twice = [Reading(name="power_watts", value=value) for value in (300, 310)]
-    assert select(render(snapshot(view(gpu(), readings=twice))), "canaryd_power_watts") == [310.0]
+    page = render(snapshot(view(gpu(), readings=twice)))
+    assert select(page, "canaryd_power_watts") == [310.0]
+    assert str(page).count("canaryd_power_watts{") == 1
 
 
 def test_no_verdict_is_unknown():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.store.locks import Busy, reason
+from canaryd.store.locks import Busy, Flag, reason
 
 
 def test_a_held_device_names_its_holder(store, holder):
@@ -55,3 +55,12 @@ def test_a_full_disk_is_said_whatever_the_error_is_called(tmp_path):
     assert reason(tmp_path / "canaryd.db", error) == "disk I/O error"
     assert reason(Path("/proc/canaryd.db"), error) == "disk I/O error (0 bytes are free on its disk)"
     assert reason(tmp_path / "gone/canaryd.db", error) == "disk I/O error"
+
+
+def test_a_flag_that_is_lowered_is_seen_so(tmp_path):
+    """A daemon that can store again is not called unable to for as long as it runs."""
+    flag = Flag(tmp_path)
+    flag.fly(True)
+    assert Flag.flies(tmp_path)
+    flag.fly(False)
+    assert not Flag.flies(tmp_path)
