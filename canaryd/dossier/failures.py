@@ -69,8 +69,13 @@ def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
-def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
-    """Return the failing cases to describe, and the number of others. The device's own and most frequent come first."""
+def find_failures(
+    facts: Facts, places: Sequence[Spot], probes: Sequence[Totals]
+) -> tuple[tuple[FailingCase, ...], int]:
+    """Return the failing cases to describe, and the number of others. The device's own and most frequent come first.
+
+    `places`, `probes`: the results of `placed` and `probe_totals`.
+    """
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
         for c in run.comparisons:
@@ -84,15 +89,13 @@ def find_failures(facts: Facts) -> tuple[tuple[FailingCase, ...], int]:
         return key[6] != Subject.DEVICE.value, -len({r.id for r, _ in wrong}), -trials, size, key
 
     ordered = sorted(failing, key=worst_first)
-    proofs, everywhere = _proofs(facts), placed(facts)
-    probes = {t.probe: t for t in probe_totals(facts)}
-    found = []
+    proofs, found = _proofs(facts), []
     for key in ordered[:FAILURES]:
         failure = _failure(key, failing[key], proofs)
         cores = [p for p in failure.places if p.unit == "core" and len(p.numbers) == 1 and p.results.wrong]
         worst = max(cores, key=lambda p: p.results.wrong, default=None)
-        at: list[Tried] = [p for p in everywhere if worst and p.place == worst.place]
-        at = at or [probes[key[0]]] if key[0] in probes else at
+        at: Sequence[Tried] = [p for p in places if worst and p.place == worst.place]
+        at = at or [t for t in probes if t.probe == key[0]]
         core = worst.numbers[0] if worst else None
         found.append(replace(failure, core=core, needed=enough_runs(failure, *at)))
     return tuple(found), max(0, len(ordered) - FAILURES)

@@ -47,10 +47,11 @@ def gather(
     records = {r.device.uuid: r for r in store.devices()}
     facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
     peers = [r.device for r in records.values() if r.device.uuid != device.uuid and _alike(r.device, device)]
-    failures, omitted = find_failures(facts)
+    places, probes = placed(facts), probe_totals(facts)
+    failures, omitted = find_failures(facts, places, probes)
     entries, entries_omitted = timeline(facts)
     kind, why_not = _kind(facts)
-    identity, verdict, probes = _identity(facts, records.values()), _verdict(facts), probe_totals(facts)
+    identity, verdict = _identity(facts, records.values()), _verdict(facts)
     fault = ", ".join(sorted({r.drill for r in facts.runs if r.drill}))
     summary = _summary(identity, verdict, fault)
     if not any(incident["wrong"] for incident in verdict["incidents"]):
@@ -68,7 +69,7 @@ def gather(
         failures=failures,
         failures_omitted=omitted,
         bits=bit_totals(failures),
-        places=placed(facts),
+        places=places,
         probes=probes,
         peers=peer_results(facts, peers, failures),
         timeline=entries,
