@@ -161,6 +161,12 @@ class Device:
         return self.backend.partition("-")[2] or self.backend
 
     @property
+    def torch_place(self) -> tuple[str, int]:
+        """The type and index of its device in torch, as found at discovery; torch calls ROCm "cuda"."""
+        index = self.index if self.torch_index is None else self.torch_index
+        return "cuda" if self.backend == "rocm" else self.backend, index
+
+    @property
     def is_endpoint(self) -> bool:
         """Whether this is a server and not a part of this host."""
         return self.backend == ENDPOINT

@@ -69,13 +69,8 @@ def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
-def find_failures(
-    facts: Facts, places: Sequence[Spot], probes: Sequence[Totals]
-) -> tuple[tuple[FailingCase, ...], int]:
-    """Return the failing cases to describe, and the number of others. The device's own and most frequent come first.
-
-    `places`, `probes`: the results of `placed` and `probe_totals`.
-    """
+def find_failures(facts: Facts, spots: Sequence[Spot], probes: Sequence[Totals]) -> tuple[tuple[FailingCase, ...], int]:
+    """Return the failing cases to describe, and the number of others. The device's own and most frequent come first."""
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
         for c in run.comparisons:
@@ -94,7 +89,7 @@ def find_failures(
         failure = _failure(key, failing[key], proofs)
         cores = [p for p in failure.places if p.unit == "core" and len(p.numbers) == 1 and p.results.wrong]
         worst = max(cores, key=lambda p: p.results.wrong, default=None)
-        at: Sequence[Tried] = [p for p in places if worst and p.place == worst.place]
+        at: Sequence[Tried] = [p for p in spots if worst and p.place == worst.place]
         at = at or [t for t in probes if t.probe == key[0]]
         core = worst.numbers[0] if worst else None
         found.append(replace(failure, core=core, needed=enough_runs(failure, *at)))

@@ -137,9 +137,8 @@ def _judged(store: Store, config: Config, engine: Engine | None, device: Device,
         before = f"The stored verdict of {format_utc(stored.decided)} was {verdict_note(stored)}."
         return current, f"Judged again for this dossier. {before}"
     seen = status.gather(store, config, now, evidence={}).devices
-    shown = next(
-        (d.verdict for d in seen if d.device.uuid == device.uuid), stored
-    )  # one that was replaced is not shown
+    # One that was replaced is not shown.
+    shown = next((d.verdict for d in seen if d.device.uuid == device.uuid), stored)
     unjudged = Verdict(
         device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
     )
@@ -203,9 +202,8 @@ def _worst_failure(worst: FailingCase, more: int, state: str) -> str:
     text += f" {worst.probe} computed wrong results in {uploads.wrong:,} of {count(uploads.total, 'upload')}"
     text += f" ({results.wrong:,} of {count(results.total, 'result')})"
     text += f" on {places}" if places else ""
-    text += f"; flipped {'bit' if len(worst.bits) == 1 else 'bits'}: {ranges([*map(int, worst.bits)])}" * bool(
-        worst.bits
-    )
+    if worst.bits:
+        text += f"; flipped {'bit' if len(worst.bits) == 1 else 'bits'}: {ranges([*map(int, worst.bits)])}"
     return f"{text}. Case: {worst.case}." + (f" {count(more, 'other case')} failed too." if more else "")
 
 
@@ -284,8 +282,7 @@ def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
 
 def torch_name(device: Device) -> str:
     """Return the name that torch uses for a device: "cuda:3", also on ROCm."""
-    kind = "cuda" if device.backend == "rocm" else device.backend
-    index = device.index if device.torch_index is None else device.torch_index
+    kind, index = device.torch_place
     return kind if kind in ("cpu", "mps") else f"{kind}:{index}"
 
 

@@ -55,7 +55,7 @@ def narrowed(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
     documentation, "GPU isolation techniques" (HIP counts the devices that ROCR leaves); Level Zero specification,
     ZE_AFFINITY_MASK; oneAPI DPC++, ONEAPI_DEVICE_SELECTOR; CANN, ASCEND_RT_VISIBLE_DEVICES.
     """
-    index = device.index if device.torch_index is None else device.torch_index
+    _, index = device.torch_place
     if device.runtime != TORCH:
         # Its uuid is canaryd's own: the device keeps the number that the runtime gave it.
         return {CUDA: NOTHING, HIP: NOTHING} if device.unit == "cpu" else {}

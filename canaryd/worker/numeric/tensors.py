@@ -187,14 +187,13 @@ def torch_device(device: Device) -> Any:
     Raises `Skip` if the device is not visible now, or if this torch is too old for it. ROCm is called "cuda" in torch.
     """
     need_version(device.backend)
-    kind = "cuda" if device.backend == "rocm" else device.backend
+    kind, index = device.torch_place
     if kind == "cpu":
         return torch.device("cpu")
-    index = device.index if device.torch_index is None else device.torch_index
     # CUDA may give an instance of a divided GPU under the GPU's uuid; only that instance is visible here.
-    names = (device.uuid, device.parent) if device.parent and visible.is_narrowed() else (device.uuid,)
-    index = 0 if visible.is_narrowed() else index
-    return torch.device(kind, _index_now(kind, names, index, by_place=SHARED in device.detail))
+    narrowed = visible.is_narrowed()
+    names = (device.uuid, device.parent) if device.parent and narrowed else (device.uuid,)
+    return torch.device(kind, _index_now(kind, names, 0 if narrowed else index, by_place=SHARED in device.detail))
 
 
 @functools.lru_cache(maxsize=64)

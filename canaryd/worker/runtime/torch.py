@@ -173,7 +173,7 @@ class Torch(Runtime):
         return int(max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes))))
 
     def room(self, like: Any, count: int) -> list[Any]:
-        """Return `count` arrays that are adjacent in memory, so that one comparison covers all of them."""
+        """Return `count` arrays that are adjacent in memory. One comparison can then cover them all."""
         return list(door.torch.empty((count, *like.shape), dtype=like.dtype, device=like.device))
 
     def repeats(self, device: Device) -> bool:
@@ -210,7 +210,7 @@ class Torch(Runtime):
     @staticmethod
     def _module(device: Device) -> Any:
         """Return torch's module of a device's backend; None if the backend has no module or torch is missing."""
-        return getattr(door.torch, "cuda" if device.backend == "rocm" else device.backend, None)
+        return getattr(door.torch, device.torch_place[0], None)
 
     def synchronize(self, device: Device) -> None:
         """Wait for the device."""
