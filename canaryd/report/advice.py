@@ -100,7 +100,7 @@ def advised(status: Status) -> frozenset[str]:
 
 
 def _alike(devices: Sequence[DeviceStatus]) -> bool:
-    """Return whether all devices are faulty in the same way (rule, cause), so that one step is right for all."""
+    """Return whether all devices have the same fault (rule and cause). Then the same step helps them all."""
     found = [_worst_incident(d) for d in devices]
     kinds = {
         (i.lead.rule, i.state, i.cause, d.device.is_endpoint, "" if i.wrong else i.lead.action) if i else None

@@ -94,7 +94,7 @@ def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
 
 
 def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
-    """Return a key that is equal for devices whose paragraphs are equal, so that one paragraph can show them all."""
+    """Return a key of a device's paragraph. Devices with equal keys share one paragraph."""
     said: tuple[object, ...] = tuple(
         (describe(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
         for number, i in enumerate(incidents(d.verdict))

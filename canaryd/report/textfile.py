@@ -1,7 +1,7 @@
 """The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/metrics.md).
 
-The metrics are named canaryd_check_*, unlike those of the daemon: with equal names every alert would count a node
-that runs both twice.
+The metrics are named canaryd_check_*, and those of the daemon are not. Otherwise alerts would count a node with both
+twice.
 """
 
 from __future__ import annotations

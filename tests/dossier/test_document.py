@@ -310,7 +310,7 @@ def test_a_device_that_nobody_judged_is_unknown(tmp_path):
 
 
 def test_an_old_verdict_says_how_old_it_is(store, tmp_path):
-    """Nobody has judged the device for a week: that is said beside what was known, as status says it."""
+    """A verdict that is a week old is shown with its age, in the words of `canaryd status`."""
     _, document, page = written(store, tmp_path, now=NOW + 7 * 86_400)
     assert document["kind"] == "rma"
     assert "This verdict is 7 days old; no newer one was stored." in document["summary"]

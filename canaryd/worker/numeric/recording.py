@@ -211,7 +211,7 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return the comparison for a broken bound; it accuses the host if operands or reference, made anew, differ."""
+        """Return the comparison for a broken bound. It accuses the host if its second making of the inputs differs."""
         assert made.bounded is not None
         first = self._compute(made, turn)
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
