@@ -250,7 +250,7 @@ class Client:
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         headers |= {} if body is None else {"Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
-        connected, late, done = threading.Event(), threading.Event(), queue.SimpleQueue[Exception | None]()
+        connected, late, done = threading.Event(), threading.Event(), queue.SimpleQueue[tuple[Exception | None, bool]]()
 
         def talk() -> None:
             connection.connect()
@@ -274,23 +274,23 @@ class Client:
             try:
                 talk()
             except Exception as error:  # noqa: BLE001 - the other thread raises it
-                done.put(error)
+                done.put((error, connection.sock is not None))  # asked here: `close` takes the socket away
             else:
-                done.put(None)
+                done.put((None, True))
             finally:
                 connection.close()
 
         threading.Thread(target=work, daemon=True).start()
         try:
-            error = done.get(timeout=left)
+            error, held = done.get(timeout=left)
         except queue.Empty:
-            error, wait = TimeoutError(), left
+            error, held, wait = TimeoutError(), connection.sock is not None, left
             late.set()
+            with contextlib.suppress(OSError, AttributeError):  # no socket yet, or it ended just now
+                connection.sock.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            if not done.empty():  # the thread gave up in this moment, and has closed what it held
+                held = done.get()[1]
         if error is not None:
-            held = connection.sock is not None
-            if held:
-                with contextlib.suppress(OSError, AttributeError):  # it ended just now
-                    connection.sock.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
             raise self._failed(reply, error, held=held, connected=connected.is_set(), wait=wait)
         reply.data, reply.fault = read(reply.text)
         reply.words = _words(reply.data, reply.text, body)
