@@ -60,6 +60,9 @@ class Exactness(str, enum.Enum):
 
 TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
 """Names of readings: number of compared results; a hash that is the same for equal results; the server's software."""
+ENDPOINT_STARTED, ENDPOINT_REPEATS = "endpoint_start_time_seconds", "endpoint_repeats"
+"""Names of readings of a server: its start time; what it promises: "always" (the same bits under any load and after
+every start), "restarts" (the same bits after every start), or no such reading if it promises neither."""
 SELF_TEST = "vendor_selftest"
 """Name of the reading with the result of one test of a vendor's own self-test."""
 DEVICE_SECONDS, HOST_SECONDS = "device_seconds", "host_seconds"

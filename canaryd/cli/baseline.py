@@ -24,7 +24,7 @@ from canaryd.judge.characterised import Met
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, empty_baseline, key_of
-from canaryd.judge.recordings.votes import witnesses
+from canaryd.judge.recordings.changed import witnesses
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, State
 from canaryd.store.store import Store

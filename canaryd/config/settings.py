@@ -26,6 +26,7 @@ from canaryd.config.values import (
     MEMORY,
     PATH,
     PROGRAM,
+    REPEATS,
     REQUEST_TIMEOUT,
     SHARE,
     SIZE,
@@ -200,6 +201,14 @@ class EndpointConfig:
         ListOf(API), '["completions", "chat"]', "Which of its APIs to test; an API that it lacks is skipped."
     )
     dialect: str | None = setting(DIALECT, "null", "The server software. Default: detected.", sample="vllm")
+    repeats: str | None = setting(
+        REPEATS,
+        "null",
+        'Which of its answers must have equal bits: "always" (whatever else it serves, after every start, as with'
+        ' VLLM_BATCH_INVARIANT=1), or "restarts" (after every start). Default: what its own pages say, else those'
+        " between two starts.",
+        sample="always",
+    )
     key_file: Path | None = setting(
         PATH, "null", "A file that contains only the API key. Default: no key is sent.", sample='"/etc/canaryd/key"'
     )

@@ -80,6 +80,7 @@ def settings(endpoint: EndpointConfig) -> dict[str, Any]:
         "memory": endpoint.memory or 0,
         "apis": list(endpoint.apis),
         "dialect": endpoint.dialect or "",
+        "repeats": endpoint.repeats or "",
         "key_file": str(endpoint.key_file or ""),
         "ca_file": str(endpoint.ca_file or ""),
         "timeout": endpoint.timeout,

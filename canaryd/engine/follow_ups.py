@@ -8,7 +8,7 @@ from canaryd.engine import schedule
 from canaryd.engine.evidence import Evidence
 from canaryd.engine.host import Host
 from canaryd.engine.schedule import Plan
-from canaryd.judge.findings import UNCHARACTERISED
+from canaryd.judge.findings import RENEWED, UNCHARACTERISED
 from canaryd.model import INTENSITIES, Device, Outcome, Run, State, Verdict
 
 TRIES = 3
@@ -106,5 +106,5 @@ class FollowUps:
 
 def _in_doubt(verdict: Verdict) -> bool:
     """Return whether an endpoint is suspect or worse, or whether nothing proves that it can give correct answers."""
-    unproven = any(f.rule == UNCHARACTERISED for f in verdict.findings)
+    unproven = any(f.rule in (UNCHARACTERISED, RENEWED) for f in verdict.findings)
     return verdict.state.severity >= State.SUSPECT.severity or unproven

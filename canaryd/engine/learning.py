@@ -10,7 +10,7 @@ from canaryd.engine.host import Host
 from canaryd.engine.met import MetClasses
 from canaryd.engine.schedule import Plan, Step
 from canaryd.judge.findings import DEPARTED
-from canaryd.judge.recordings import intake
+from canaryd.judge.recordings import intake, launches
 from canaryd.judge.recordings.baseline import Baseline, Key, key_of
 from canaryd.model import Outcome, Run, State
 
@@ -61,8 +61,14 @@ class Learning:
     def lacks_baseline(self, uuid: str, probe: str) -> bool:
         """Return whether a device has no recordings of a probe, or its newest recordings lack a complete baseline."""
         self.refresh()
-        newest = {s.case: key_of(r, s) for r in self._evidence.of(uuid) if r.probe == probe for s in r.recordings}
-        known = self.of(uuid)
+        mine = [r for r in self._evidence.of(uuid) if r.probe == probe]
+        newest = {s.case: key_of(r, s) for r in mine for s in r.recordings}
+        known, wanted = self.of(uuid), self._host.config.judge.confirm_runs
+        first = next((r for r in reversed(mine) if r.whole and r.recordings), None)
+        if first is not None and first.unknown:
+            again = [r for r in mine if r.confirms == first.id and r.recordings]
+            if launches.begins_launch(first, again, known, wanted):
+                return True
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
 
     def steps_to_repeat(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
@@ -92,7 +98,8 @@ class Learning:
         with self._host.mutex:
             mine = self._baselines.setdefault(run.device, {})
             try:
-                run, learnt = intake.intake(run, mine, learns=trusted)
+                earlier, wanted = self._evidence.of(run.device), self._host.config.judge.confirm_runs
+                run, learnt = intake.intake(launches.label(run, mine, earlier, wanted), mine, learns=trusted)
             except ValueError as error:  # an invalid baseline: keep the run
                 self._host.problems.append(f"{run.device} {run.probe}: not compared with its baselines: {error}")
                 return run, ()

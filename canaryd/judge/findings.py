@@ -13,6 +13,9 @@ NO_EVIDENCE, NOT_COMPLETED = "no-evidence", "not-completed"
 """Two rules that belong together: a probe has no fresh result; its newest run did not complete."""
 UNCHARACTERISED, DEPARTED = "uncharacterised-mismatch", "endpoint-departed"
 """Rules that engine and reports search for: wrong results, no proof that the test is exact; a server's new answers."""
+OTHER_BITS, RENEWED = "recording-departed", "answers-renewed"
+"""Rules that the engine searches for: recorded bits changed though the software did not; all of a server's answers
+changed at once, after a restart or because of a fault."""
 ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY = "acknowledged", "replaced-is-here", "recording-text-only"
 """Rules whose notes reports always show."""
 RUNS_NAMED = 16

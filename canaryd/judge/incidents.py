@@ -12,7 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canaryd.formatting import DAY
-from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, NOT_COMPLETED, RUNS_NAMED, UNCHARACTERISED, conclusion
+from canaryd.judge.findings import (
+    CAUSES,
+    DEPARTED,
+    NO_EVIDENCE,
+    NOT_COMPLETED,
+    OTHER_BITS,
+    RUNS_NAMED,
+    UNCHARACTERISED,
+    conclusion,
+)
 from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
 
 BESIDE = DAY
@@ -36,7 +45,7 @@ FAMILIES = (
         leads=WRONG,
         explains=(
             *(UNCHARACTERISED, "host-in-doubt", "device-error", DEPARTED),
-            *("recording-departed", "recording-unconfirmed", "recording-outvoted", "broken-output"),
+            *(OTHER_BITS, "broken-output"),
         ),
     ),
     Family(

@@ -37,7 +37,7 @@ from canaryd.judge.exact import (
     host_in_doubt,
     uncharacterised_mismatch,
 )
-from canaryd.judge.findings import DEPARTED, REPLACED_IS_HERE, conclusion
+from canaryd.judge.findings import DEPARTED, OTHER_BITS, REPLACED_IS_HERE, conclusion
 from canaryd.judge.hangs import keeps_failing
 from canaryd.judge.selftest import vendor_selftest
 from canaryd.judge.statistics import rate_bound
@@ -63,20 +63,15 @@ def slower(case: Case) -> Iterator[Finding]:
 
 
 def endpoint_departed(case: Case) -> Iterator[Finding]:
-    """Yield an endpoint's new, unknown answers as findings about each device on which its server runs.
-
-    They are only notes, because exact tests decide. The device is suspect only if it alone serves the endpoint and the
-    output is not broken.
-    """
+    """Yield an endpoint's unknown answers as a note on each device behind it: its own exact tests decide."""
     for name, (count, findings) in sorted(case.serving.items()):
-        alone = count == 1 and not any(f.rule == "broken-output" for f in findings)
-        for found in (f for f in findings if f.rule == "recording-departed"):
+        for found in (f for f in findings if f.rule == OTHER_BITS and f.state is State.SUSPECT):
             among = f"{name} is served by {count} devices, this one among them." if count > 1 else ""
             yield replace(
                 found,
                 rule=DEPARTED,
-                state=State.SUSPECT if alone else State.HEALTHY,
-                cause=found.cause if alone else Cause.NONE,
+                state=State.HEALTHY,
+                cause=Cause.NONE,
                 message=f"{name}, served by this device, gives wrong answers: {found.message}",
                 evidence=tuple(filter(None, (among, *found.evidence))),
                 runs=(),

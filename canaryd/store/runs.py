@@ -216,13 +216,15 @@ class RunTables(Database):
     def _baseline_rows(self, baselines: Iterable[Baseline]) -> list[tuple[Any, ...]]:
         # By the store's time: a clock that was not set must not make a baseline look old enough to go.
         now = self._stamp()
-        return [(b.device, baseline_key(b), max(now, b.used), pack(b)) for b in baselines]
+        # What was used before time began is deleted with what is too old.
+        return [(b.device, baseline_key(b), max(now, b.used) if b.used >= 0 else 0.0, pack(b)) for b in baselines]
 
     def baselines(self, device: str | None = None) -> list[Baseline]:
         """Return the baselines of a device, or of all devices if it is None, in the order of their last change."""
         query = "SELECT device, key, body FROM baselines WHERE device = ? OR ? IS NULL ORDER BY last"
         rows = self._read(query, device, device)
-        return self._decode(Baseline, [(f"{uuid} {key}", body) for uuid, key, body in rows])
+        found = self._decode(Baseline, [(f"{uuid} {key}", body) for uuid, key, body in rows])
+        return [b for b in found if b.used >= 0]
 
     # Classes of exact cases
 

@@ -50,13 +50,10 @@ TOLD_BY = {
     "confirmed_within_a_week": "thrice-in-a-week",
     "confirmed_in_place": "same-place",
     "departed": "drift",
-    "outvoted": "bad-at-baselining",
-    "unwitnessed": "lone-device",
-    "chain_changed": "blas-change-on-one",
-    "uncompared": "only-recordings",
-    "learning": "fresh-device",
-    "text_alone": "endpoint-text-alone",
-    "symptom": "endpoint-garbage",
+    "unlike": "bad-at-baselining",
+    "changed": "blas-change-on-one",
+    "learning": "only-recordings",
+    "broken_output": "endpoint-garbage",
     "slow": "endpoint-slow",
 }
 """Rule or ground → a story that cannot end rightly without it."""

@@ -18,7 +18,7 @@ import pytest
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.settings import TelemetryConfig
 from canaryd.judge import cause
-from canaryd.judge.recordings import baseline, rules, speed
+from canaryd.judge.recordings import baseline, departed
 from canaryd.judge.statistics import RULE_OF_THREE, rate_bound, tail
 from canaryd.judge.telemetry import link_rules, xid_rules
 from canaryd.judge.telemetry.memory_rules import LEAST_STEP
@@ -43,8 +43,6 @@ NOT_THRESHOLDS = {
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.selftest.SHOWN": "length of a list in a message",
     "judge.telemetry.rules.MOST_NAMED": "length of a list in a message",
-    "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
-    "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
     "judge.phrases.DETAIL": "characters of a message",
     "judge.telemetry.signals.MINUTE": "a unit of time",
     "judge.telemetry.signals.HOUR": "a unit of time",
@@ -81,7 +79,7 @@ def ever_too_often(true: float, rate: float, runs: int) -> float:
         after = [*(p * (1 - true) for p in alive), 0.0]
         for k, p in enumerate(alive):
             after[k + 1] += p * true
-        while tail(need, n, rate) > rules.ALPHA:
+        while tail(need, n, rate) > departed.ALPHA:
             need += 1
         crossed += sum(after[need:])
         alive = after[:need]
@@ -122,7 +120,7 @@ FORMULAS: Mapping[str, Callable[[], float]] = {
     "too-often-half": lambda: ever_too_often(BOUND / 2, BOUND, 1000),
     "unsteady": lambda: 2 / (baseline.LEARN + 1),
     "unsteady-reruns": lambda: (2 / (baseline.LEARN + 1)) ** POLICY.confirm_runs,
-    "two-of-three": lambda: tail(2, speed.NEWEST, 0.01),
+    "two-of-three": lambda: tail(2, POLICY.confirm_runs, 0.01),
     "slow-simulated": lambda: rate_bound(80),
     "step": lambda: poisson(LEAST_STEP, 10),
     "corrected": lambda: poisson(1000, 500),

@@ -183,7 +183,7 @@ def test_a_full_disk_costs_neither_history_nor_baselines(tmp_path):
         assert answers["counted"] == [turns]
     assert before["runs"] == during["runs"][:20]
     assert before["found"] != during["found"] == after["found"], "what came while it was full was judged"
-    assert "recording-unconfirmed" in during["found"]
+    assert "recording-departed" in during["found"]
     sound(tmp_path / "canaryd.db")
     with Store.open(tmp_path) as store:
         assert [r.id for r in store.runs()] == after["runs"]

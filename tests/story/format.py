@@ -73,6 +73,14 @@ class Machine:
     """Whether its servers tell that they serve others."""
     logprobs: bool = True
     """Whether its servers give log probabilities."""
+    starts: bool = True
+    """Whether its servers tell when they started."""
+    batches: bool = False
+    """Whether answers vary in their last bits while its servers serve several requests, as our own while learning."""
+    tunes: bool = False
+    """Whether its servers tune their kernels at every start, and then answer with other last bits."""
+    repeats: str = ""
+    """What its servers say of their bits, a value of the reading `endpoint_repeats`; "" for nothing."""
     exact: bool = False
     """Whether its servers serve an exact canary, so that every answer has one right result."""
     unlisted: str = ""

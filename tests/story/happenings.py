@@ -217,10 +217,11 @@ def _clients(host: Host, what: Happening, *, first: bool) -> None:
 
 
 def _serve(host: Host, what: Happening, *, first: bool) -> None:
-    """An endpoint is started again with other links of its chain."""
+    """An endpoint is started again, perhaps with other links of its chain."""
     del first
     for server in host.servers(what.device):
         server.links.update(what.links)
+        server.started, server.launch = host.now, server.launch + 1
 
 
 def _prune(host: Host, what: Happening, *, first: bool) -> None:

@@ -102,6 +102,10 @@ class Server:
     """How many others it serves."""
     links: dict[str, str] = field(default_factory=dict)
     """Links of its chain that are others than in the beginning."""
+    started: float = START
+    """When it was started last, in seconds since the epoch."""
+    launch: int = 0
+    """How often it was started again."""
 
 
 class Hardware:
@@ -410,22 +414,39 @@ class Hardware:
         chain = {"checkpoint": "c0ffee", "prompt": "9a3f", "server": software, "client": "1", **server.links}
         condition = ("loaded" if server.clients else "idle") if self.machine.gauges else ""
         cases = [ANSWER, *(f"completions/question{n}/fresh" for n in range(1, self.machine.questions))]
+        times = self.machine.answers if request.baselining else 1
         found = [
-            self._answer(case, chain, condition, faults)
-            for _ in range(self.machine.answers if request.baselining else 1)
+            self._answer(
+                case,
+                chain,
+                "loaded" if self.machine.batches and 2 * number > times else condition,
+                faults,
+                server.launch if self.machine.tunes else 0,
+            )
+            for number in range(times)
             for case in cases
             if not request.cases or case in request.cases
         ]
         seconds = server.latency * (1 + server.clients)
         token = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "completions"})
-        return {"recordings": tuple(found), "readings": (token,)}
+        told = [token]
+        if self.machine.starts:
+            told.append(Reading(name="endpoint_start_time_seconds", value=server.started, unit="seconds"))
+        if self.machine.repeats:
+            told.append(Reading(name="endpoint_repeats", value=self.machine.repeats))
+        return {"recordings": tuple(found), "readings": tuple(told)}
 
-    def _answer(self, case: str, chain: Mapping[str, str], condition: str, faults: Sequence[Fault]) -> Recording:
+    def _answer(
+        self, case: str, chain: Mapping[str, str], condition: str, faults: Sequence[Fault], tuned: int
+    ) -> Recording:
         noise = next((n for n in self.story.noise if n.case == case), Noise(case=case))
         tokens, right = ANSWERED, (case, sorted(chain.items()))
         values = [-0.1 - 0.01 * (int(_digest(t, right)[:4], 16) % 9) for t in tokens]
         mode = self.rng.choices(range(len(noise.modes)), noise.modes)[0]
         values[-1] -= 1e-3 * mode
+        values = [v - 5e-7 * tuned for v in values]
+        if self.machine.batches and condition == "loaded":
+            values = [v - 1e-3 * self.rng.random() for v in values]
         for fault in (f for f in faults if f.case in ("", case)):
             if fault.kind == "recorded" and self._struck(fault):
                 values[2] -= 0.3 + (0.0 if fault.bits else self.rng.random())

@@ -1,15 +1,15 @@
 """Baselines: what a case gave while it was being learnt, and how far a new recording is from that.
 
-Serving has a few legitimate modes (prefix cache empty or filled, alone or batched with others). Each mode repeats
-exactly, and two modes differ by more than many faults do. So a baseline is neither an average nor a tolerance: it is
-the set of exact vectors that were seen. Everything here is pure; docs/baselines.md has the statistics.
+Serving has a few legitimate modes (prefix cache empty or filled, alone or batched with others). Each repeats exactly,
+and two differ by more than many faults do. So a baseline is the set of exact vectors that were seen, neither an average
+nor a tolerance. Everything here is pure; docs/baselines.md has the statistics.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ STEADY = 12
 SLACK = 3.0
 """Tolerance of an unsteady case, in distances between its modes: other loads have other modes (ours). False alarms:
 2.7e-4 per unknown vector by re-runs."""
+LAUNCH = "launch"
+"""The link of the chain that names the start of a server; see `launches`."""
 EVERY = ""
 """The condition that stands for all conditions together."""
 IDLE, LOADED = "idle", "loaded"
@@ -77,6 +79,8 @@ class Baseline:
     """Condition → runs with known vectors since then; `EVERY` for all together."""
     strange: int = 0
     """Runs with unknown vectors since then; re-runs are not counted."""
+    far: int = 0
+    """Those of them whose vectors no load explains: farther from all known ones than these are from each other."""
     beside: int = 0
     """Runs with known vectors since then, beside unknown ones of another case that repeats exactly."""
     calm: Mapping[str, int] = field(default_factory=dict)
@@ -95,22 +99,19 @@ class Baseline:
     """Runs, each in its own process, that it was learnt from since the last one that brought a new vector."""
     last_run: str = ""
     """Id of the newest of them."""
+    launches: tuple[int, ...] = ()
+    """When the server started under which known vectors were met, in seconds since the epoch, the newest last."""
     referenced: bool = False
     """Whether a reference confirmed the same results, within an error bound, in every run it was learnt from."""
 
     @staticmethod
     def upgrade_json(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the JSON of a stored or exported baseline with the fields of today.
-
-        Release 0.1.0 wrote `imported`, "BACKEND MODEL" or "", where `imported_kind` stands now, and `pinned`.
-        """
-        data = {name: value for name, value in data.items() if name != "pinned"}
-        older = data.get("imported")
-        if not isinstance(older, str):
-            return data
-        newer = {name: value for name, value in data.items() if name != "imported"}
-        backend, _, model = older.partition(" ")
-        return {"imported_kind": [backend, model], **newer} if older else newer
+        """Return the JSON of a stored or exported baseline with the fields of today; release 0.1.0 had others."""
+        older = data.get("imported", "")
+        dropped = ("pinned", "imported") if isinstance(older, str) else ("pinned",)
+        newer = {name: value for name, value in data.items() if name not in dropped}
+        backend, _, model = older.partition(" ") if isinstance(older, str) else ("", "", "")
+        return {"imported_kind": [backend, model], **newer} if backend else newer
 
     @property
     def imported(self) -> bool:
@@ -121,6 +122,11 @@ class Baseline:
     def key(self) -> Key:
         """What tells it from every other baseline of its device."""
         return Key(self.probe, self.probe_version, self.case, stack_id(self.stack), stack_id(self.chain))
+
+    @functools.cached_property
+    def any_launch(self) -> Key:
+        """Its key without the launch of the server."""
+        return self.key._replace(chain_id=stack_id({k: v for k, v in self.chain.items() if k != LAUNCH}))
 
     @functools.cached_property
     def digests(self) -> frozenset[str]:
@@ -144,6 +150,11 @@ class Baseline:
         return self.learnt.get(EVERY, 0) >= LEARN
 
     @property
+    def compared(self) -> int:
+        """Runs compared with it."""
+        return self.passed.get(EVERY, 0) + self.strange
+
+    @property
     def trials(self) -> int:
         """Runs compared with it, up to the newest one with an unknown vector."""
         return self.passed.get(EVERY, 0) - self.since + self.strange
@@ -152,19 +163,21 @@ class Baseline:
         """Return the condition to compare under: the given one where it has enough samples, else all together."""
         return condition if self.learnt.get(condition, 0) >= STEADY else EVERY
 
-    def stable(self, condition: str) -> bool:
-        """Whether the case repeats known vectors under this condition, so that any other vector means something.
+    def compares(self, recording: Recording) -> bool:
+        """Return whether a recording may be compared: one under load does not count where there are idle samples."""
+        return self.effective_condition(IDLE) != IDLE or recording.condition != LOADED
 
-        Idle, or on a server that nobody else uses: when it repeated them long enough. Where others may be served at the
-        same time, only when our own load brought no vector that did not come without load as well: a few loads do not
-        show every mode of a server that batches.
+    def stable(self, condition: str) -> bool:
+        """Return whether the case repeats known vectors under this condition, so that any other means something.
+
+        Where others may be served at the same time, only if our own load brought no vector that did not come without
+        load as well: a few loads do not show every mode of a server that batches.
         """
         condition = self.effective_condition(condition)
         if condition != IDLE:
             loaded = {m.recording.digest for m in self.known if LOADED in m.counts}
             alone = {m.recording.digest for m in self.known if {*m.counts} - {LOADED}}
-            idle = any(IDLE in m.counts for m in self.known)
-            if not loaded <= alone or (idle and not loaded):
+            if not loaded <= alone or (not loaded and any(IDLE in m.counts for m in self.known)):
                 return False
         return self.clean_samples(condition) >= STEADY
 
@@ -190,93 +203,105 @@ class Baseline:
 
         The farthest one may be a passing fault that was learnt. None where fewer than three vectors can be compared.
         """
-        condition = self.effective_condition(condition)
-        if condition not in self._noises:
-            self._noises[condition] = self._noise(condition)
-        return self._noises[condition]
+        return self._noises.get(self.effective_condition(condition))
 
     @functools.cached_property
     def _noises(self) -> dict[str, float | None]:
-        return {}
+        found: dict[str, float | None] = {}
+        for condition in self.learnt:
+            vectors = [m.recording for m in self.known if _seen_under(m, condition)]
+            near = (_from_nearest([b for b in vectors if b is not a], a) for a in vectors if len(vectors) > 1)
+            # Vectors that do not even share the first token cannot be compared.
+            finite = sorted(
+                f.distance for f in near if math.isfinite(f.distance) and (f.common or not f.nearest.tokens)
+            )
+            found[condition] = finite[-2] if len(finite) > 2 else None
+        return found
 
-    def _noise(self, condition: str) -> float | None:
-        mine = [m.recording for m in self.known if condition == EVERY or condition in m.counts]
-        pairs = [(a, _nearest(a, [b for b in mine if b is not a])) for a in mine]
-        # Vectors that do not even share the first token cannot be compared.
-        nearest = sorted(
-            _distance(b, a)[0] for a, b in pairs if b is not None and (_common_prefix(a, b) or not a.tokens)
-        )
-        finite = [d for d in nearest if math.isfinite(d)]
-        return finite[-2] if len(finite) > 2 else None
+    def is_far(self, recording: Recording) -> bool:
+        """Return whether no load explains a vector: it is far from all known ones, or loads bring no others."""
+        far = _from_nearest([m.recording for m in self.known], recording)
+        return self.stable(EVERY) or _exceeds_noise(far, self.noise(EVERY))
 
     def rate(self, condition: str, others: Iterable[Baseline] = ()) -> float:
         """Return an upper bound of the rate at which a healthy device gives a vector as far out as an unknown one.
 
         A stable case: n independent samples in a row without a new vector bound the rate of new ones by
-        1 - 0.05^(1/n) at 95 % (the rule of three). Stable baselines among `others` count as well: of a server its other
-        cases, of a device the same case of its siblings. An unsteady case: among m + 1 exchangeable samples the last is
-        one of the two farthest out with a probability of 2 / (m + 1).
+        1 - 0.05^(1/n) at 95 %. Stable baselines among `others` count as well: of a server its other cases, of a device
+        the same case of its siblings. An unsteady case: `rate_of_far`.
         """
         condition = self.effective_condition(condition)
-        if self.stable(condition):
-            # The cases of one worker share its process and are not independent of each other.
-            apart = [b for b in others if (b.key != self.key if self.is_endpoint else b.device != self.device)]
-            pool = [self, *(b for b in apart if b.complete and b.stable(condition))]
-            return rate_bound(sum(b.independent_samples(condition) for b in pool))
+        if not self.stable(condition):
+            return self.rate_of_far(condition)
+        # The cases of one worker share its process and are not independent of each other.
+        apart = [b for b in others if (b.key != self.key if self.is_endpoint else b.device != self.device)]
+        pool = [self, *(b for b in apart if b.complete and b.stable(condition))]
+        return rate_bound(sum(b.independent_samples(condition) for b in pool))
+
+    def rate_of_far(self, condition: str = EVERY) -> float:
+        """Return the rate of vectors outside the noise: of m + 1 exchangeable ones the last is one of the two farthest.
+
+        Its chance is 2 / (m + 1).
+        """
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deviation:
-    """How an unknown vector differs from the nearest known one."""
+class Difference(NamedTuple):
+    """How a vector differs from the nearest of others."""
 
+    nearest: Recording
+    common: int
+    """Tokens at the start that are equal, or characters where neither has tokens."""
     distance: float
     """Largest difference of log probabilities on the common prefix, in nats; infinite where values are lost."""
     position: int | None
-    """First token that differs, or first character of an answer that is text alone; None where all are equal."""
-    margin: float | None
-    """By how much the known vector preferred its own token there, in nats."""
+    """First token, character or tile that differs; None where all are equal."""
+
+    @property
+    def margin(self) -> float | None:
+        """By how much the nearest vector preferred its own token there, in nats."""
+        at = self.position
+        return self.nearest.margins[at] if at is not None and at < len(self.nearest.margins) else None
+
+
+class Deviation(NamedTuple):
+    """How an unknown vector differs from the nearest known one."""
+
+    found: Difference
     noise: float | None
     """As `Baseline.noise`."""
     is_outlier: bool
     """Whether it is more than noise: always on a bit-stable case."""
-    nearest: Recording
-    """The nearest known vector."""
 
     def sentence(self) -> str:
         """Return the difference as one sentence."""
+        near, _, distance, at = self.found
+        size = f"by up to {distance:.3g}" if math.isfinite(distance) else "by what is missing or not finite"
         noise = f" (known results differ by {self.noise:.3g})" if self.noise else ""
-        if self.nearest.of_kernel:
-            return f"{self._of_tiles(noise)}."
-        if not self.nearest.tokens:
-            return f"{self._of_text()}; there are no log probabilities to compare."
-        tokens = "All tokens are equal"
-        if self.position is not None:
-            margin = f" (the known one led by {self.margin:.3g} nats)" if self.margin is not None else ""
-            tokens = f"Token {self.position + 1} differs{margin}"
-        if not self.nearest.values:
-            return f"{tokens}."
-        if math.isinf(self.distance):
-            return f"{tokens}; a log probability is missing or not finite."
-        return f"{tokens}; log probabilities differ by up to {self.distance:.3g} nats{noise}."
-
-    def _of_text(self) -> str:
-        if self.position is None:
-            return "The text is equal, the answer is not"
-        return f"The text differs from character {self.position + 1} on"
-
-    def _of_tiles(self, noise: str) -> str:
-        if self.position is None:
-            return "Bits differ; the mean of every tile is the same"
-        tile = f"tile {self.position} of {len(self.nearest.values)}"
-        if math.isinf(self.distance):
-            return f"{tile.capitalize()} is not finite"
-        return f"The mean of {tile} differs most, by {self.distance:.3g}{noise}"
+        if near.of_kernel:
+            tile = "the mean of every tile is the same" if at is None else f"tile {at} of {len(near.values)} most"
+            return f"Bits differ; {tile}{f', {size}{noise}' if at is not None else ''}."
+        if not near.tokens:
+            text = "The text is equal, the answer is not"
+            text = text if at is None else f"The text differs from character {at + 1} on"
+            return f"{text}; there are no log probabilities to compare."
+        led = f" (the known one led by {self.found.margin:.3g} nats)" if self.found.margin is not None else ""
+        tokens = "All tokens are equal" if at is None else f"Token {at + 1} differs{led}"
+        return f"{tokens}; log probabilities differ {size} nats{noise}." if near.values else f"{tokens}."
 
 
 def key_of(run: Run, recording: Recording) -> Key:
     """Return the key of the baseline that a recording belongs to."""
     return Key(run.probe, run.probe_version, recording.case, run.stack_id, recording.chain_id)
+
+
+def known_digests(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
+    """Return the digests that pass for a case: its own, and those of the same question with an empty or filled cache.
+
+    A server whose cache cannot be bypassed evicts entries at any time, and then answers one case as the other.
+    """
+    found = (baselines.get(key._replace(case=case)) for case in cases.same_question(key.case))
+    return frozenset().union(*(b.digests for b in found if b is not None))
 
 
 def empty_baseline(run: Run, recording: Recording) -> Baseline:
@@ -325,15 +350,17 @@ def _meets_reference(run: Run, recording: Recording) -> bool:
     return bool(bounded) and not any(c.wrong for c in compared)
 
 
-def count_run(before: Baseline, run: Run, condition: str, *, strange: bool, beside: bool = False) -> Baseline:
+def count_run(
+    before: Baseline, run: Run, condition: str, *, strange: Recording | None = None, beside: bool = False
+) -> Baseline:
     """Return a complete baseline with one more run counted: with a known vector, or with an unknown (`strange`) one.
 
     `beside`: another case of the run, one that repeats exactly, gave an unknown vector. Not for re-runs.
     """
-    if strange:
+    if strange is not None:
         calm = before.calm if before.strange else before.passed
-        newest = max(before.strange_at, run.started)
-        return replace(before, strange=before.strange + 1, calm=calm, since=0, strange_at=newest, used=run.started)
+        made = replace(before, strange=before.strange + 1, far=before.far + before.is_far(strange), calm=calm, since=0)
+        return replace(made, strange_at=max(before.strange_at, run.started), used=run.started)
     passed = dict(before.passed)
     for each in dict.fromkeys((EVERY, condition)):
         passed[each] = passed.get(each, 0) + 1
@@ -346,7 +373,7 @@ def accept(before: Baseline, run: Run, recording: Recording, why: str) -> Baseli
     learnt = {**before.learnt, EVERY: max(LEARN, before.learnt.get(EVERY, 0))}
     known = _with_sample(before.known, run, recording)
     return replace(
-        before, known=known, learnt=learnt, strange=0, beside=0, calm={}, since=0, strange_at=0.0, accepted=why
+        before, known=known, learnt=learnt, strange=0, far=0, beside=0, calm={}, since=0, strange_at=0.0, accepted=why
     )
 
 
@@ -372,73 +399,59 @@ def deviation(baseline: Baseline, recording: Recording) -> Deviation | None:
     """
     if recording.digest in baseline.digests:
         return None
-    nearest = _nearest(recording, [m.recording for m in baseline.known])
-    if nearest is None:
+    if not baseline.known:
         raise ValueError(f"{baseline.case}: a baseline without a vector")
-    distance, position = _distance(nearest, recording)
-    margin = nearest.margins[position] if position is not None and position < len(nearest.margins) else None
+    found = _from_nearest([m.recording for m in baseline.known], recording)
     noise = baseline.noise(recording.condition)
-    return Deviation(
-        distance=distance,
-        position=position,
-        margin=margin,
-        noise=noise,
-        is_outlier=baseline.stable(recording.condition) or _exceeds_noise(nearest, distance, margin, noise),
-        nearest=nearest,
-    )
+    return Deviation(found, noise, baseline.stable(recording.condition) or _exceeds_noise(found, noise))
 
 
-def _exceeds_noise(known: Recording, distance: float, margin: float | None, noise: float | None) -> bool:
+def _exceeds_noise(found: Difference, noise: float | None) -> bool:
     """Whether an unsteady case is outside its tolerance: in value, or by another token that was no near tie.
 
     Two logits that may each be off by the tolerance can change places where they are within twice of it. Without values
     there is no noise to measure, so text alone is never an outlier. A lost value always is one.
     """
-    if not known.values or (noise is None and math.isfinite(distance)):
+    if not found.nearest.values or (noise is None and math.isfinite(found.distance)):
         return False
     tolerance = SLACK * (noise or 0.0)
-    return distance > tolerance or (margin is not None and margin > 2 * tolerance)
+    return found.distance > tolerance or (found.margin is not None and found.margin > 2 * tolerance)
 
 
-def _nearest(recording: Recording, others: Iterable[Recording]) -> Recording | None:
-    """Return the vector with the longest common prefix, and of several the nearest in value."""
-    return min(others, key=lambda k: (-_common_prefix(k, recording), _distance(k, recording)[0]), default=None)
+def _from_nearest(others: Iterable[Recording], recording: Recording) -> Difference:
+    """Return how a vector differs from the one with the longest common prefix, and of several the nearest in value."""
+    return min((_difference(k, recording) for k in others), key=lambda d: (-d.common, d.distance))
 
 
-def _common_prefix(a: Recording, b: Recording) -> int:
-    """Return how many tokens at the start are equal, or characters where neither has tokens."""
-    ones, others = _units(a, b)
-    pairs = enumerate(zip(ones, others, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(ones), len(others)))
+def _difference(a: Recording, b: Recording) -> Difference:
+    """Return how one vector differs from another, on the common prefix of their tokens.
 
-
-def _units(a: Recording, b: Recording) -> tuple[Sequence[str], Sequence[str]]:
-    return (a.tokens, b.tokens) if a.tokens or b.tokens else (a.text, b.text)
-
-
-def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
-    """Return the largest difference on the common prefix, in nats, and the first token that differs.
-
-    Of a kernel's result: the largest difference of a tile's mean, and which tile that is. Where there is nothing to
-    compare by (no tokens, no values), any difference of the digests is infinite.
+    Of a kernel's result: by the largest difference of a tile's mean. Where there is nothing to compare by (no tokens,
+    no values), any difference of the digests is infinite.
     """
-    if not a.tokens and not b.tokens and a.values and len(a.values) == len(b.values):
-        return _distance_of_tiles(a.values, b.values)
-    common = _common_prefix(a, b)
-    position = common if common < max(map(len, _units(a, b))) else None
-    if not a.tokens or len(a.values) < common or len(b.values) < common:
-        return (0.0 if a.digest == b.digest else math.inf), position
-    pairs = list(zip(a.values[:common], b.values[:common], strict=True))
-    if any(x is not None and (y is None or not math.isfinite(y)) for x, y in pairs):
-        return math.inf, position
-    return max((abs(x - y) for x, y in pairs if x is not None and y is not None), default=0.0), position
+    ones, others = (a.tokens, b.tokens) if a.tokens or b.tokens else (a.text, b.text)
+    tiles = not ones and not others and a.values and len(a.values) == len(b.values)
+    pairs = enumerate(zip(ones, others, strict=False))
+    common = next((i for i, (x, y) in pairs if x != y), min(len(ones), len(others)))
+    position = common if common < max(len(ones), len(others)) else None
+    if not tiles and (not a.tokens or min(len(a.values), len(b.values)) < common):
+        return Difference(a, common, 0.0 if a.digest == b.digest else math.inf, position)
+    values = zip(a.values, b.values, strict=False) if tiles else zip(a.values[:common], b.values[:common], strict=True)
+    apart = [_apart(x, y, tiles=bool(tiles)) for x, y in values]
+    farthest = max(apart, default=0.0)
+    if tiles:
+        position = apart.index(farthest) if farthest else None
+    return Difference(a, common, farthest, position)
 
 
-def _distance_of_tiles(a: Sequence[float | None], b: Sequence[float | None]) -> tuple[float, int | None]:
-    pairs = zip(a, b, strict=True)
-    apart = [0.0 if x == y else math.inf if x is None or y is None else abs(x - y) for x, y in pairs]
-    farthest = max(apart)
-    return farthest, apart.index(farthest) if farthest else None
+def _apart(x: float | None, y: float | None, *, tiles: bool) -> float:
+    """Return how far two values are apart; infinite where one is lost, which no first token's value is."""
+    if x is None and not tiles:
+        return 0.0
+    if x == y:
+        return 0.0
+    far = math.inf if x is None or y is None else abs(x - y)
+    return far if math.isfinite(far) else math.inf
 
 
 class LinkChange(NamedTuple):

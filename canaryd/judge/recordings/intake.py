@@ -7,9 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from canaryd.facts import Recording
-from canaryd.judge.recordings.baseline import IDLE, LOADED, Baseline, Key, count_run, deviation, key_of, learn
-from canaryd.judge.recordings.record import known_digests
-from canaryd.judge.recordings.triage import BROKEN, triage
+from canaryd.judge.recordings.baseline import (
+    Baseline,
+    Key,
+    count_run,
+    deviation,
+    key_of,
+    known_digests,
+    learn,
+)
+from canaryd.judge.recordings.launches import met, superseded
+from canaryd.judge.recordings.triage import certainly_broken
 from canaryd.model import Run
 
 
@@ -30,8 +38,10 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
     for number, recording in enumerate(run.recordings):
         key = key_of(run, recording)
         own = current.get(key)
-        if learns and (own is None or not own.complete) and not _certainly_broken(recording):
-            own = changed[key] = learn(own, run, recording)
+        if learns and (own is None or not own.complete) and not certainly_broken(recording):
+            fresh = own is None
+            own = changed[key] = met(learn(own, run, recording), run)
+            changed.update({b.key: b for b in superseded(own, current)} if fresh else {})
             learnt.append(recording.case)
         if own is not None and recording.digest in known_digests(current, key):
             brief = Recording(case=own.case, digest=recording.digest, chain=own.chain, condition=recording.condition)
@@ -41,29 +51,12 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
         kept[number] = recording
         if own is not None and own.complete and (found := deviation(own, recording)) is not None and found.is_outlier:
             unknown[key] = recording
-    exact = {key for key, recording in unknown.items() if _repeats_exactly(current.get(key), recording)}
-    if not run.confirms and not run.drill:
-        for key in {**known, **unknown}:
-            own = current.get(key)
-            recording = unknown.get(key) or known[key]
-            counts = key not in unknown or is_comparable(own, recording)
-            if own is not None and own.complete and own.case not in learnt and counts:
-                strange, beside = key in unknown, bool(exact - {key})
-                changed[key] = count_run(own, run, recording.condition, strange=strange, beside=beside)
+    exact = {k for k, r in unknown.items() if current[k].compares(r) and current[k].stable(r.condition)}
+    for key in {**known, **unknown} if not (run.confirms or run.drill) else ():
+        own, strange = current[key], unknown.get(key)
+        if own.complete and own.case not in learnt and (strange is None or own.compares(strange)):
+            condition = (strange or known[key]).condition
+            counted = count_run(own, run, condition, strange=strange, beside=bool(exact - {key}))
+            changed[key] = met(counted, run) if strange is None else counted
     names = tuple(dict.fromkeys(recording.case for recording in unknown.values()))
-    return (replace(run, recordings=tuple(kept.values()), unknown=names, learnt=tuple(dict.fromkeys(learnt))), changed)
-
-
-def _certainly_broken(recording: Recording) -> bool:
-    found = None if recording.of_kernel else triage(recording)
-    return found is not None and found.name in BROKEN and found.certainty == "certain"
-
-
-def _repeats_exactly(baseline: Baseline | None, recording: Recording) -> bool:
-    stable = baseline is not None and baseline.stable(recording.condition)
-    return stable and is_comparable(baseline, recording)
-
-
-def is_comparable(baseline: Baseline | None, recording: Recording) -> bool:
-    """Whether a recording may be compared: one under load does not count where the baseline has idle samples."""
-    return baseline is None or baseline.effective_condition(IDLE) != IDLE or recording.condition != LOADED
+    return replace(run, recordings=tuple(kept.values()), unknown=names, learnt=tuple(dict.fromkeys(learnt))), changed

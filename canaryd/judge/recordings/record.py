@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Recording
-from canaryd.judge.recordings import cases
-from canaryd.judge.recordings.baseline import Baseline, Deviation, Key, deviation, key_of
+from canaryd.judge.recordings.baseline import Baseline, Deviation, Key, deviation, key_of, known_digests
+from canaryd.judge.recordings.launches import begins_launch
 from canaryd.model import Device, Outcome, Run
 
 
@@ -54,6 +54,16 @@ class Observation:
         """Whether it can be called right or wrong; an unknown vector of a case whose noise is not known cannot."""
         return self.deviation is None or self.deviation.is_outlier or self.deviation.noise is not None
 
+    @property
+    def is_comparable(self) -> bool:
+        """Whether it may be held against the device."""
+        return self.baseline.compares(self.recording)
+
+    @property
+    def repeats_exactly(self) -> bool:
+        """Whether its case gives the same bits every time under its condition."""
+        return self.baseline.stable(self.recording.condition)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -78,19 +88,35 @@ class Record:
         """Whether the device is an endpoint: recordings are then the only evidence."""
         return self.device.is_endpoint
 
+    @property
+    def parts(self) -> list[str]:
+        """Names of the devices to test: the device itself, or those that serve the endpoint."""
+        return self.device.detail.get("behind", "").split() if self.is_endpoint else [self.device.name]
+
+    @property
+    def deep_test(self) -> str:
+        """The action that tests these devices."""
+        return "Run: canaryd check --level deep" + "".join(f" --device {name}" for name in self.parts)
+
     @cached_property
     def observations(self) -> dict[Key, list[Observation]]:
         """Every recording with a complete baseline, by key, oldest first."""
         return find_observations(self.runs, self.baselines)
 
     @cached_property
-    def reruns(self) -> dict[str, list[Run]]:
+    def reruns(self) -> Mapping[str, list[Run]]:
         """The completed re-runs, by the id of the run that they repeat."""
         found: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
             if run.confirms and run.outcome is Outcome.COMPLETED and run.recordings:
                 found[run.confirms].append(run)
         return found
+
+    @cached_property
+    def launches(self) -> list[Run]:
+        """The runs that show a new launch of a server that does not tell when it started, oldest first."""
+        wanted, of = self.policy.confirm_runs, (r for r in self.runs if r.unknown and not r.confirms)
+        return [r for r in of if self.is_endpoint and begins_launch(r, self.reruns[r.id], self.baselines, wanted)]
 
     @cached_property
     def newest(self) -> dict[CaseVariant, tuple[Run, Recording]]:
@@ -133,29 +159,17 @@ class Record:
     def voters(self, own: Baseline) -> list[tuple[str, Baseline]]:
         """Return the complete baselines of siblings for the same case, chain and stack, with the name of each sibling.
 
-        Only devices of the same model vote, since other models run other kernels. Each physical part votes once:
-        instances of one GPU share it and do not confirm each other. Servers do not vote: their flags and devices are
-        not in the chain.
+        Only trusted devices of the same model vote, here or imported. Each physical part votes once: instances of one
+        GPU share it and do not confirm each other. Servers do not vote: their flags and devices are not in the chain.
         """
-        if self.is_endpoint:
-            return []
         by_part: dict[str, tuple[str, Baseline]] = {}
-        for name, peer in self._siblings:
-            if (b := peer.baselines.get(own.key)) is not None:
+        for name, peer in sorted(self.peers.items()) if not self.is_endpoint else ():
+            same = peer.trusted and peer.device.kind == self.device.kind and peer.device.part != self.device.part
+            if same and (b := peer.baselines.get(own.key)) is not None:
                 by_part.setdefault(peer.device.part, (name, b))
-        for b in self._witnesses.get(own.key, ()):
+        for b in self._witnesses.get(own.key, ()) if not self.is_endpoint else ():
             by_part.setdefault(b.device, (f"{b.device} (imported)", b))
         return [(name, b) for name, b in by_part.values() if b.complete]
-
-    @cached_property
-    def _siblings(self) -> list[tuple[str, Peer]]:
-        """Trusted devices of the same model on other physical parts, by name."""
-        kind, part = self.device.kind, self.device.part
-        return [
-            (name, peer)
-            for name, peer in sorted(self.peers.items())
-            if peer.trusted and peer.device.kind == kind and peer.device.part != part
-        ]
 
     @cached_property
     def _witnesses(self) -> dict[Key, list[Baseline]]:
@@ -182,36 +196,21 @@ def variant_of(baseline: Baseline) -> CaseVariant:
     return CaseVariant(baseline.probe, baseline.case, baseline.stack.get("instruction_set", ""))
 
 
-def devices_behind(device: Device) -> list[str]:
-    """Return the names of the devices that an endpoint serves from; [] for any other device."""
-    return device.detail.get("behind", "").split() if device.is_endpoint else []
-
-
-def known_digests(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
-    """Return the digests that pass for a case: its own, and those of the same question with an empty or filled cache.
-
-    A server whose cache cannot be bypassed evicts entries at any time, and then answers one case as the other.
-    """
-    found = (baselines.get(key._replace(case=case)) for case in cases.same_question(key.case))
-    return frozenset().union(*(b.digests for b in found if b is not None))
-
-
 def find_observations(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) -> dict[Key, list[Observation]]:
     """Return one observation per run and case: an outlier if there is one. Samples of the baseline are left out."""
-    found: dict[Key, list[Observation]] = defaultdict(list)
-    passing: dict[Key, frozenset[str]] = {}
+    found: dict[Key, dict[str, Observation]] = defaultdict(dict)
     for run in runs:
-        of_run: dict[Key, Observation] = {}
-        for recording in run.recordings:
+        for recording in (r for r in run.recordings if r.case not in run.learnt):
             key = key_of(run, recording)
-            baseline = baselines.get(key)
-            if baseline is None or not baseline.complete or recording.case in run.learnt:
+            if (baseline := baselines.get(key)) is None or not baseline.complete:
                 continue
-            if key not in passing:
-                passing[key] = known_digests(baselines, key)
-            differs = None if recording.digest in passing[key] else deviation(baseline, recording)
-            if key not in of_run or (differs is not None and differs.is_outlier):
-                of_run[key] = Observation(run=run, recording=recording, baseline=baseline, deviation=differs)
-        for key, observation in of_run.items():
-            found[key].append(observation)
-    return dict(found)
+            known = recording.digest in baseline.digests or recording.digest in known_digests(baselines, key)
+            made = Observation(
+                run=run,
+                recording=recording,
+                baseline=baseline,
+                deviation=None if known else deviation(baseline, recording),
+            )
+            if run.id not in found[key] or made.is_outlier:
+                found[key][run.id] = made
+    return {key: list(of.values()) for key, of in found.items()}

@@ -110,10 +110,10 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
         scores = (
             _prompt_positions(choice, data) if forced and "prompt_logprobs" in dialect.forced else _positions(choice)
         )
-        positions = scores or ()
+        positions = _without_end(scores or (), choice.get("finish_reason"))
         if dialect.greedy_is_best:
             positions = tuple(_best(position) for position in positions)
-        ids = choice.get("token_ids") or ()
+        ids = (choice.get("token_ids") or ())[: len(positions) if scores else None]
         if not forced and ids and len(ids) == len(positions or ids):
             rest = positions or tuple(Position(token="") for _ in ids)
             positions = tuple(
@@ -174,6 +174,13 @@ def _positions(choice: Mapping[str, Any]) -> tuple[Position, ...] | None:
         )
         for token, value, top in zip(tokens, values, tops, strict=True)
     )
+
+
+def _without_end(positions: tuple[Position, ...], finish: Any) -> tuple[Position, ...]:
+    """Return the positions without the token that ends a text, which some servers list last, without a value."""
+    last = positions[-1] if positions and finish == "stop" else None
+    ends = last is not None and not (last.token or last.top) and finite(last.value) is None
+    return positions[:-1] if ends else positions
 
 
 def _position(item: Mapping[str, Any]) -> Position:

@@ -61,6 +61,8 @@ class Endpoint:
         self.configuration = self.dialect.configuration(self._client.get)
         self.started = self.dialect.start(self._client.get)
         """When the server started, in seconds since the epoch; None if unknown."""
+        self.repeats = settings.repeats or self.dialect.promise(self._client.get)
+        """When it gives equal bits to equal requests, as `ENDPOINT_REPEATS` says it; "" if unknown."""
         self.dropped: dict[str, set[str]] = {api: set() for api in APIS}
         self._prompts: dict[tuple[str, str], Any] = {}
         self.links = self._links(memory, thorough=thorough)

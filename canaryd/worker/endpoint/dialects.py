@@ -85,6 +85,10 @@ class Dialect:
     """(paths, keys) of the start options, which stand under these keys in the JSON of the first path that answers."""
     started: str = ""
     """Name of the metric on /metrics that holds the server's start time (epoch s)."""
+    repeats: tuple[tuple[str, str], ...] = ()
+    """(key, promise): what a true value on `configured`'s page promises, one of `ENDPOINT_REPEATS`."""
+    untuned: bool = False
+    """Whether the server chooses its kernels by rule, so that every start gives the same answers."""
     digests: str = ""
     """Path that lists the models, each with the "digest" of its files."""
     lists_all: bool = True
@@ -124,6 +128,12 @@ class Dialect:
                 return digest(now)[:8]
             before = now
         return ""
+
+    def promise(self, get: Get) -> str:
+        """Return when the server gives equal bits to equal requests, as `ENDPOINT_REPEATS` says it; "" for unknown."""
+        pages = (get(path).data for path in (self.configured[0] if self.repeats else ()))
+        data = next((page for page in pages if isinstance(page, dict)), {})
+        return next((told for key, told in self.repeats if data.get(key) is True), "restarts" if self.untuned else "")
 
     def formats(self, get: Get) -> dict[str, str]:
         """Return the number formats in which the server says that it computes and caches; {} if it reports none."""
@@ -173,6 +183,7 @@ SGLANG = Dialect(
             *("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens"),
         ),
     ),
+    repeats=(("enable_deterministic_inference", "always"), ("disable_flashinfer_autotune", "restarts")),
 )
 TRTLLM = Dialect(  # extra=forbid: it refuses a request with an unknown field
     name="trtllm",
@@ -191,9 +202,11 @@ LLAMA_SERVER = Dialect(
     metrics=("llamacpp:requests_processing", "llamacpp:requests_deferred"),
     slots="/slots",
     configured=(("/props",), ("default_generation_settings", "total_slots", "model_path")),
+    untuned=True,
 )
 LLAMA_CPP_PYTHON = Dialect(
     name="llama-cpp-python",
+    untuned=True,
     forced={"echo": True, "logprobs": TOP},
     tokenize=("/extras/tokenize", "input"),
 )
@@ -201,6 +214,7 @@ MLX_LM = Dialect(
     name="mlx-lm",
     completions=_CHAT,  # it refuses a number for logprobs
     greedy_is_best=True,
+    untuned=True,
     lists_all=False,  # it lists what is in the Hugging Face cache
 )
 OLLAMA = Dialect(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from canaryd.facts import ENDPOINT_SERVER, reading_key
+from canaryd.facts import ENDPOINT_REPEATS, ENDPOINT_SERVER, ENDPOINT_STARTED, reading_key
 from canaryd.files import keep, recall
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer, Position
@@ -115,9 +115,11 @@ class Recorder:
             yield Absent(name=ENDPOINT_SERVER, reason=UNKNOWN)
         if endpoint.started is None:
             reason = f"the server ({endpoint.dialect.name}) does not report when it started"
-            yield Absent(name="endpoint_start_time_seconds", reason=reason)
+            yield Absent(name=ENDPOINT_STARTED, reason=reason)
         else:
-            yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")
+            yield Reading(name=ENDPOINT_STARTED, value=endpoint.started, unit="seconds")
+        if endpoint.repeats:
+            yield Reading(name=ENDPOINT_REPEATS, value=endpoint.repeats)
         for (api, prompt), answer in self.answers.items():
             if answer.prompt_tokens is not None:
                 labels = {"api": api, "prompt": prompt.name}

@@ -29,6 +29,8 @@ class Settings:
     """The command that starts the server at level deep; "" if the server runs on its own."""
     memory: int = 0
     """Most bytes that a server started by canaryd may use; 0 means a share of the host's memory."""
+    repeats: str = ""
+    """When equal requests must get equal bits, one of `ENDPOINT_REPEATS`; "" if only the server says so."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
@@ -47,6 +49,7 @@ class Settings:
             dialect=given.get("dialect") or "",
             apis=tuple(given.get("apis") or APIS),
             command=given.get("command") or "",
+            repeats=given.get("repeats") or "",
             memory=given.get("memory") or 0,
             key=_key(Path(given["key_file"])) if given.get("key_file") else "",
             ca_file=given.get("ca_file") or "",

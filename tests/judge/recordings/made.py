@@ -7,6 +7,7 @@ from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Recording
 from canaryd.judge.recordings.baseline import LEARN
 from canaryd.judge.recordings.intake import intake
+from canaryd.judge.recordings.launches import label
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.recordings.rules import findings
 from canaryd.model import Device, Outcome, Run
@@ -70,7 +71,8 @@ class History:
         self.runs, self.baselines = [], {}
 
     def add(self, ago, *recordings, learns=True, **fields):
-        made, fresh = intake(run(ago, *recordings, of=self.of, **fields), self.baselines, learns=learns)
+        told = label(run(ago, *recordings, of=self.of, **fields), self.baselines, self.runs, self.policy.confirm_runs)
+        made, fresh = intake(told, self.baselines, learns=learns)
         self.baselines |= fresh
         self.runs.append(made)
         return made
@@ -97,7 +99,13 @@ class History:
         return Record(**of, now=now, peers=seen, tested=tested)
 
     def found(self, now=NOW, **peers):
-        return {f.rule: f for f in findings(self.record(now, **peers))}
+        return by_name(self.record(now, **peers))
+
+
+def by_name(record):
+    """Return the findings by rule; of rules that may say several things of a device, by rule and state."""
+    several = ("recording-departed", "baseline-learning")
+    return {f"{f.rule} {f.state.value}" if f.rule in several else f.rule: f for f in findings(record)}
 
 
 def departed(*confirmations, of=ENDPOINT, strange=STRANGE, policy=POLICY):
@@ -125,5 +133,4 @@ def twin(name, vector, *, chain=None, times=LEARN, **device):
 
 def voted(mine, *others, **fields):
     record = dataclasses.replace(mine.record(**{h.of.name: h for h in others}), **fields)
-    names = ("recording-outvoted", "recording-disputed", "baseline-unwitnessed")
-    return {f.rule: (f.state, f.cause) for f in findings(record) if f.rule in names}
+    return {n: (f.state, f.cause) for n, f in by_name(record).items() if n.startswith(("recording-", "baseline-"))}

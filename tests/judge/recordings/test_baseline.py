@@ -74,9 +74,9 @@ def test_known_bits_pass_and_others_depart():
     assert deviation(both, PLAIN) is None
     assert deviation(both, other) is None
     away = deviation(both, near(BASE, 0.011))
-    assert away.nearest == other
-    assert away.distance == pytest.approx(0.001)
-    assert away.position is None
+    assert away.found.nearest == other
+    assert away.found.distance == pytest.approx(0.001)
+    assert away.found.position is None
 
 
 def test_it_survives_the_codec():
@@ -120,7 +120,7 @@ def test_an_unsteady_case_departs_beyond_so_many_times_its_noise(steps, beyond):
 def test_a_value_that_is_lost_is_infinitely_far(lost):
     """A log probability that is missing or not finite departs, however noisy the case is."""
     away = deviation(unsteady(), recording((BASE[0], lost, *BASE[2:]), digest="lost"))
-    assert math.isinf(away.distance)
+    assert math.isinf(away.found.distance)
     assert away.is_outlier
     assert "missing or not finite" in away.sentence()
 
@@ -132,7 +132,7 @@ def test_the_rate_of_an_unsteady_case_holds_by_counting():
         vectors = [recording(tuple(v + luck.gauss(0, 1e-3) for v in BASE)) for _ in range(LEARN + 1)]
         full = learnt(*vectors[:LEARN])
         away = deviation(full, vectors[-1])
-        beyond += away is not None and away.distance > full.noise("")
+        beyond += away is not None and away.found.distance > full.noise("")
     said = unsteady().rate("")
     assert said == pytest.approx(2 / (LEARN + 1))
     assert beyond / tries <= said + 3 * math.sqrt(said / tries)

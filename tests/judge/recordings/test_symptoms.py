@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from canaryd.facts import Reading
-from canaryd.judge.recordings.baseline import LEARN
-from canaryd.judge.recordings.speed import BESIDE_SLOWER, EARLIER, NEWEST, SLOWER, TOGETHER
+from canaryd.judge.recordings.baseline import LEARN, STEADY
+from canaryd.judge.recordings.speed import BESIDE_SLOWER, SLOWER
 from canaryd.model import Cause, State
 from tests.judge.recordings.made import (
     BANG,
@@ -37,7 +37,7 @@ def served(*seconds, condition, name="main", **fields):
 
 
 def latencies(usual, times):
-    return [usual] * EARLIER + [usual * times] * NEWEST
+    return [usual] * STEADY + [usual * times] * POLICY.confirm_runs
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_an_idle_endpoint_that_became_slow_is_degraded(condition, usual, times, 
         (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR, True),
         (BESIDE_SLOWER + 0.1, SLOWER - 0.1, 2 * HOUR, True),
         (BESIDE_SLOWER + 0.1, SLOWER + 0.1, 2 * HOUR, False),
-        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + TOGETHER - 1, True),
-        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + TOGETHER + 1, False),
+        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + 2, True),
+        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + 3, False),
     ],
 )
 def test_without_a_queue_only_a_replica_that_is_not_slow_tells_a_slow_endpoint(times, theirs, ago, slow):

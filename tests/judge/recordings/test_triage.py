@@ -11,15 +11,16 @@ import inspect
 import io
 import itertools
 import json
-import random
+import math
 import string
 import sys
+import time
 
 import pytest
 
 from canaryd.cli.main import parser
 from canaryd.facts import Recording
-from canaryd.judge.recordings.triage import NEXT, RULES, triage
+from canaryd.judge.recordings.triage import CAUSES, DIFFERENT, SYMPTOMS, kind_of_wrong
 from tests.command import ROOT
 
 REEF = (
@@ -73,10 +74,93 @@ LISTS = {
     "hex": "\n".join(f"{i:08x}  {i * 2654435761 % 2**32:08x} {i * 40503 % 2**32:08x}" for i in range(24)),
 }
 MODULES = [
-    "argparse", "asyncio", "codecs", "collections", "datetime", "decimal", "difflib", "doctest", "email", "functools",
-    "inspect", "itertools", "json", "logging", "pathlib", "pickle", "random", "re", "sqlite3", "statistics", "string",
-    "subprocess", "threading", "urllib.parse", "xml.dom",
-]  # fmt: skip
+    "argparse",
+    "ast",
+    "asyncio",
+    "bisect",
+    "calendar",
+    "cmd",
+    "codecs",
+    "collections",
+    "configparser",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "dis",
+    "doctest",
+    "email",
+    "enum",
+    "fileinput",
+    "fractions",
+    "functools",
+    "gettext",
+    "glob",
+    "gzip",
+    "hashlib",
+    "heapq",
+    "hmac",
+    "html",
+    "http",
+    "imaplib",
+    "inspect",
+    "io",
+    "ipaddress",
+    "itertools",
+    "json",
+    "logging",
+    "lzma",
+    "mailbox",
+    "math",
+    "mimetypes",
+    "operator",
+    "optparse",
+    "os",
+    "pathlib",
+    "pdb",
+    "pickle",
+    "pickletools",
+    "platform",
+    "plistlib",
+    "pprint",
+    "pstats",
+    "queue",
+    "random",
+    "re",
+    "sched",
+    "secrets",
+    "selectors",
+    "shelve",
+    "shlex",
+    "shutil",
+    "smtplib",
+    "socket",
+    "sqlite3",
+    "ssl",
+    "statistics",
+    "string",
+    "struct",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "tokenize",
+    "traceback",
+    "types",
+    "unittest",
+    "urllib.parse",
+    "uuid",
+    "wave",
+    "weakref",
+    "xml.dom",
+    "zipfile",
+    "zoneinfo",
+]
 
 
 def poem() -> str:
@@ -124,16 +208,24 @@ SURE = tokens(*[-0.4] * 32, margins=(2.0,) * 32)
 
 
 def name_of(now: Recording, *known: Recording) -> str:
-    found = triage(now, known)
+    found = kind_of_wrong(now, known)
     return found.name if found else ""
 
 
 # --- Healthy texts ---------------------------------------------------------------------------------------------------
 
 
+def test_healthy_texts_are_many_and_of_many_kinds():
+    """The measurement of false positives means something."""
+    assert len(healthy()) >= 400
+    assert {"chinese", "json", "markup", "poem", "numbers", "argparse: head", "argparse: documentation"} <= set(
+        healthy()
+    )
+
+
 def test_no_healthy_text_is_called_wrong():
     """Of itself, without a known answer."""
-    assert {name: found.evidence for name, text in healthy().items() if (found := triage(answer(text)))} == {}
+    assert {name: found.evidence for name, text in healthy().items() if (found := kind_of_wrong(answer(text)))} == {}
 
 
 def test_a_healthy_text_that_differs_is_called_coherent():
@@ -144,7 +236,7 @@ def test_a_healthy_text_that_differs_is_called_coherent():
         half = len(text) // 2
         halves = [(text[half:], text[:half])] if half > 20 else []
         for now, known in ((text, other), *halves):
-            found = triage(answer(now), [answer(known)])
+            found = kind_of_wrong(answer(now), [answer(known)])
             if found and found.name != "coherent but different":
                 wrong[name] = (found.name, found.evidence)
     assert wrong == {}
@@ -153,25 +245,13 @@ def test_a_healthy_text_that_differs_is_called_coherent():
 def test_a_known_answer_is_no_symptom():
     """Whatever it looks like: a tiny model babbles when it is healthy."""
     for text in (REEF, "!x " * 40, "\ufffd" * 50, "<|im_start|>", "the the the the " * 20, ""):
-        assert triage(answer(text), [answer(text)]) is None
+        assert kind_of_wrong(answer(text), [answer(text)]) is None
     assert name_of(answer("!x " * 41), answer("!x " * 40)) == "coherent but different"
 
 
 # --- Each rule, from both sides --------------------------------------------------------------------------------------
 
-SALAD = (
-    "plinth orchard seventeen velvet although carburettor mosaic drummed pelican tariff quarrel lantern oxide herring "
-    "gavel sprint nominal thimble basalt usher cobalt wicket fathom gruel pylon sextant brisk molasses turnip gable"
-)
-SCRAPS = (
-    "ancellationThemes ERCharts addItemlichen xqzt bourlsenkt getViewHTMLinger strncpyThe ocratsWith fmtlnPr IDGETprtd "
-    "tmplCtrlWnd rvldckts oFTheAnd INGSthrpx QStringlst brwnfxjmps UIntPtrkl mscrgntd zzwqrt NSObjectfsh lkjhgfd AGENTrx"
-)
-MIXED = (
-    "риfеs의ocean 的Gre bourlösenクtern ขอthe котopый "
-    "海岸nостi العربicx Δδхор reеf の波wаве टtide морe가 tидe sеа нord คลื่นwav"
-)
-ENDLESS = "The reef lies off the coast. " + "It is the reef of the coast of the reef. " * 9
+ENDLESS = "The reef lies off the coast. " + "It is the reef of the coast. " * 9
 
 
 @pytest.mark.parametrize(
@@ -196,15 +276,8 @@ ENDLESS = "The reef lies off the coast. " + "It is the reef of the coast of the 
         ("repetition loop", answer(ENDLESS), ()),
         ("repetition loop", answer("The reef lies " + "the " * 40), ()),
         ("repetition loop", answer("那年夏天，" + "礁石离海岸两海里。" * 8), ()),
-        ("repetition loop", answer(" ".join(f"the reef of the coast of the sea {i % 2}" for i in range(12))), [KNOWN]),
         ("gibberish", answer("The re\ufffd\ufffd lies \ufffd off \ufffd\ufffd coast"), ()),
         ("gibberish", answer("The \x00reef\x01 \x02lies \ue000 two"), ()),
-        ("gibberish", answer("".join(random.Random(3).choices(string.printable[:94], k=400))), ()),
-        ("gibberish", answer("".join(random.Random(3).choices("ab", k=200))), ()),
-        ("gibberish", answer(MIXED), ()),
-        ("gibberish", answer(SALAD), [KNOWN]),
-        ("gibberish", answer(SCRAPS), [KNOWN]),
-        ("gibberish", tokens(*[-4.6] * 32, text=REEF[::2]), [SURE]),
         ("coherent but different", answer(REEF.replace("white", "grey")), [KNOWN]),
         ("coherent but different", answer(LANGUAGES["german"]), [KNOWN]),
     ],
@@ -229,46 +302,74 @@ def test_each_kind_of_wrong_answer_is_recognised(name, now, known):
         (answer("The reef lies off the coast. " + "Row, row. " * 4), ()),
         (answer("Report\n" + REEF + "\n" + "=" * 60), ()),
         (answer("A sign that was cut in two at the end of the answer: \ufffd"), ()),
-        (answer(SALAD), ()),  # a list of words, for all one knows
     ],
 )
 def test_on_the_other_side_of_each_threshold_nothing_is_said(now, known):
     """What only resembles a symptom is none."""
-    assert triage(now, known) is None
+    assert kind_of_wrong(now, known) is None
 
 
-# --- What is said about it -------------------------------------------------------------------------------------------
+def test_a_shorter_coherent_answer_is_not_an_immediate_end():
+    """It stopped by itself at a third of the known length."""
+    assert name_of(answer(REEF[: len(REEF) // 3], finish="stop"), KNOWN) == "coherent but different"
+    assert name_of(answer(REEF[: len(REEF) // 5], finish="length"), KNOWN) == "coherent but different"
+
+
+@pytest.mark.parametrize("text", ["a" * 4095 + "b", "ab" * 2047 + "c", "!" * 4095 + "b"])
+def test_a_long_answer_takes_no_time(text):
+    """Nothing is tried at every place of a text."""
+    begun = time.monotonic()
+    assert kind_of_wrong(answer(text)) is None
+    assert time.monotonic() - begun < 1.0
+
+
+# --- Causes ----------------------------------------------------------------------------------------------------------
+
+UNCHANGED = {"checkpoint": "c0", "dtype": "d0", "tokenizer": "a0", "prompt": "p0", "settings": "s0", "server": "v0"}
 
 
 @pytest.mark.parametrize(
-    ("others", "devices", "scope", "boundary"),
+    ("link", "named"),
     [
-        ({}, 1, "", "tokenizer"),
-        ({"cuda:1": "", "cuda:2": ""}, 1, "one device", "device"),
-        ({"cuda:1": "gibberish", "cuda:2": "gibberish"}, 1, "all devices", "tokenizer"),
-        ({"cuda:1": "gibberish", "cuda:2": ""}, 1, "some devices", "tokenizer"),
-        ({"cuda:0": "", "cuda:1": ""}, 2, "several devices together", "all-reduce/multi-device"),
+        ("", set()),
+        ("checkpoint", {"checkpoint"}),
+        ("dtype", {"dtype"}),
+        ("prompt", {"tokenizer", "template"}),
+        ("settings", {"settings"}),
+        ("server", {"settings"}),
     ],
 )
-def test_who_else_shows_it_moves_the_suspicion(others, devices, scope, boundary):
-    """One of many: the device. All: the software. Each right alone and wrong together: what lies between them."""
-    found = triage(answer(SALAD), [KNOWN], others=others, devices=devices, device="cuda:0")
-    assert (found.name, found.scope, found.next_boundary) == ("gibberish", scope, boundary)
-    assert found.command == NEXT[boundary].format(device="cuda:0")
-    if scope == "all devices":
-        assert found.causes[-1].boundary == "device"
+def test_a_link_that_is_known_to_be_equal_is_not_named(link, named):
+    """Of a link that nobody knows nothing is known; the prompt's ids tell of tokenizer and template too."""
+    chain = {k: v for k, v in UNCHANGED.items() if k != link}
+    known = answer(REEF, case="chat/reef/fresh", chain=chain)
+    texts = ({"text": ""}, {"text": "na " * 90}, {"text": "\ufffd" * 9}, {"text": REEF, "values": (math.nan,)})
+    broken = [answer(case=known.case, chain=chain, **text) for text in texts]
+    found = [kind_of_wrong(now, [known]) for now in broken]
+    told = {key for key, cause in CAUSES.items() for kind in found if kind and cause in kind.causes}
+    assert {key for key in told if CAUSES[key].links} == named
+    assert {"server", "device"} <= told
 
 
-@pytest.mark.parametrize("boundary", NEXT)
-def test_every_command_that_is_named_can_be_typed(boundary):
+@pytest.mark.parametrize(
+    ("case", "named"), [("completions/reef/fresh", False), ("forced/reef", False), ("chat/reef", True)]
+)
+def test_a_template_is_not_named_where_none_is_used(case, named):
+    """A continuation is made from the prompt as it stands."""
+    assert (CAUSES["template"] in kind_of_wrong(answer("", case=case), [answer(REEF, case=case)]).causes) is named
+
+
+@pytest.mark.parametrize("key", CAUSES)
+def test_every_command_that_is_named_can_be_typed(key):
     """The command line takes it as it stands."""
-    words = NEXT[boundary].format(device="cuda:0").split()
+    words = CAUSES[key].command.format(device="cuda:0").split()
     assert words[0] == "canaryd"
     assert parser().parse_args(words[1:]).command in ("capture", "check")
 
 
 def test_the_document_tells_every_symptom():
-    """docs/baselines.md names each; the numbers are in docs/thresholds.md, where tests/judge/test_thresholds.py looks."""
+    """docs/baselines.md names each, with causes that are known."""
     document = (ROOT / "docs" / "baselines.md").read_text()
-    for name in [*(rule.name for rule in RULES), "coherent but different"]:
-        assert f"| {name} |" in document
+    for symptom in (*SYMPTOMS, DIFFERENT):
+        assert f"| {symptom.name} |" in document
+        assert {*symptom.causes} <= set(CAUSES)

@@ -8,16 +8,14 @@ from canaryd.judge.recordings.baseline import LEARN
 from canaryd.model import Cause, State
 from tests.judge.recordings.made import GOOD, KERNEL, STRANGE, twin, voted
 
-OUTVOTED = {"recording-outvoted": (State.SUSPECT, Cause.HARDWARE), "baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
-DISPUTED = {
-    "recording-disputed": (State.UNKNOWN, Cause.UNDETERMINED),
-    "baseline-unwitnessed": (State.HEALTHY, Cause.NONE),
-}
+UNWITNESSED = {"baseline-learning healthy": (State.HEALTHY, Cause.NONE)}
+OUTVOTED = UNWITNESSED | {"recording-departed suspect": (State.SUSPECT, Cause.HARDWARE)}
+DISPUTED = UNWITNESSED | {"recording-departed unknown": (State.UNKNOWN, Cause.UNDETERMINED)}
 
 
 def why_disputed(mine, *others):
     """Return why the devices disagree, as the finding says it last."""
-    message = mine.found(**{h.of.name: h for h in others})["recording-disputed"].message
+    message = mine.found(**{h.of.name: h for h in others})["recording-departed unknown"].message
     return message.rpartition("; ")[2].removesuffix(".")
 
 
@@ -33,7 +31,7 @@ def test_of_two_that_disagree_nobody_is_accused():
     a, b, c, d = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD), twin("d", STRANGE)
     assert voted(a, b) == voted(b, a) == DISPUTED
     assert why_disputed(a, b) == "no majority shows which is right"
-    split = {"recording-disputed": (State.UNKNOWN, Cause.UNDETERMINED)}
+    split = {"recording-departed unknown": (State.UNKNOWN, Cause.UNDETERMINED)}
     assert voted(a, b, c, d) == voted(b, a, c, d) == split
 
 
@@ -49,7 +47,7 @@ def test_of_two_that_disagree_nobody_is_accused():
 def test_what_is_not_comparable_does_not_vote(other):
     """Another kernel may round otherwise, another model has other kernels, and what is not learnt says nothing."""
     assert voted(twin("a", STRANGE), twin("b", GOOD, **other), twin("c", GOOD, **other)) == {
-        "baseline-unwitnessed": (State.HEALTHY, Cause.NONE)
+        "baseline-learning healthy": (State.HEALTHY, Cause.NONE)
     }
 
 
@@ -66,4 +64,4 @@ def test_instances_of_one_gpu_have_one_vote_and_are_no_witnesses_for_each_other(
     parts = [twin(name, STRANGE, parent="GPU-bad") for name in "abc"]
     good = twin("d", GOOD, parent="GPU-good")
     assert voted(good, *parts) == DISPUTED
-    assert voted(parts[0], *parts[1:]) == {"baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
+    assert voted(parts[0], *parts[1:]) == {"baseline-learning healthy": (State.HEALTHY, Cause.NONE)}

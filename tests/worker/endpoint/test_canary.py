@@ -371,6 +371,29 @@ def test_latencies_come_from_a_stream_of_their_own():
         assert [body["max_tokens"] for body in streamed] == [16, 16]
 
 
+@pytest.mark.parametrize(
+    ("server", "shown", "told", "promise"),
+    [
+        ("sglang", {"enable_deterministic_inference": True}, None, "always"),
+        ("sglang", {"disable_flashinfer_autotune": True}, None, "restarts"),
+        ("sglang", {"disable_flashinfer_autotune": False}, None, ""),
+        ("llama-server", {}, None, "restarts"),
+        ("vllm", {}, None, ""),
+        ("vllm", {}, "always", "always"),
+    ],
+)
+def test_when_a_server_repeats_its_bits_is_told(server, shown, told, promise):
+    """By its own pages, or by a setting; what nobody says is not assumed."""
+    routes = routes_of(server)
+    if shown:
+        routes["GET /server_info"] = {**routes["GET /server_info"], **shown}
+    with served(routes) as replay:
+        facts = run(replay.url, settings={"repeats": told})
+    assert [f.value for f in facts if isinstance(f, Reading) and f.name == "endpoint_repeats"] == (
+        [promise] if promise else []
+    )
+
+
 def test_a_server_that_does_not_stream_has_no_latencies():
     """They are absent with the reason, the recordings stay."""
     with served(recorded("llama-server")) as server:

@@ -183,6 +183,21 @@ def test_what_is_no_probability_is_none_and_counted(bad):
     assert (answer.values, answer.margins, answer.nonfinite) == ((-4.480612754821777,), (None,), 4)
 
 
+@pytest.mark.parametrize("value", [-9999.0, None])
+def test_the_token_that_ends_a_text_has_no_probability_and_is_left_out(value):
+    """As vLLM lists it (vllm#17637): last, empty, no alternatives, its sentinel or null. Else it is lost."""
+    listed = [{"token": t, "logprob": -0.3, "top_logprobs": [{"token": t, "logprob": -0.3}]} for t in (" a", " b")]
+    end = {"token": "", "logprob": value, "bytes": [], "top_logprobs": []}
+    said = chat({"text": " a b", "logprobs": {"content": [*listed, end]}, "token_ids": [5, 6, 7]})
+    said["choices"][0]["finish_reason"] = "stop"
+    answer = parse(GENERIC, said, tokens=64)
+    assert (answer.tokens, answer.values, answer.nonfinite) == (("5", "6"), (-0.3, -0.3), 0)
+    said["choices"][0]["finish_reason"] = "length"
+    assert parse(GENERIC, said, tokens=64).nonfinite == 1
+    said["choices"][0] |= {"finish_reason": "stop", "logprobs": {"content": [end, *listed]}}
+    assert parse(GENERIC, said, tokens=64).nonfinite == 1
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -1,0 +1,378 @@
+"""Departures: a case gives other bits than its baseline has, though nothing of its chain changed.
+
+One law for every device and server, within one launch: what a healthy one gives new bits at a known rate at most. Three
+retests that all repeat it, or runs that depart too often, are too unlikely for one. The cases of a run share a process
+and a moment, so no chance here multiplies those of several cases, except where the finding says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from canaryd.judge.case import freshness
+from canaryd.judge.findings import OTHER_BITS, RUNS_NAMED, finding
+from canaryd.judge.phrases import and_more, count, listed
+from canaryd.judge.recordings.baseline import EVERY, IDLE, LAUNCH, Baseline, Key
+from canaryd.judge.recordings.launches import untold
+from canaryd.judge.recordings.record import Observation, Record, find_observations, variant_of
+from canaryd.judge.recordings.triage import BROKEN, kind_of_wrong, known_answers
+from canaryd.judge.statistics import CONFIDENCE, outlasts, rate_bound, tail
+from canaryd.judge.watch import is_over
+from canaryd.model import Cause, Finding, Rival, Run, State
+
+ALPHA = 1e-3
+"""Probability at which a healthy device may fail a test of unknown vectors, each time it is made (ours): by re-runs
+9.5e-4 at most; by their frequency 1.4 % within 1,000 runs at the bound."""
+
+
+NEXT_RUN = "Wait for the next run; it shows whether the results match the baseline again."
+DIFFERS = "differs from its baseline"
+
+
+class _Said(NamedTuple):
+    """What the departures of a probe amount to, by one test."""
+
+    state: State
+    seen: str
+    """The message, between the probe and the cases."""
+    outcome: str
+    """The message, after the cases."""
+    why: str
+    newest: Observation
+    action: str = ""
+
+
+class _Round(NamedTuple):
+    """A run with its retests: what they gave in the cases that can be compared."""
+
+    run: Run
+    compared: Sequence[Observation]
+    again: Sequence[Observation]
+
+    @property
+    def outliers(self) -> list[Observation]:
+        return [o for o in self.compared if o.is_outlier]
+
+    @property
+    def steady(self) -> list[Observation]:
+        """Those compared that repeat exactly."""
+        return [o for o in self.compared if o.repeats_exactly]
+
+
+def departed(record: Record) -> Iterator[Finding]:
+    """Unknown bits on an unchanged chain: repeated by retests, too frequent for the baseline, or unlike siblings."""
+    launched = {run.id for run in record.launches}
+    by_probe: dict[str, dict[Key, list[Observation]]] = defaultdict(dict)
+    for key, observations in sorted(record.observations.items()):
+        of = [o for o in observations if not {o.run.id, o.run.confirms} & launched]
+        if any(o.is_outlier for o in of) and not _cleared(record, of[-1].baseline):
+            by_probe[key.probe][key] = of
+        elif of:
+            by_probe[key.probe][key] = [o for o in of if not o.is_outlier]
+    for probe, of_probe in by_probe.items():
+        every = sorted((o for of in of_probe.values() for o in of if o.is_outlier), key=lambda o: o.run.started)
+        if every:
+            rounds = _rounds(o for of in of_probe.values() for o in of)
+            found = [_by_siblings(record, every), *_by_retests(record, rounds), *_by_frequency(record, rounds)]
+            said = max(filter(None, [*found, _open(record, every)]), key=lambda s: s.state.severity)
+            yield from _findings(record, probe, said, every)
+
+
+def _rounds(observations: Iterable[Observation]) -> list[_Round]:
+    """Return the runs of a probe in which comparable cases departed, oldest first."""
+    first: dict[str, list[Observation]] = defaultdict(list)
+    again: dict[str, list[Observation]] = defaultdict(list)
+    for each in (o for o in observations if o.is_comparable):
+        (again[each.run.confirms] if each.run.confirms else first[each.run.id]).append(each)
+    made = [_Round(of[0].run, of, again[name]) for name, of in first.items()]
+    return sorted((r for r in made if r.outliers), key=lambda r: (r.run.started, r.run.id))
+
+
+def _by_retests(record: Record, rounds: Sequence[_Round]) -> Iterator[_Said]:
+    """Yield what it means that all retests of a run gave unknown bits too, in any steady case or in the same one."""
+    for each in rounds:
+        asked = {o.baseline.key for o in each.again}
+        again = [o for o in each.outliers if o.baseline.key in asked]
+        for some in ([o for o in again if o.repeats_exactly], *([o] for o in again)):
+            keys = {o.baseline.key for o in some}
+            repeated = len({o.run.id for o in each.again if o.is_outlier and o.baseline.key in keys})
+            if not some or repeated < record.policy.confirm_runs:
+                continue
+            rate = _bound(record, some)
+            chance = rate**record.policy.confirm_runs
+            why = f"A healthy device gives such results in at most {100 * rate:.2g} % of its runs"
+            seen, outcome = DIFFERS, f"; it repeats in {count(repeated, 'retest')}"
+            if len(some) > 1:
+                seen = f"{DIFFERS} in {len(each.outliers)} of {len(each.compared)} cases at once"
+                outcome = f"; {count(repeated, 'retest')} differ too"
+            if chance <= ALPHA:
+                why = f"{why}; the chance is {chance:.1g} that retests in new processes repeat it by chance."
+                yield _Said(State.SUSPECT, seen, outcome, why, some[-1])
+            else:
+                more = "Wait for more runs: the record is too short to judge."
+                yield _Said(State.UNKNOWN, seen, f"{outcome}; not judged yet", f"{why}.", some[-1], more)
+
+
+def _by_frequency(record: Record, rounds: Sequence[_Round]) -> Iterator[_Said]:
+    """Yield what it means that any steady case, or one case, departs in so many runs; or so many cases at once."""
+    for each in rounds[-1:]:
+        steady, odd = each.steady, [o for o in each.outliers if o.repeats_exactly]
+        for some, among in ((odd, steady), *(([o], ()) for o in each.outliers)):
+            chance, times, runs = _too_often(record, some, among)
+            seen = f"differed from its baseline in {times} of {runs} runs"
+            why = f"The probability that it comes so often by chance is {chance:.1g}."
+            ruled_out = all(outlasts(o.baseline.since, runs, times) for o in some)
+            if times > 1 and chance <= ALPHA:
+                yield _Said(State.SUSPECT, seen, "", why, some[-1])
+            elif record.is_endpoint and times > 1 and chance <= 1 - CONFIDENCE and not ruled_out:
+                yield _Said(State.UNKNOWN, seen, "; not judged yet", why, some[-1], NEXT_RUN)
+        if any(_stands(record, o) for o in odd):
+            chance = tail(len(odd), len(steady), max(o.baseline.rate(o.recording.condition) for o in steady))
+            seen = f"{DIFFERS} in {len(odd)} of {len(steady)} cases at once"
+            why = f"The probability of so many at once is {chance:.1g} if cases vary independently of each other."
+            if chance <= ALPHA:
+                yield _Said(State.UNKNOWN, seen, "; not judged yet", why, odd[-1], NEXT_RUN)
+
+
+def _bound(record: Record, some: Sequence[Observation]) -> float:
+    """Return an upper bound of the rate at which a healthy device gives unknown bits in any of these cases in a run.
+
+    The smaller of two that hold however the cases depend on each other: the sum of their rates (Boole's inequality),
+    and the bound by the samples in a row that brought no new vector in any of them.
+    """
+    each = sum(
+        o.baseline.rate(o.recording.condition, [*_alike(record, o.baseline), *_siblings(record, o.baseline)])
+        for o in some
+    )
+    steady = min(o.baseline.independent_samples(o.recording.condition) if o.repeats_exactly else 1 for o in some)
+    return min(1.0, each, rate_bound(steady) if steady > 1 else 1.0)
+
+
+def _too_often(record: Record, some: Sequence[Observation], among: Sequence[Observation]) -> tuple[float, int, int]:
+    """Return the chance that a healthy device departs so often, in one case or in any `among` several; times; runs.
+
+    Gauges are read before and after a request: what a server serves for a moment in between looks like a rare fault. So
+    of idle answers of a server that batches only those count that no load explains.
+    """
+    found = [(1.0, 0, 0)]
+    for o in some:
+        b, condition = o.baseline, o.recording.condition
+        if condition == IDLE and not b.stable(EVERY):
+            times, rate = b.far, b.rate_of_far()
+        elif among:
+            times, rate = b.strange + b.beside, _bound(record, among)
+        else:  # of this case alone: that others are steadier does not tell how often this one gives new vectors
+            times, rate = b.strange, b.rate(condition, _siblings(record, b))
+        times -= _began_launch(record, b)
+        found.append((tail(times, b.trials, rate), times, b.trials))
+    return min(found)
+
+
+def _by_siblings(record: Record, outliers: Sequence[Observation]) -> _Said | None:
+    """Return what the outliers of a probe amount to beside the siblings' runs; None where by chance.
+
+    If all devices gave such results alike, they would fall on the devices as their runs do.
+    """
+    keys = {o.baseline.key for o in outliers if o.baseline.stable(EVERY) and o.is_comparable}
+    runs = {o.run.id for o in outliers if o.baseline.key in keys and not o.run.confirms}
+    voters = {name for o in outliers for name, _ in record.voters(o.baseline) if name in record.peers}
+    of = {name: [b for key in keys if (b := record.peers[name].baselines.get(key))] for name in voters}
+    own = max((record.baselines[key].compared for key in keys), default=0)
+    theirs = sum(max((b.compared for b in each), default=0) for each in of.values())
+    if not runs or not theirs or any(b.strange for each in of.values() for b in each):
+        return None
+    chance = (1 + len(voters)) * tail(len(runs), len(runs), own / (own + theirs))
+    if chance > ALPHA:
+        return None
+    why = f"{listed(sorted(voters))} never did in {theirs} runs; the chance that this hits one device is {chance:.1g}."
+    return _Said(State.SUSPECT, f"differed from its baseline in {len(runs)} of {own} runs", "", why, outliers[-1])
+
+
+def _open(record: Record, outliers: Sequence[Observation]) -> _Said:
+    """Return what holds where no test accuses: retests are awaited, the newest run departed, or it is only counted."""
+    comparable = [o for o in outliers if o.is_comparable]
+    if not comparable:
+        why = "Right results can differ under another load."
+        return _Said(State.HEALTHY, DIFFERS, " only under load", why, outliers[-1])
+    newest, wanted = comparable[-1], record.policy.confirm_runs
+    since = record.now - record.policy.repeat_window
+    runs = {o.run.id: o.run for o in comparable if not o.run.confirms}
+    waiting = [r for r in runs.values() if r.started >= since and len(record.reruns[r.id]) < wanted]
+    if waiting:
+        action = f"Wait for {count(wanted - len(record.reruns[waiting[-1].id]), 'retest')} in new processes."
+        return _Said(State.UNKNOWN, DIFFERS, "; not judged yet", "", newest, action)
+    again = any(record.reruns[name] for name in runs)
+    outcome = "; retests match the baseline again" if again else "; it was not run again in time"
+    why = "It may be a legitimate result that was not seen while learning, or a rare fault. It is counted."
+    if record.is_endpoint and any(_stands(record, o) for o in comparable):
+        return _Said(State.UNKNOWN, DIFFERS, f"{outcome}; not judged yet", why, newest, NEXT_RUN)
+    return _Said(State.HEALTHY, DIFFERS, outcome, why, newest)
+
+
+def _findings(record: Record, probe: str, said: _Said, every: Sequence[Observation]) -> Iterator[Finding]:
+    """Yield the finding on the departures of a probe, and a note on what its newest broken answer was."""
+    newest, last, suspect = said.newest, every[-1], said.state is State.SUSPECT
+    cases = len({o.baseline.key for o in every})
+    differs = newest.deviation.sentence() if newest.deviation is not None else ""
+    restarted = ", nor was the server restarted" if newest.baseline.launches else ""
+    evidence = [f"Neither the model nor its settings nor the software changed{restarted}.", differs, said.why]
+    cause, action, rivals = Cause.UNDETERMINED, said.action, list[Rival]()
+    if suspect:
+        cause, action, why, rivals = _blame(record, every)
+        if kind := kind_of_wrong(newest.recording, known_answers(newest.baseline)):
+            next_test = f"Test this next: {kind.next_test(record.parts)}"
+            evidence += [f"Kind of wrong answer: {kind.name}.", next_test]
+        evidence += why
+    yield finding(
+        *(OTHER_BITS, said.state, Cause.NONE if said.state is State.HEALTHY else cause),
+        f"{probe} {said.seen} (case {newest.recording.case}{and_more(cases)}){said.outcome}.",
+        action,
+        *evidence,
+        probe=probe,
+        repro=newest.run.repeat,
+        runs=tuple(dict.fromkeys(o.run.id for o in every))[-RUNS_NAMED:],
+        rivals=rivals,
+    )
+    broken = kind_of_wrong(last.recording, known_answers(last.baseline))
+    if suspect and last.baseline.since and broken is not None and broken.name in BROKEN:
+        text = f"Earlier output was broken in case {last.recording.case}: {broken.name} ({broken.evidence})."
+        more = "It has given known answers since."
+        yield finding("broken-output", State.HEALTHY, Cause.NONE, text, "", more, probe=probe, runs=(last.run.id,))
+
+
+def _blame(record: Record, outliers: Sequence[Observation]) -> tuple[Cause, str, list[str], list[Rival]]:
+    """Return which side is at fault, what to do, why, and the rivals, by what peers give on the same chain."""
+    clean, alike = _peers_by_result(record, outliers)
+    device, right, same = record.device.name, listed(clean), listed(alike)
+    deep = record.deep_test
+    unseen = "a change that canaryd does not see"
+    if alike and not clean:
+        why = f"a fault of this device alone: {same} would not give the same new results"
+        look = f"Find out what changed for {listed(sorted([device, *alike]))}."
+        found = [f"Same model and software, and the same new results: {same}."]
+        return Cause.SOFTWARE, look, found, [Rival(cause=Cause.HARDWARE, why=why, rejected=True)]
+    if clean and not alike:
+        cause = Cause.UNDETERMINED if record.is_endpoint else Cause.HARDWARE
+        found = [f"Same model and software, and no difference from the baseline: {right}."]
+        why = f"{unseen}: it would show on {right} too"
+        return cause, deep, found, [Rival(cause=Cause.SOFTWARE, why=why, rejected=True)]
+    peers = "nothing else on this host computes the same"
+    if clean:
+        peers = f"the baseline is matched by {right}, the new results by {same}"
+    evidence = [f"Cause unknown: {peers}."]
+    if record.is_endpoint and "checkpoint" not in outliers[-1].recording.chain:
+        evidence.append("Set endpoints.NAME.directory: then canaryd can tell a changed model from a fault.")
+    evidence.append(f'If the new results are right: canaryd baseline accept {device} --reason "…"')
+    rival = Rival(cause=Cause.SOFTWARE, why=f"{unseen}: {peers}", rejected=False)
+    return Cause.UNDETERMINED, deep, evidence, [rival]
+
+
+def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[list[str], list[str]]:
+    """Return the peers that gave nothing but known vectors since the first outlier, and those that gave the same."""
+    key, since = outliers[-1].baseline.any_launch, outliers[0].run.started
+    digests = {o.recording.digest for o in outliers}
+    clean: set[str] = set()
+    alike, odd = {*clean}, {*clean}
+    for name, peer in sorted(record.peers.items()):
+        found = find_observations((r for r in peer.runs if r.started >= since), peer.baselines).values()
+        for o in (o for each in found for o in each if o.baseline.any_launch == key):
+            (alike if o.recording.digest in digests else clean if o.deviation is None else odd).add(name)
+    return sorted(clean - odd - alike), sorted(alike)
+
+
+def _stands(record: Record, outlier: Observation) -> bool:
+    """Whether the newest scheduled run of a case, today's, gave unknown bits: nothing shows known ones since."""
+    b = record.baselines[outlier.baseline.key]
+    current = record.keys_in_order[variant_of(b)][-1] == b.key
+    recent = b.since == 0 and record.now - b.strange_at <= record.policy.repeat_window
+    return current and recent and not _began_launch(record, b)
+
+
+def _began_launch(record: Record, b: Baseline) -> bool:
+    """Whether the newest unknown bits began a launch that is not learnt yet: they are counted, and depart from none."""
+    begun = {untold(run) for run in record.launches if run.started == b.strange_at}
+    return bool(begun) and not any(
+        o.chain.get(LAUNCH) in begun and o.any_launch == b.any_launch for o in record.baselines.values()
+    )
+
+
+def _alike(record: Record, baseline: Baseline) -> list[Baseline]:
+    """Return the baselines of the same probe, stack and launch: what is rare in one case is as rare in another."""
+    same = (b for b in record.baselines.values() if b.probe == baseline.probe and b.stack == baseline.stack)
+    launch = baseline.chain.get(LAUNCH)
+    return [b for b in same if b.chain.get(LAUNCH) == launch or {*b.launches} & {*baseline.launches}]
+
+
+def _siblings(record: Record, baseline: Baseline) -> list[Baseline]:
+    """Return the siblings' baselines with the same bits: what none of them gave is as rare on this device."""
+    return [b for _, b in record.voters(baseline) if b.digests & baseline.digests]
+
+
+def _cleared(record: Record, baseline: Baseline) -> bool:
+    """Whether the watch is over, with so many clean runs since that the earlier rate of outliers is ruled out.
+
+    Where the chain changed meanwhile, clean runs on the new chain count.
+    """
+    if baseline.strange == 0:
+        return False
+    later = (b for b in record.complete.get(variant_of(baseline), ()) if b.first > baseline.strange_at)
+    since = baseline.since + sum(b.passed.get(EVERY, 0) for b in later)
+    days = record.tested.get(baseline.probe, ())
+    fresh = freshness(record.policy, record.wanted[baseline.probe]) if baseline.probe in record.wanted else 0.0
+    watched = is_over(baseline.strange_at, record.now, record.policy.watch, days, fresh)
+    return watched and outlasts(since, baseline.trials, baseline.strange)
+
+
+def unlike(record: Record) -> Iterator[Finding]:
+    """Siblings with the same chain learnt other results: the device may have been faulty when it was first recorded.
+
+    Deterministic kernels give equal devices equal results on equal data. A strict majority of three or more names the
+    odd one; of two, none is accused. A device that shares vectors with the others, but now gives one that none of them
+    knows, is disputed: it may have become faulty while it was learnt, or met a mode that they have not met.
+    """
+    found: dict[tuple[str, str, bool], list[tuple[Baseline, list[str], list[str]]]] = defaultdict(list)
+    for own, digest in record.current:
+        voters = [(name, b) for name, b in record.voters(own) if _may_vote(record, b)]
+        if not voters or not _may_vote(record, own):
+            continue
+        groups = _groups([own, *(b for _, b in voters)])
+        mine = next(g for g in groups if own in g)
+        agree, differ = ([n for n, b in sorted(voters) if (b in mine) is same] for same in (True, False))
+        if 2 * len(mine) <= len(voters) + 1 and differ:
+            largest = max(len(g) for g in groups if g is not mine)
+            named = record.device.backend == "cpu" or "kernel" in own.chain
+            why = "no majority shows which is right" if named else "they may have chosen different kernels"
+            found[own.probe, why, named and 2 * largest > len(voters) + 1].append((own, agree, differ))
+        elif len(agree) > 1 and len(own.known) > 1 and not any(digest in b.digests for _, b in voters):
+            found[own.probe, "it gave theirs too, while its baseline was learnt", False].append((own, [], agree))
+    for (probe, why, odd), votes in sorted(found.items()):
+        own, agree, differ = votes[0]
+        device, others = record.device.name, count(len(differ), "identical device")
+        where = f"(case {own.case}{and_more(len(votes))})"
+        yield finding(
+            *(OTHER_BITS, State.SUSPECT, Cause.HARDWARE) if odd else (OTHER_BITS, State.UNKNOWN, Cause.UNDETERMINED),
+            f"{device} differs from {others} {where}." if odd else f"{device} and {others} disagree {where}; {why}.",
+            f"Run: canaryd check --level deep --device {device}" if odd else "Run: canaryd check --level deep",
+            f"Same model and software, other results: {listed(differ)}.",
+            f"Same results as {device}: {listed(agree)}." if agree else "",
+            "It may have been faulty from the start." if odd else "",
+            "" if odd else "Or record the same on another host and import it here: canaryd baseline import.",
+            probe=probe,
+            rivals=(Rival(cause=Cause.SOFTWARE, why="they chose different kernels", rejected=odd),),
+        )
+
+
+def _may_vote(record: Record, baseline: Baseline) -> bool:
+    """Whether a baseline is representative of its device: the case repeats, and in enough processes."""
+    return baseline.stable(EVERY) and baseline.independent_samples(EVERY) >= record.policy.confirm_runs
+
+
+def _groups(voters: Sequence[Baseline]) -> list[list[Baseline]]:
+    """Return the voters in groups that have a vector in common."""
+    groups: list[list[Baseline]] = []
+    for one in voters:
+        near = [g for g in groups if any(one.digests & b.digests for b in g)]
+        groups = [g for g in groups if g not in near] + [[one, *(b for g in near for b in g)]]
+    return groups
