@@ -1,4 +1,4 @@
-"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with `UNKNOWN`, never as a verdict does."""
+"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with `UNKNOWN`, not with Python's 1."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNKNOWN = 3
 
 
 class Lossy(io.FileIO):
-    """A standard stream whose writes never raise: data that cannot be written is dropped. `error` is the first one."""
+    """A standard stream whose writes never raise: data that cannot be written is dropped. `error`: the first error."""
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write data and return the number of bytes written. After an error, drop the data and return their size."""
+        """Write data and return the number of bytes written. On an error, drop the data and return their size."""
         try:
             while (written := super().write(data)) is None:
                 select.select([], [self], [])  # another process has made it non-blocking
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _text(raw: Lossy, replaced: TextIO | None) -> io.TextIOWrapper:
-    """Return a text stream over `raw` with the encoding of `replaced`, or UTF-8 for None (a closed stream)."""
+    """Return a text stream over `raw` with the encoding of `replaced`, or with UTF-8 if `replaced` is None (closed)."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=replaced.encoding if replaced else "utf-8",

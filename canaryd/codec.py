@@ -16,7 +16,7 @@ from canaryd.facts import SHARED, shared
 from canaryd.model import Finding
 
 ITEMS = 64
-"""Largest number of items for which a mapping is cached, so that equal mappings share memory (ours)."""
+"""Largest number of items in a mapping that is cached, so that equal mappings share memory (ours)."""
 T = TypeVar("T")
 
 
@@ -31,7 +31,7 @@ def to_json(value: Any, *, sparse: bool = False) -> Any:
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """Return a document as JSON text in UTF-8 whose digest is stable: sorted names, no spaces."""
+    """Return a document as JSON in UTF-8 with sorted names and without spaces: equal documents give equal bytes."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")
 
@@ -85,7 +85,7 @@ def from_json(kind: type[T], data: Any) -> T:
 
 
 class _UnfitError(ValueError):
-    """Raised for data of the wrong shape. Each caller adds its own step to `path`."""
+    """Raised for data of the wrong shape. Each enclosing decoder adds its field name or index to `path`."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)

@@ -15,9 +15,9 @@ SHARED = 64
 UNITS = ("core", "sm")
 """Values of `Place.unit` for parts of a device that can be wrong while the other parts are right."""
 LISTED = 4
-"""Most units of a place that are listed by number. Longer lists are shown as a count."""
+"""Largest number of units that the text of a place lists by number. More units are shown as a count."""
 Sentence = Annotated[str, "sentence"]
-"""A text for people. No rule, state or page can depend on its wording: a test changes the wording of every one."""
+"""A text for people to read. No code can depend on the wording: a test replaces every such text."""
 
 
 class Subject(str, enum.Enum):
@@ -26,9 +26,9 @@ class Subject(str, enum.Enum):
     DEVICE = "device"
     """The result that the device under test computed."""
     HOST = "host"
-    """The golden itself. The host makes it twice, on two cores if possible (or in two ways), and the two must agree."""
+    """The golden itself. The host computes it twice, on two cores or in two ways, and the two results must be equal."""
     COMPARATOR = "comparator"
-    """The comparison on the device. The host repeats the comparison of result and golden on the same bytes."""
+    """The device's own comparison of result and golden. The host repeats this comparison on the same bytes."""
 
 
 class Doubt(str, enum.Enum):
@@ -120,9 +120,9 @@ class Place:
     unit: str = ""
     """One of "core", "sm", "threads", "thread", "memory", "link" and "device"; or "" if it is not known."""
     numbers: tuple[int, ...] = ()
-    """Numbers of the place. For a golden: the cores that made it, one number for each time. For results: the cores or
-    SMs that computed them, if each computed equally many, and if all results were right or all were wrong. For
-    "threads": how many there were. For "link": sender and receiver."""
+    """Numbers of the cores, SMs or devices. For a golden: the cores that made it, one number for each time. For
+    results: the cores or SMs that computed them; those with equally many right results share one place. For
+    "threads": the number of threads. For "link": sender and receiver."""
 
     @property
     def core(self) -> int | None:
@@ -167,7 +167,7 @@ class Span:
 
     @property
     def shared(self) -> bool:
-        """Whether all wrong indices are equal or have one remainder, so that the span names one place in the result."""
+        """Whether all wrong indices are equal, or have the same remainder when divided by `period`."""
         return self.distinct == 1 or self.period > 0
 
     def __str__(self) -> str:
@@ -266,7 +266,7 @@ class Evidence:
     bits: Mapping[str, int]
     """Bit position (0 = lowest) → number of wrong elements with this bit flipped, among at most 65,536 elements."""
     zeroed: int
-    """Number of wrong elements whose observed bits are all zero (the sign excepted)."""
+    """Number of wrong elements whose observed bits are all zero, apart from the sign bit."""
     nonfinite: int
     """Number of wrong elements that were observed as NaN or infinity."""
     lines: Mapping[str, Span]
@@ -312,8 +312,8 @@ class Comparison:
     uploads: int = 1
     """Number of uploads of operands to the device: 1, or more if this is the sum of several clean comparisons."""
     characterised: bool = True
-    """Whether canaryd ships this class of cases as exact on this device. If not, a wrong result accuses no device until
-    some device has given the golden."""
+    """Whether canaryd knows that every healthy device of this kind gives the golden in this class of cases. If not,
+    a wrong result accuses no device until some device has given the golden."""
     peer: str = ""
     """Uuid of the other device, if data was sent between two devices; else ""."""
 
@@ -330,9 +330,9 @@ class Recording:
     case: str
     """Stable name of the test case, e.g. "completions/reef/fresh"."""
     digest: str
-    """64-bit digest (hex) of everything exact: tokens, and all raw values as they were delivered."""
+    """64-bit digest (hex) of everything that must repeat exactly: tokens, and all raw values as they were delivered."""
     chain: Mapping[str, str] = field(default_factory=dict)
-    """Link (one of `LINKS`) → fingerprint. If one changes, other bits are no fault, as after a change of the stack."""
+    """Name in `LINKS` → fingerprint of that part of the software. If one changed, a changed result is no fault."""
     condition: str = ""
     """"idle" or "loaded", depending on whether the server had other requests; "" if that is not known."""
     tokens: tuple[str, ...] = ()
@@ -360,8 +360,8 @@ class Recording:
 
 
 LINKS = ("dtype", "checkpoint", "config", "tokenizer", "template", "prompt", "settings", "server", "client", "kernel")
-"""The links of a recording's chain: everything between weights and answer that can change the answer. A changed answer
-is explained by the first link in this order that changed. A change of dtype also changes the checkpoint's bytes."""
+"""Keys of `Recording.chain`, the causes that can change a recorded result without a fault. If several of them changed,
+the first in this order explains the change. A change of dtype also changes the checkpoint's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +425,7 @@ def beginning(text: str, length: int) -> str:
 
 
 def whole(value: Any, depth: int = 100) -> Any:
-    """Return JSON data that UTF-8 can store: in its texts, half a surrogate pair, which JSON allows, becomes "?".
+    """Return a copy of JSON data that UTF-8 can store. Each unpaired surrogate, which JSON allows, becomes "?".
 
     Raises `ValueError` if the data is nested deeper than `depth`: functions that walk through it later would fail.
     """

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 _SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
-"""Machine → number of Linux's system call setgroups. It changes this thread; the C library's changes all threads."""
+"""Machine → number of the system call setgroups of Linux. The C library's function would change all threads."""
 NOT_PLAIN = "it is a link, a pipe or a device, and no plain file"
 
 
@@ -43,9 +43,10 @@ def write_whole(path: Path, data: bytes, mode: int | None = None) -> None:
 def owners_rights(directory: Path) -> Iterator[None]:
     """Limit root, in this thread and within this context, to the file permissions of a directory's owner.
 
-    canaryd opens everything below the state directory in this way, SQLite's own files too, because the owner can put
-    links there that lead anywhere. Files that root creates belong to the owner. Nothing changes for other users, where
-    root is the owner, or where the directory does not exist. Raises `OSError` if root cannot take these permissions.
+    canaryd opens every file below the state directory in this context, SQLite's own files too, because the owner can
+    put links there that lead anywhere. Files that root creates belong to the owner. The context changes nothing if the
+    process is not root's, if root owns the directory, or if the directory does not exist. Raises `OSError` if root
+    cannot take these permissions.
     """
     try:
         owner = directory.stat() if os.geteuid() == 0 else None
@@ -85,7 +86,7 @@ def _library() -> Any:
 
 
 def _switch(name: str, number: int) -> int:
-    """Set the user or group id for this thread's file access; return the former id, or 0 without a function `name`."""
+    """Set this thread's user or group id for files; return the former id, or 0 if the C library has no function."""
     call = getattr(_library(), name, None)
     return call(number) & 0xFFFFFFFF if call else 0
 

@@ -51,7 +51,7 @@ def folded(text: str, width: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the suggestion that ends a message about an unknown `word`: the most similar known word, or ""."""
+    """Return the end of a message about an unknown `word`: '; did you mean "cpu:0"?', or "" if no word is similar."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
@@ -72,7 +72,7 @@ def format_time(at: float, *, seconds: bool = True) -> str:
 
 
 def format_utc(at: float, *, seconds: bool = True) -> str:
-    """Return a time in UTC as text that ends with the zone: stored text can be read in another time zone."""
+    """Return a time (seconds since the epoch) in UTC as text that ends with the zone, for texts that are stored."""
     return f"{_calendar(at, seconds, lambda utc: utc)} UTC"
 
 

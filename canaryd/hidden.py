@@ -1,7 +1,7 @@
-"""Hide configured secrets in all output: a server may echo the key that it was sent.
+"""Hide configured secrets in all output, because a server can echo the key that canaryd sent.
 
 `keep` registers a secret before it is first sent. `hide` replaces it in texts, lists and mappings: in plain form, with
-any of its characters percent-encoded, and in base64 (both alphabets), whatever text is before it.
+any of its characters percent-encoded, and in base64 (both alphabets), also as a part of a longer encoded text.
 
 A secret that is a plain word ("EMPTY", "ollama") or shorter than `SHORTEST` also occurs in harmless texts. It is
 replaced only after "Bearer" and other words that mean a key.
@@ -16,13 +16,13 @@ from typing import Any
 
 HIDDEN = "…"
 SHORTEST = 6
-"""Characters of the shortest secret that is replaced everywhere (ours: 6 random characters are 35 bits)."""
+"""Smallest length of a secret that is replaced everywhere (ours: 6 random characters are 35 bits)."""
 LONGEST_WORD = 16
-"""Length from which a secret of letters only is not taken for a plain word (ours: 16 random letters are 75 bits)."""
+"""Smallest length of a secret that is never taken for a plain word (ours: 16 random letters are 75 bits)."""
 _WORD = re.compile(r"(?:[A-Z]?[a-z]*|[A-Z]*)(?:[-_.](?:[A-Z]?[a-z]*|[A-Z]*))*")
 _CALLED = r"(?<![A-Za-z])(?i:bearer|key|token|authorization|secret|password)\b\W{1,8}(?:\w+\W{1,8}){0,2}?"
 _patterns: dict[str, re.Pattern[str]] = {}
-"""Secret → pattern that finds it in a text. What the group "before" matches is kept; the rest is replaced."""
+"""Secret → pattern that finds it in a text. The match of the group "before" is kept; the rest is replaced."""
 
 
 def keep(secret: str) -> None:
@@ -41,9 +41,9 @@ def hide(value: Any) -> Any:
 
 
 def bare(address: str) -> str:
-    """Return an address with all text before its last "@" (a user name or password) replaced, even if it is malformed.
+    """Return an address in which "…" replaces all text before the last "@", because it can contain a password.
 
-    A malformed address does not show where a password begins and ends.
+    In a malformed address nothing shows where a password begins and ends.
     """
     _, at, rest = address.rpartition("@")
     return f"{HIDDEN}{at}{rest}" if at else address
@@ -69,7 +69,10 @@ def _percent(secret: str) -> str:
 
 
 def _base64(secret: str) -> Iterator[str]:
-    """Yield three patterns for a secret in base64, one for each alignment, without digits that depend on other text."""
+    """Yield three patterns for a secret in base64, one for each of its possible offsets (0, 1 or 2 bytes) in a group.
+
+    The patterns omit digits that also encode neighbouring bytes.
+    """
     for before in range(3):
         encoded = base64.b64encode(b" " * before + secret.encode()).decode().rstrip("=")
         digits = encoded[(0, 2, 3)[before] : len(encoded) - ((before + len(secret)) % 3 > 0)]

@@ -1,7 +1,7 @@
 """The data that canaryd stores and concludes: device, event, run, finding, acknowledgement, verdict.
 
-Plain, frozen data of the standard library alone, because a worker under another interpreter reads the same file. The
-data that workers report is in canaryd.facts; canaryd.codec converts data of both modules to JSON and back.
+All classes are frozen and need only the standard library, because a worker under another interpreter imports this
+file. The data that workers report is in canaryd.facts; canaryd.codec converts data of both modules to JSON and back.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Cause(str, enum.Enum):
 
 
 TORCH = "torch"
-"""The runtime through which every device is reached whose backend does not name another runtime."""
+"""The runtime of every device whose backend does not name another runtime."""
 RUNTIMES = (TORCH, "mlx", "onnx", "webgpu", "jax")
 """Software through which a device is reached. Each has a file in canaryd/worker/runtime."""
 ENDPOINT = "endpoint"
@@ -126,8 +126,8 @@ class Device:
     parent: str = ""
     """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
     card: str = ""
-    """The uuid of the same physical part as torch or the vendor's driver reports it; "" if this device is that one, or
-    if the part is not known."""
+    """The uuid under which torch or the vendor's driver reports the same physical part; "" if that is this device's own
+    uuid, or if the part is not known."""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -136,7 +136,7 @@ class Device:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is a whole card or processor: no instance (MIG) of one, and no view through another runtime."""
+        """Whether this is a whole card or processor, not an instance (MIG), and reached through its primary runtime."""
         return not (self.parent or self.card)
 
     @property
@@ -146,7 +146,7 @@ class Device:
 
     @property
     def physical(self) -> str:
-        """The uuid for locks and budgets: if two runtimes reach one device, only one computes at a time."""
+        """The uuid for locks and budgets, equal for all runtimes of a device: only one of them computes at a time."""
         return self.card or self.uuid
 
     @property
@@ -162,7 +162,7 @@ class Device:
 
     @property
     def torch_place(self) -> tuple[str, int]:
-        """The type and index of its device in torch, as found at discovery; torch calls ROCm "cuda"."""
+        """The type and index of this device in torch, as found at discovery; torch calls ROCm "cuda"."""
         index = self.index if self.torch_index is None else self.torch_index
         return "cuda" if self.backend == "rocm" else self.backend, index
 
@@ -173,7 +173,7 @@ class Device:
 
     @property
     def tested_as(self) -> str:
-        """The name that a probe lists among its backends to test this device: the backend, or `EXACT_ENDPOINT`."""
+        """The word that a probe must list among its backends to test this device: its backend, or `EXACT_ENDPOINT`."""
         return EXACT_ENDPOINT if self.is_endpoint and self.detail.get("exact") else self.backend
 
     @property
@@ -213,7 +213,7 @@ class Event:
     """Time of the first occurrence, in seconds since the epoch."""
     last: float
     count: float = 1.0
-    """Number of occurrences; for a counter, the amount by which it rose."""
+    """Number of occurrences; for a counter, the total amount by which it rose."""
     before: str = ""
     """The value before the event; for an Xid, its first place on the chip."""
     after: str = ""
@@ -232,11 +232,11 @@ class Event:
 
 MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
 """`Run.environment` keys. MPS_CLIENT: the worker shared its GPU through NVIDIA's MPS. IN_USE: how busy others kept the
-device just before a run that timed out. IN_USE_ALONE: the same, if no identical one is known to have been as busy."""
+device just before a run that timed out. IN_USE_ALONE: the same value, set only if no identical device was as busy."""
 
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
-"""One empty mapping that all runs without data share: thousands of separate ones would take more than a megabyte."""
+"""An empty mapping that all runs without data share: thousands of separate ones would take more than a megabyte."""
 
 
 class _Known:
@@ -285,8 +285,8 @@ class Run(_Known):
     reason: Reason = Reason.NONE
     """The reason why the run did not complete, if more is known than the outcome."""
     clock: float | None = None
-    """The time that the clock showed (seconds since the epoch), if the store did not believe the clock and dated the
-    run itself; None if `started` is the time of the clock."""
+    """The time that the clock showed (seconds since the epoch), if the store took it for wrong and set `started`
+    itself; None if `started` is the time of the clock."""
     repro: str = ""
     """A command that repeats this run on any machine with such a device."""
     drill: str = ""
@@ -302,7 +302,7 @@ class Run(_Known):
     learnt: tuple[str, ...] = ()
     """The cases whose results in this run became part of a baseline. They match that baseline by construction."""
     baselining: bool = False
-    """Whether the run repeated its cases to show every legitimate result, because no complete baseline existed."""
+    """Whether the run repeated its cases to collect all results that sound hardware gives: no baseline was complete."""
     intensity: str = ""
     """The way in which a retest loaded the device, one of `INTENSITIES`; "" for a normal run."""
 
@@ -313,7 +313,7 @@ class Run(_Known):
 
     @property
     def repeat(self) -> str:
-        """The command that repeats this stored run; for a drill, which is not repeated from the store, `repro`."""
+        """The command that repeats this stored run. A drill is not repeated from the store; its command is `repro`."""
         return self.repro if self.drill else f"canaryd check --repeat {self.id}"
 
     @property
@@ -327,7 +327,7 @@ class Run(_Known):
 
     @property
     def failed(self) -> bool:
-        """Whether the run found something wrong or unknown, or did not complete. A skipped run did not fail."""
+        """Whether the run found a wrong or unknown result, or did not complete. A skipped run did not fail."""
         return bool(self.wrong or self.unknown) or self.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
 
     @property
@@ -369,7 +369,7 @@ class Shown(str, enum.Enum):
 
     NOTHING = ""
     RIGHT = "right"
-    """The devices in `Rival.by` computed the same data correctly. If it is empty, another result matched the golden."""
+    """The devices in `Rival.by` computed the same data correctly. If `by` is empty, another result was right."""
     RARER = "rarer"
     """The devices in `Rival.by` fail far less often."""
     ALIKE = "alike"
@@ -379,7 +379,7 @@ class Shown(str, enum.Enum):
     PASSED = "passed"
     """The host's CPU passed the same tests at about the same time."""
     ELSEWHERE = "elsewhere"
-    """The device computes correctly on other software."""
+    """The device itself computes correctly on other software."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,7 +537,7 @@ class Characterised:
     name: str
     """The class: the case without its sizes, e.g. "bfloat16/cancel/decode/nt"."""
     by: str
-    """The proof: "shipped", "characterise" (by an operator), "itself", "sibling", "witness" or "contradiction"."""
+    """The kind of proof, such as "shipped" or "sibling": a value of `By` in canaryd/judge/characterised.py."""
     devices: tuple[str, ...] = ()
     """Uuids of the devices that gave the class's golden; empty for "shipped"."""
 
@@ -591,13 +591,13 @@ class Ack:
     """Time of the statement, in seconds since the epoch."""
     reason: str
     until: float = 0.0
-    """Time at which an acknowledgement ends (seconds since the epoch); 0.0 for a statement that does not end."""
+    """Time at which an acknowledgement ends (seconds since the epoch); 0.0 for other statements, which never end."""
     by: str = ""
     """The user who made the statement, as far as the system knows."""
     rules: tuple[str, ...] = ()
     """The rules that made the device suspect at the time of the statement: only these are acknowledged."""
     void: bool = False
-    """Whether the statement was dated in the future when canaryd read it: the clock was wrong, and it never counts."""
+    """Whether the statement never counts, because canaryd found it dated in the future: the clock was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -616,5 +616,5 @@ class Verdict:
 
     @property
     def doubted(self) -> bool:
-        """Whether any finding speaks against the device, acknowledged or not. Then it is no reference for others."""
+        """Whether any finding, acknowledged or not, speaks against the device. It is then no reference for others."""
         return self.state.severity >= State.SUSPECT.severity or any(f.acknowledged for f in self.findings)

@@ -88,7 +88,7 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
-    """Return a sentence about a mistake in the options, or ""; `current`: the acknowledgement that has not ended."""
+    """Return a sentence about a mistake in the options, or "". `current`: the acknowledgement in force, or None."""
     if not options.reason.strip():
         return "give the reason with --reason; it is kept as evidence"
     if options.end and current is None:
@@ -99,7 +99,7 @@ def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
 
 
 def _case(store: Store, settings: Config, device: Device, known: Mapping[str, Device], now: float) -> Case:
-    """Return the stored runs about a device's wrong results as a case for the judge, as the daemon would judge it."""
+    """Return the judge's case for a device: stored runs, on all devices, of the probes that failed on this device."""
     given = acks.heeded(store.acks(), now)
     probes = sorted({r.probe for r in store.runs(device.uuid, failed=True) if r.wrong})
     runs = {}
@@ -113,7 +113,7 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
 
 
 def _effect(ack: Ack, device: Device, verdict: Verdict | None) -> str:
-    """Return a sentence about what an acknowledgement changes; `verdict` is the device's verdict at that time."""
+    """Return a sentence about what a statement changes; `verdict`: the device's newest verdict, or None without one."""
     if ack.kind == AckKind.REPAIRED:
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
     if ack.kind == AckKind.SOFTWARE:

@@ -76,12 +76,12 @@ def add_wait(command: argparse.ArgumentParser) -> None:
 
 
 def add_verbose(command: argparse.ArgumentParser, what: str) -> None:
-    """Add the option -v. `what` says in its help text what -v shows in addition."""
+    """Add the option -v with the help text "show `what` too"."""
     command.add_argument("-v", "--verbose", action="store_true", help=f"show {what} too")
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return an argparse type that parses a text with `parse`, the function that also reads the configuration file."""
+    """Return an argparse type that parses a text with `parse`. A `ValueError` of `parse` becomes a usage mistake."""
 
     def parsed(text: str) -> T:
         try:
@@ -97,14 +97,14 @@ duration, listen = _argument(values.parse_duration), _argument(values.parse_list
 
 
 def directory(text: str) -> Path:
-    """Return a text as a path. Refuse "" (an unset variable of a script), which would mean the working directory."""
+    """Return a text as a path. Refuses "", the value of an unset variable: it would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("names no directory; leave the option out for the default")
     return Path(text)
 
 
 def seed(text: str) -> int:
-    """Return a text as a seed, a whole number from 0 to 2**53 - 1: JSON stores these numbers exactly."""
+    """Return a text as a seed: a whole number from 0 to 2**53 - 1, because every JSON reader keeps these exactly."""
     if not re.fullmatch(r"[0-9]{1,16}", text) or int(text) >= 2**53:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write a whole number from 0 to 2**53 - 1")
     return int(text)

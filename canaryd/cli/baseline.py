@@ -69,13 +69,13 @@ def add_parsers(commands: Commands) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The baselines to which a command applies. A field "" selects all."""
+    """The baselines to which a command applies. An empty field sets no condition."""
 
     device: str = ""
     """Uuid or name of the device."""
     probe: str = ""
     case: str = ""
-    """A case or the beginning of its path."""
+    """A whole case name, or the first parts of one."""
 
     def picks(self, device: Device, probe: str, case: str) -> bool:
         """Return whether the selection includes this case of this probe on this device."""
@@ -117,11 +117,7 @@ def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baselin
 
 
 def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
-    """Add every selected result that no baseline has to its baseline; return (device, baseline, number added) for each.
-
-    The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because the
-    chain (model, settings, server and so on) changed is accepted even if no result is added.
-    """
+    """Add the selected results that are in no baseline to their baselines; return (device, baseline, number added)."""
     changed = []
     for device in (r.device for r in store.devices()):
         known = {b.key: b for b in store.baselines(device.uuid)}
@@ -158,9 +154,9 @@ EXPORTED = "name the file that canaryd baseline export wrote"
 def import_document(store: Store, text: str) -> tuple[int, int]:
     """Import a text that `document` made; return the number of new baselines, and of those that were known already.
 
-    A baseline of a device of this host becomes a baseline of that device. A baseline of another device only confirms
-    those of devices of the same model. The same is true for records of exact test cases. Raises `ValueError` for any
-    other text and imports nothing.
+    A baseline of a device of this host becomes a baseline of that device. A baseline of another host's device only
+    confirms baselines of devices of the same model. The same holds for the export's list of exact test cases. Raises
+    `ValueError` for any other text and imports nothing.
     """
     try:
         data = whole(json.loads(text))
@@ -182,7 +178,7 @@ def import_document(store: Store, text: str) -> tuple[int, int]:
 
 
 def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
-    """Return entry `number` of an export's list of exact test cases that devices passed, rebuilt from its JSON data."""
+    """Return entry `number` of an export's list of exact test cases; `mine`: uuids of this host's devices."""
     try:
         one = from_json(Met, data)
     except (TypeError, ValueError) as error:
@@ -195,7 +191,7 @@ def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
 
 
 def met_by(store: Store, selection: Selection) -> list[Met]:
-    """Return, for each selected device, the classes of test cases in which it gave the exact right answer."""
+    """Return the records of the selected devices and probes: the classes of test cases with the exact right answer."""
     named = {r.device.uuid: r.device.name for r in store.devices()}
     return [
         met
@@ -205,7 +201,10 @@ def met_by(store: Store, selection: Selection) -> list[Met]:
 
 
 def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
-    """Return entry `number` of an export's list of baselines; `mine`: this host's devices. Others need a model."""
+    """Return entry `number` of an export's list of baselines; `mine`: uuids of this host's devices.
+
+    Raises `ValueError` for impossible values, and for another host's device whose model is missing.
+    """
     fields = {f.name for f in dataclasses.fields(Baseline)}
     where = f"baselines[{number}]"
     if not isinstance(data, dict):
@@ -236,7 +235,7 @@ LEAST_TELLING = ("last seen", "results", "confirmed by", "samples", "repeats")
 
 
 def table(found: Sequence[Listed], width: int = 0) -> str:
-    """Return baselines as text, one line each. Columns beyond `width` are left out; 0 means no limit."""
+    """Return baselines as text, one line each. Columns of `LEAST_TELLING` beyond `width` are left out; 0: no limit."""
     if not found:
         return "no baseline matches; canaryd learns baselines while it runs (docs/baselines.md)"
     rows = [_row(one) for one in found]
@@ -267,7 +266,7 @@ def _row(one: Listed) -> dict[str, str]:
 
 
 def document(found: Sequence[Listed], met: Sequence[Met] = ()) -> dict[str, Any]:
-    """Return baselines, and the test cases in which devices gave the exact right answer (`met`), as JSON data."""
+    """Return baselines and the records of test cases with the exact right answer (`met`) as JSON data for an export."""
     listed = [
         {
             "name": d.name,

@@ -42,9 +42,9 @@ def overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text. Commands in it get the options that this user must type, such as --state-dir.
+    """Print a text. Commands in the text get the options that this user must type, such as --state-dir.
 
-    On a terminal its lines are folded. Elsewhere they stay whole, because programs read them.
+    On a terminal long lines are folded. Elsewhere they stay whole, because programs read them.
     """
     stream = stream or sys.stdout
     watched = stream is not None and stream.isatty()
@@ -64,7 +64,7 @@ def use_color() -> bool:
 
 
 def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
-    """Return whether a file can probably be written; if not, print why. `option` is the option that names the file.
+    """Return whether a file can probably be written; if not, print the reason. `option`: the option with the file name.
 
     A file is replaced as a whole, which needs write permission for its directory. A device such as /dev/null must never
     be replaced by a file. With `pipes` the path can also be a pipe or a device, which is written to and not replaced.
@@ -86,7 +86,7 @@ def _is_replaced(path: Path) -> bool:
 
 
 def write_report(path: Path, text: str) -> bool:
-    """Write the text for --report and return whether it was written; if not, print why."""
+    """Write the text for --report and return True; on failure, print the reason and return False."""
     try:
         if _is_replaced(path):
             old = path.stat() if path.exists() else None
@@ -102,7 +102,7 @@ def write_report(path: Path, text: str) -> bool:
 
 
 def open_store(settings: Config, *, for_reading: bool = False) -> Store:
-    """Open and return the store of the settings; see `Store.open`."""
+    """Open and return the store in the configured state directory; see `Store.open`."""
     return Store.open(
         settings.state_dir,
         max_bytes=settings.store.max_size,
@@ -119,7 +119,7 @@ class Unstored(Exception):
 def open_to_change(settings: Config) -> Iterator[Store]:
     """Open the store for a change. Raises `Unstored` at the end if the change is not on disk after the store is closed.
 
-    Only then is the result certain, because closing the store writes again what the disk refused earlier.
+    The check comes last because closing the store writes again what the disk refused earlier.
     """
     with open_store(settings) as store:
         yield store
@@ -129,7 +129,7 @@ def open_to_change(settings: Config) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]:
-    """Open the existing store without creating one; with `to_change` it can be written to.
+    """Open the existing store without creating one: for reading, or with `to_change` for a change.
 
     Raises `Unreadable` if the store cannot be read, because a command must not treat it as empty. Raises `Unstored` if
     a change is not on disk at the end.
@@ -186,7 +186,7 @@ def stopped_by_release(engine: Engine) -> Iterator[None]:
 
 
 class ProgressPrinter:
-    """Prints progress to standard error: one moving line on a terminal, else a plain line per finished run."""
+    """Prints a line for each finished run to standard error, and on a terminal also a progress bar."""
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty()
@@ -239,7 +239,7 @@ def device_names(devices: Mapping[str, Device]) -> str:
 
 
 def nearest_device(name: str, known: Mapping[str, Device]) -> str:
-    """Return the suggestion that ends a message about an unknown device: the most similar name or uuid, or ""."""
+    """Return the end of a message about an unknown device: '; did you mean "cpu:0"?', or "" if none is similar."""
     return did_you_mean_device(name, [word for d in known.values() for word in (d.name, d.uuid)])
 
 
@@ -258,7 +258,7 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
 
 
 def stop_on_signals(engine: Engine, doing: str = "command") -> None:
-    """Stop the engine on SIGINT (from a person at the terminal) and SIGTERM. `doing`: a word for the message."""
+    """Stop the engine on SIGINT (from a person at the terminal) and SIGTERM. `doing`: the command, for the message."""
 
     def stop(number: int, frame: Any) -> None:  # noqa: ARG001  the signature is Python's
         # In a thread of its own: the engine's lock may be held by the code that this signal interrupted.

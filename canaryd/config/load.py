@@ -55,7 +55,7 @@ def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
 
 
 def _read(file: Path, by: str) -> bytes:
-    """Return the content of a configuration file; `by` says in messages who named the file.
+    """Return the content of a configuration file; `by` names the source of its path in messages.
 
     Raises `FileNotFoundError`. Raises `ConfigError` if the file cannot be read, is too large, or can be written by
     users other than root and this one, because it names programs to run and decides who can read the stored results.
@@ -80,7 +80,7 @@ def _read(file: Path, by: str) -> bytes:
 
 
 def _check_rules(config: Config, notes: Notes) -> None:
-    """Note settings that contradict each other, unless one of them is already noted as wrong."""
+    """Note settings that contradict other settings, except settings that are already noted as wrong."""
     wrong = {where for _, where, _ in notes.problems}
     for where, text in list(_contradictions(config, notes.lines, wrong)):
         if where not in wrong:
@@ -88,7 +88,7 @@ def _check_rules(config: Config, notes: Notes) -> None:
 
 
 def _contradictions(config: Config, given: Collection[str], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (setting, message) for contradictions: `given` are the file's settings, `wrong` those already noted."""
+    """Yield (setting, message) for contradictions. `given`: the file's settings. `wrong`: those with noted mistakes."""
     store = config.store
     if config.worker.python and config.worker.command:
         yield "worker.python", "worker.python and worker.command are both set; remove one"

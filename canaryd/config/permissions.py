@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 _LINKS = 40
-"""Most symbolic links that Linux follows in one path (path_resolution(7))."""
+"""Largest number of symbolic links that Linux follows in one path (path_resolution(7))."""
 SERVICE_USER = "canaryd"
 """The user in the systemd unit and in the packages."""
 
@@ -93,7 +93,7 @@ def exposure(path: Path) -> str:
 
 
 def unusable(program: str, user: str = SERVICE_USER) -> str:
-    """Return the reason why a program cannot be run, or "" if it can. Root asks this for `user`, if that user exists.
+    """Return the reason why a program cannot be run, or "" if it can. If root asks, `user` must be able to run it.
 
     Only the kernel knows what a user is allowed to do (access control lists), so a shell of that user tests it.
     """

@@ -99,7 +99,7 @@ def _join(where: str, key: str) -> str:
 
 
 def _is_heading(node: yaml.Node) -> bool:
-    """Return whether a key has no settings below it, as in the example file, where all settings are commented out."""
+    """Return whether a node has no settings: the example file has sections whose settings are all commented out."""
     return _type(node) == "null" or (
         isinstance(node, yaml.MappingNode) and all(_is_heading(value) for _, value in node.value)
     )
@@ -128,9 +128,9 @@ class Notes:
         return [printable(f"{file}:{line}: {f'{where}: ' if where else ''}{text}") for line, where, text in found]
 
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-        """Yield (key as typed, key node, value node). Note a mistake for keys that are given twice or are not names.
+        """Yield (key as typed, key node, value node). Note a mistake for a key that is given twice or is not a name.
 
-        A key whose settings are all commented out, as in the shipped file, is skipped: it can be given again below.
+        If a key is given twice, its empty sections are skipped: in the shipped file all settings are commented out.
         """
         first: dict[str, int] = {}
         times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -379,7 +379,7 @@ def fixed(**values: str) -> dict[str, str]:
 
 
 SPELLED = ("str", "bool", "int", "float")
-"""YAML types of a setting whose text `parse` gets as typed. So its message can say that a bare 900 has no unit."""
+"""YAML types whose text `parse` gets exactly as typed, so that its message can say that a bare 900 has no unit."""
 
 
 def read_filled(text: str) -> str:
