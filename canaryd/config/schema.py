@@ -187,7 +187,7 @@ class Scalar:
 
     wanted: str
     parse: Callable[[str], Any]
-    """Function that returns the value of the text as typed; raises `ValueError` with the whole message."""
+    """Function that returns the value of a text as typed. A `ValueError` from it contains the whole message."""
     json: Mapping[str, Any]
     types: tuple[str, ...] = ("str",)
 
@@ -252,10 +252,10 @@ class Variables:
 
 @dataclass(frozen=True)
 class Free:
-    """A setting that only a probe understands: any values that JSON can store, because the worker gets them as JSON."""
+    """A setting that only a probe understands: a mapping of values that JSON can store. The worker gets it as JSON."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Return any mapping that JSON can store."""
+        """Return the mapping as Python data; note a mistake for anything that JSON cannot store."""
         if not isinstance(node, yaml.MappingNode):
             return notes.add(node, where, f"{_given(node)}; wanted a mapping of the probe's own settings")
         return self._plain(node, where, notes)
@@ -338,7 +338,7 @@ class Each(Section):
     """A section whose keys are names given by the user. The value of each name has the settings of `cls`."""
 
     of: str = "probes"
-    """What the names stand for, such as "probes", as a word for messages."""
+    """Word for messages that says what the names stand for, such as "probes"."""
     name = "[a-z][a-z0-9_]{0,62}"
 
 
@@ -374,7 +374,7 @@ def section(cls: type[Any], doc: str) -> Any:
 
 
 def fixed(**values: str) -> dict[str, str]:
-    """Return former setting → message that it is always the given value now; the messages are for `GONE`."""
+    """Return entries for `GONE`: former setting → message that the setting is gone and always has the given value."""
     return {name: f"no setting any more: it is always {value}; delete the line" for name, value in values.items()}
 
 

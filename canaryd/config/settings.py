@@ -354,7 +354,7 @@ _NO_PASSWORDS = "canaryd checks no passwords any more; put a proxy in front of i
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration. Two of them are equal if all their settings are equal; a reload compares sections."""
+    """The whole configuration. Two configurations are equal if all their settings are equal; `file` does not count."""
 
     GONE: ClassVar[Mapping[str, str]] = {
         "web_config": "no setting any more; name certificate, key and client CA under tls (cert_file, key_file,"

@@ -147,7 +147,10 @@ def parse_hours(text: str) -> tuple[int, int]:
 
 
 def _between(low: float, high: float, name: str, read: Callable[[str], float], *types: str) -> Scalar:
-    """Return the type of a setting for numbers from `low` to `high`, read by `read` from the given YAML types."""
+    """Return the type of a setting with a number from `low` to `high`.
+
+    `name`: what messages call the value, such as "a number". `read` converts a text; `types`: the allowed YAML types.
+    """
 
     def parse(text: str) -> float:
         if not low <= (number := read(text)) <= high:

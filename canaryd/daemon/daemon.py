@@ -173,7 +173,7 @@ class Daemon:
     # The main thread
 
     def _watch(self) -> None:
-        """Handle signals, watch the clock and report to systemd until a stop. Only a reload uses the store here."""
+        """Handle signals, clock jumps and reports to systemd; return at a stop. Only a reload uses the store."""
         fed, reported = 0.0, self._publisher.summary
         while True:
             with contextlib.suppress(queue.Empty):

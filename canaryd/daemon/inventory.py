@@ -19,7 +19,7 @@ REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
 """Seconds to the next inventory if a device is missing, a device cannot compute yet, or there was nothing to test.
-While a device stays away, the next wait is as long as the device was away so far, an hour at most."""
+The wait grows with the time for which a device has been missing, up to `REDISCOVER`."""
 SWEEP = 5.0
 """Minimum time in seconds between two sweeps of telemetry."""
 LOG_RETRY = 60.0
@@ -40,7 +40,7 @@ class Inventories:
         refresh: Callable[[], None],
         stop: threading.Event,
     ) -> None:
-        """Start no job yet. `changed` publishes, `refresh` judges and publishes, `stop` ends the kernel log reader."""
+        """Store the arguments. `changed` publishes; `refresh` judges and publishes; `stop` ends the log's reader."""
         self._engine = engine
         self._jobs = jobs
         self._rounds = rounds

@@ -33,7 +33,7 @@ class _Period(IntervalTrigger):  # type: ignore[misc]  # APScheduler has no type
 
 
 class Jobs:
-    """Functions that run periodically. A thread of the job's pool runs each one, and never twice at the same time."""
+    """Functions that run periodically in one of two thread pools. A function never runs twice at the same time."""
 
     def __init__(self) -> None:
         self.scheduler = BackgroundScheduler(
@@ -49,7 +49,7 @@ class Jobs:
     def every(
         self, seconds: float, what: Callable[[], object], name: str, *, now: bool = False, pool: str = GENERAL
     ) -> None:
-        """Run `what` every `seconds`, first `now` or after one period. This replaces a job of the same name."""
+        """Run `what` every `seconds`; with `now` the first run is at once. This replaces a job of the same name."""
 
         def run() -> None:
             with log_failure(name):

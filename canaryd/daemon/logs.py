@@ -1,4 +1,4 @@
-"""The daemon's log: it reports each problem once, and a thread that logs a failure goes on."""
+"""The daemon's log: each problem is logged once, and a failure is logged without ending its thread."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Releases:
     def __init__(
         self, engine: Engine, store: Store, *, changed: Callable[[], None], look_around: Callable[[], None]
     ) -> None:
-        """Check nothing yet. `changed` publishes a change; `look_around` requests an inventory."""
+        """Store the arguments. `changed` publishes the evidence; `look_around` requests an inventory."""
         self._engine = engine
         self._store = store
         self._changed = changed
@@ -34,7 +34,7 @@ class Releases:
         """Until when a release was asked for, as it was read last, in seconds since the epoch."""
 
     def follow(self, stop: threading.Event) -> None:
-        """Check for requests each second until `stop`. A job of the scheduler would cost more than the check itself."""
+        """Check for requests each second until `stop` is set. A scheduler's job would cost more than the check."""
         while not stop.wait(PERIOD):
             with log_failure("release"):
                 self.check()

@@ -29,8 +29,8 @@ log = logging.getLogger("canaryd")
 TICK = 5.0
 """Seconds between two ticks of a device; each tick runs the tests that are due."""
 TRIGGER_PAUSE, LONGEST_PAUSE = 600.0, 21_600.0
-"""Seconds after an extra test in which an event starts no other extra test, so that a crashing application cannot keep
-a device busy. The pause doubles while events continue, up to the second value."""
+"""Seconds after an extra test in which no event starts another one; largest value of this pause. The pause doubles
+while events continue, so that a crashing application cannot keep a device busy."""
 ASIDE = {budget.DOUBT: "first retest", budget.RETEST: "retest"}
 """Purpose → its name in log lines, for runs outside of rounds."""
 
@@ -51,7 +51,7 @@ class Rounds:
     """Runs the probes that are due on each device, within the budget."""
 
     def __init__(self, engine: Engine, store: Store, changed: Callable[[], None]) -> None:
-        """Run nothing yet. `changed` publishes a change."""
+        """Store the arguments. Calling `changed` publishes the present evidence."""
         self._engine = engine
         self._store = store
         self._changed = changed
@@ -152,7 +152,7 @@ class Rounds:
         self._last.update(turned)
 
     def _take_trigger(self, uuid: str) -> str:
-        """Return the reason for an extra test of a device, or "" if there is none or the last one was too recent."""
+        """Remove and return the event that requires an extra test, or "" if there is none or the pause is not over."""
         now, triggers = time.monotonic(), self._engine.watch.history.triggers
         last, pause = self._triggered.get(uuid, (now - LONGEST_PAUSE, 0.0))
         if uuid not in triggers or now - last < pause:
@@ -181,10 +181,10 @@ class Rounds:
     def within_budget(self, device: Device, names: list[str], periods: Mapping[str, float]) -> tuple[list[str], str]:
         """Return (probes among the due `names` that can run now, purpose to which the budget counts their time).
 
-        All probes that load the device wait together. A probe whose evidence would grow too old runs anyway, without
-        the others that load the device. A run without a result counts as evidence here, so a probe that never completes
-        cannot escape the budget. A probe's first quick run in this process is forced too, because a verdict is needed
-        soon after a start.
+        `periods`: probe → seconds between its runs. All probes that load the device wait together. A probe whose
+        evidence would grow too old runs anyway, without the others that load the device. A run without a result counts
+        as evidence here, so a probe that never completes cannot escape the budget. A probe's first quick run in this
+        process runs anyway too, because a verdict is needed soon after a start.
         """
         engine, policy = self._engine, self._engine.config.budget
         loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
@@ -211,7 +211,7 @@ class Rounds:
         return found is None
 
     def recall_spent(self, uuid: str) -> None:
-        """Count the device time of the last hour's runs of earlier processes, so that a restart resets no budget."""
+        """Add the device time that earlier processes used in the last hour, so that a restart resets no budget."""
         engine, now = self._engine, time.time()
         for run in engine.evidence(uuid):
             age, entry = max(0.0, clock.age(run, now)), engine.entries.get(run.probe)

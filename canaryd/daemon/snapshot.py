@@ -76,11 +76,11 @@ def last_success(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def health(engine: Engine, now: float) -> Health:
-    """Return a `Health`: healthy if all devices have fresh evidence, ready if this process has tested them all.
+    """Return a `Health`: healthy if all devices have fresh evidence, ready if this process has tested all devices.
 
-    A device that waits for a server counts as tested. If earlier processes tested a device, runs that skip everything
-    do not count, and neither does a device that torch no longer shows: a release that cannot test must not replace one
-    that could.
+    A device counts as tested while the budget postpones its tests. For a device that an earlier process tested, a run
+    that skips everything does not count, and the daemon is not ready while torch no longer shows the device: a release
+    that cannot test must not replace one that could.
     """
     reasons = [
         reason
@@ -159,7 +159,7 @@ def poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[
 
 
 def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return the sums of counters that have equal names and labels."""
+    """Return one mapping of (name, labels) → sum of the counters with this name and these labels."""
     total: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
     for each in counts:
         total.update(each)
@@ -167,7 +167,7 @@ def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[st
 
 
 def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
-    """Yield the readings of each probe's newest complete run; on a CPU, only runs on its own instruction set count.
+    """Yield the readings of each probe's newest complete run; for a CPU, only with its default instruction set.
 
     Readings of another instruction set, such as a slower kernel's time, would need their own label.
     """
@@ -195,11 +195,11 @@ def is_acknowledged(ack: Ack | None, verdict: Verdict | None, store: Store) -> b
 def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
     """Return (probe, label) → newest fingerprint, for the software of the newest run of each instruction set.
 
-    Equal labels promise equal values on healthy devices of one model. The label is the id of the software stack with
-    the probe's version, since another version may have other cases. If recordings made the fingerprint, the label also
-    stands for the kernels behind each recording, since another kernel may round differently. Recorded bits can vary on
-    a healthy device. So there is no fingerprint if the newest `STEADY` runs with a label disagree, or if one of them
-    gave two results for a case.
+    Healthy devices of one model have equal fingerprints under equal labels. The label is the id of the software stack
+    with the probe's version, since another version may have other cases. If recordings made the fingerprint, the label
+    also stands for the kernel behind each recording, since another kernel may round differently. Recorded results can
+    vary on a healthy device, so a fingerprint is left out if the newest `STEADY` runs with its label disagree, or if
+    one of these runs gave two results for a case.
     """
     stacks: dict[tuple[str, str], str] = {}
     newest: dict[tuple[str, str], tuple[str, str]] = {}

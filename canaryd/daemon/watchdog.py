@@ -32,9 +32,10 @@ class Watchdog:
         """When scheduler, store and HTTP server were last seen to work."""
 
     def pulse(self, address: tuple[str, int] | None) -> None:
-        """Check that the daemon works: the scheduler calls this, the store is read, and HTTP clients get answers.
+        """Set `pulsed` to now if the store was read lately and the HTTP server answers at `address`, unless it is None.
 
-        docs/systemd.md lists the parts that can hang without effect on this check, and why.
+        The scheduler calls this function, so the watchdog notices a hung scheduler too. docs/systemd.md lists the parts
+        that can hang unnoticed, and why.
         """
         since = time.monotonic() - self.looked
         if since > STARVED:
@@ -45,7 +46,7 @@ class Watchdog:
             self.pulsed = time.monotonic()
 
     def guard(self, route: Route) -> Route:
-        """Return a route that answers 503 while the daemon hangs, because its prepared page is then out of date."""
+        """Return `route`, but with the answer 503 while the daemon hangs: the prepared page is then out of date."""
 
         def guarded(headers: Mapping[str, str]) -> Answer:
             since = time.monotonic() - self.looked
@@ -58,9 +59,9 @@ class Watchdog:
 
 
 def within_reach(host: str, port: int) -> tuple[str, int] | None:
-    """Return an address where this process reaches its own server, or None if a firewall may be in between.
+    """Return a loopback address of this process's own server, or None if the server listens on a network address only.
 
-    The systemd option IPAddressAllow= can close a network address to this process too; that is no reason for a restart.
+    The systemd option IPAddressAllow= can close a network address to this process, which is no reason for a restart.
     """
     if host in ("", "0.0.0.0", "localhost") or host.startswith("127."):  # noqa: S104  compared, not bound
         return host if host.startswith("127.") else "127.0.0.1", port
@@ -68,7 +69,7 @@ def within_reach(host: str, port: int) -> tuple[str, int] | None:
 
 
 def served(address: tuple[str, int]) -> bool:
-    """Return whether the server accepts a silent client and closes its connection, even with TLS and passwords."""
+    """Return False if the server accepts a silent client but keeps it connected for `ANSWER` seconds, else True."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=ANSWER) as client:
         client.settimeout(ANSWER)
         client.shutdown(socket.SHUT_WR)

@@ -49,7 +49,7 @@ SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are 
 
 
 def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str, str], ...]:
-    """Return entries (command, what it repeats), the worst failure first."""
+    """Return entries {"command": a command, "what": the failing case or finding that it repeats}, the worst first."""
     worst = [f for f in failures[:EXHIBITS] if f.repro]
     by_command: dict[str, str] = {}
     for failure in worst:
@@ -64,7 +64,7 @@ def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str
 def next_step(facts: Facts, kind: str, failures: Sequence[FailingCase]) -> Iterator[str]:
     """Yield sentences about what to do next, the most urgent first. `kind`: the kind of dossier, such as "rma".
 
-    If the part is not known to be at fault, these are the steps that every other report gives.
+    If the part is not known to be at fault, the steps are the same as in all other reports.
     """
     verdict, device = facts.verdict, facts.device
     if kind == "drill":

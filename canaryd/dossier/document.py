@@ -182,7 +182,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The stored data from which the dossier is made; each is read only once."""
+    """The stored data from which the dossier is made. Each item is read from the store only once."""
 
     store: Store
     config: Config

@@ -19,27 +19,27 @@ from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Device, Outcome, Run
 
 FAILURES = 50
-"""Most failing cases that are described: a broken part fails in every case."""
+"""Largest number of failing cases that are described: a broken part fails in every case."""
 PEER_RUNS = 2000
-"""Number of newest runs of one probe that are read for a peer."""
+"""Number of newest runs that are read for each probe of each peer (identical device)."""
 LEAST_RUNS = 1000
-"""Smallest number of runs that a script makes (ours)."""
+"""Smallest number of runs that the script for a failing case makes (ours)."""
 COPIED = 10
-"""Number of runs after which a script copies the operands again (ours): some faults spoil all results of one copy,
-others need a device that is busy."""
+"""Number of runs after which a script copies the operands to the device again (ours). Each copy can show a fault of
+copying; the runs between two copies keep the device busy, which other faults need."""
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 """Format → bits of its mantissa (IEEE 754-2019 table 3.5; bfloat16: the upper half of float32)."""
 WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 64, "int32": 32}
 
 
 def rate(wrong: int, total: int) -> Rate:
-    """Return counts of wrong and of all independent trials, with the rate's 95 % interval (None if `total` is 0)."""
+    """Return `wrong` and `total` with the 95 % interval of the rate; the interval's ends are None if `total` is 0."""
     low, high = interval(wrong, total)
     return Rate(wrong=wrong, total=total, low=low if total else None, high=high if total else None)
 
 
 def bit_name(form: str, bit: int) -> str:
-    """Return the part of a number that `bit` belongs to in the format `form`, or "" if that is not known."""
+    """Return the name of a bit in a number format: "sign", "exponent", "mantissa", …; "" if the format is unknown."""
     if form.startswith("int"):
         return "sign" if bit == WIDTH[form] - 1 else "lowest of the integer" if bit == 0 else "integer"
     if form not in MANTISSA:
@@ -52,7 +52,7 @@ def bit_name(form: str, bit: int) -> str:
 
 
 def result_format(probe: str, case: str, digits: int) -> str:
-    """Return the number format in a case's name, or else the result's width in bits, from its `digits` in hex."""
+    """Return the number format that a case names ("float32"), else the width of results with `digits` hex digits."""
     label = case.partition("/")[0]
     form = label.partition(">")[2] or label
     form = {"tfloat32": "float32"}.get(form, form)
@@ -70,7 +70,10 @@ def _key(run: Run, c: Comparison) -> Key:
 
 
 def find_failures(facts: Facts, spots: Sequence[Spot], probes: Sequence[Totals]) -> tuple[tuple[FailingCase, ...], int]:
-    """Return the failing cases to describe, and the number of others. The device's own and most frequent come first."""
+    """Return the failing cases, the worst first, at most `FAILURES`; and the number of failing cases left out.
+
+    Cases in which the device's own results were wrong come before cases with a wrong golden or comparison.
+    """
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
         for c in run.comparisons:
@@ -97,11 +100,11 @@ def find_failures(facts: Facts, spots: Sequence[Spot], probes: Sequence[Totals])
 
 
 def enough_runs(*tallies: Tried) -> int:
-    """Return the number of runs in which a fault appears at least once with 95 % probability, at the recorded rates.
+    """Return the number of runs in which a fault with the recorded rates appears at least once with 95 % probability.
 
-    `tallies`: counts of the failing case, and of everything that its core or its probe computed. The case is listed
-    because it failed, so its own rate is too high. Results of one upload can be wrong together, so the number of runs
-    also covers enough fresh copies.
+    `tallies`: counts of the failing case, and of everything that its core or its probe computed. The rate of the case
+    alone is too high, because the case is listed for its failures. Results of one upload can be wrong together, so the
+    number of runs also covers enough fresh copies.
     """
     each = [
         repeats * math.ceil(RULE_OF_THREE * share.total / share.wrong)
@@ -177,7 +180,7 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
 
 
 def _repeats(evidence: Sequence[Evidence]) -> Evidence:
-    """Return evidence with the repeats of all runs added up, because the repeats of one run would be a selection."""
+    """Return evidence with the sum of the repeats of all runs, because the repeats of one run would be a selection."""
     alike = [e.repeats_alike for e in evidence if e.repeats_wrong]
     return replace(
         evidence[0],
@@ -206,7 +209,7 @@ def _shared(evidence: Sequence[Evidence]) -> dict[str, str]:
 def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     """Return {"uploads": wrong and all uploads with the rate's interval, "results": wrong and all results}.
 
-    After a wrong upload the same operands are uploaded again. Clean ones among these count too, though none is stored.
+    The uploads include the clean repeats after a wrong upload; these are not stored as comparisons.
     """
     every = list(comparisons)
     clean = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in every if c.evidence)
@@ -247,7 +250,7 @@ def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]
 
 
 def probe_totals(facts: Facts) -> tuple[Totals, ...]:
-    """Return for each probe the counts of its results, and the fault rate that its clean results exclude."""
+    """Return for each probe the counts of its results, and the upper bound of the fault rate if all were right."""
     bounds = fault_rate_bound(facts.runs, drill=facts.drill)
     by_probe: dict[str, list[Run]] = defaultdict(list)
     for run in facts.runs:
@@ -271,7 +274,7 @@ def probe_totals(facts: Facts) -> tuple[Totals, ...]:
 def peer_results(
     facts: Facts, peers: Iterable[Device], failures: Sequence[FailingCase]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return for each peer (identical device) its counts of results in the same probes, and on the same operands."""
+    """Return for each peer (identical device) the counts of its results in the same probes and on the same operands."""
     verdicts = {} if facts.drill else facts.store.verdicts()
     probes = {f.probe for f in failures} or {r.probe for r in facts.runs}
     keys = {(f.probe, f.version, f.instruction_set, f.case, f.shape, f.seed, f.subject) for f in failures}

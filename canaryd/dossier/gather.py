@@ -127,7 +127,7 @@ def _alike(other: Device, device: Device) -> bool:
 
 
 def _judged(store: Store, config: Config, engine: Engine | None, device: Device, now: float) -> tuple[Verdict, str]:
-    """Return the verdict, and a note if the stored one differs (else ""). An engine judges the device again."""
+    """Return the verdict, and a note if the stored one differs (else ""). With an engine, judge the device again."""
     stored = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
         engine.recall_telemetry(device.uuid)  # this process has polled nothing
@@ -146,7 +146,7 @@ def _judged(store: Store, config: Config, engine: Engine | None, device: Device,
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
-    """Return the verdict that drills alone give at the time of the last one, because drills expire after an hour."""
+    """Return the verdict from the drill runs alone, as it was after the last of them: drills expire after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
     among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True, claims=claims)
@@ -183,7 +183,7 @@ def _title(kind: str, identity: Identity) -> str:
 
 
 def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
-    """Return the verdict in one sentence, then each incident in the words of every report."""
+    """Return the verdict in one sentence, then sentences about its incidents. `drill`: the injected fault, or ""."""
     incidents = verdict["incidents"]
     since = incidents[0]["since"] if incidents else verdict["since"]
     serial = f", serial {identity.serial}" if identity.serial else ""

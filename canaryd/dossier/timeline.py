@@ -16,16 +16,16 @@ from canaryd.report.history import Item
 TIMELINE = 200
 """Number of newest entries that the timeline keeps."""
 DECISIVE = (EventKind.FLAG, EventKind.OFF_BUS, EventKind.RESET)
-"""Kinds of events that the timeline keeps however old: a flag such as a failed row remap can decide about a return."""
+"""Kinds of events that newer entries do not push out of the timeline: a flag can decide about a return."""
 NEARBY = 150.0
 """Largest distance in seconds between a run and the poll that shows its temperature, power and clocks (ours: half of
 `engine.polling.KEEP`, the time between two stored polls of a quiet device)."""
 FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
-"""Sensors and clocks to show first if a device has several; the first of these is preferred."""
+"""Sensors and clocks to prefer if a device has several, the most preferred first."""
 
 
 def timeline(facts: Facts) -> tuple[tuple[Happening, ...], int]:
-    """Return the newest entries of the timeline, oldest first, and how many older entries are left out."""
+    """Return the newest entries of the timeline, oldest first, and the number of older entries that are left out."""
     items, decisive = [*history.of_runs(facts.runs, joined=False), *history.of_stacks(stacks(facts.runs))], list[Item]()
     if not facts.drill:
         stored = facts.store.verdict_history(facts.device.uuid)

@@ -170,7 +170,7 @@ def _with_evidence(
     device: Device,
     wait: float,
 ) -> FailingCase:
-    """Write operands and script of a failing case; return the case with their directory or the reason for none."""
+    """Write operands and script of failing case `number`; return the case with their directory or why there is none."""
     if number > EXHIBITS:
         return replace(failure, exhibit_absent=f"only the first {EXHIBITS} failing cases have one")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure.probe}-{failure.case}")[:100].strip("-")

@@ -78,7 +78,7 @@ class Page:
             self.add(name, member is chosen, *labels, member.value)
 
     def text(self) -> bytes:
-        """Return all families that have series in the text format; lines for HELP and TYPE precede each family."""
+        """Return all families that have series in the text format. Each family begins with its HELP and TYPE lines."""
         return "".join(
             f"# HELP {name} {self._families[name].help}\n# TYPE {name} {self._families[name].type}\n{''.join(lines)}"
             for name, lines in self._lines.items()
@@ -86,7 +86,7 @@ class Page:
         ).encode()
 
     def openmetrics(self) -> bytes:
-        """Return all families that have series as OpenMetrics. The final line is left out: more families may follow."""
+        """Return all families that have series as OpenMetrics, without the final line: more families may follow."""
         return "".join(self._openmetrics(name, lines) for name, lines in self._lines.items() if lines).encode()
 
     def _openmetrics(self, name: str, lines: list[str]) -> str:
@@ -119,7 +119,7 @@ def _number(value: float) -> str:
 
 
 class Prepared:
-    """The prepared part of a body, with which every answer begins until the evidence changes."""
+    """The first part of an HTTP body, which stays the same until the evidence changes."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -129,8 +129,8 @@ class Prepared:
     def gzip(self, rest: bytes) -> bytes:
         """Return `body` and `rest` as one gzip member (RFC 1952).
 
-        The body is compressed once, when the first scraper that accepts gzip asks. A full flush ends it. After that a
-        new compressor can continue (RFC 1951: no reference goes back across the flush).
+        The body is compressed only once and ends with a full flush, so that a new compressor can continue after it (RFC
+        1951: no reference goes back across the flush).
         """
         with self._making:
             if not self._deflated:
@@ -159,7 +159,7 @@ class Exposition:
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Return whether an Accept header asks for OpenMetrics 1.0 at least as much as for the text format."""
+    """Return whether an Accept header gives OpenMetrics 1.0 a weight above 0 that is not below the text format's."""
     wanted = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for media, settings in _choices(accept):
         known = media == "text/plain" or settings.get("version") == "1.0.0"
@@ -169,7 +169,7 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def takes_gzip(accept_encoding: str) -> bool:
-    """Return whether an Accept-Encoding header allows gzip by its name."""
+    """Return whether an Accept-Encoding header names gzip with a weight above 0; "*" is not enough."""
     return any(coding == "gzip" and _weight(settings) > 0.0 for coding, settings in _choices(accept_encoding))
 
 

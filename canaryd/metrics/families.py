@@ -30,7 +30,8 @@ from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.web.server import Answer
 
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
-"""Parts of a software stack that `canaryd_stack_info` shows; the `stack` label stands for all parts."""
+"""Parts of a software stack that `canaryd_stack_info` shows. Its label `stack` depends on all parts, these and
+others."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -231,12 +232,13 @@ class DeviceView:
     fault_rate: Mapping[str, float]
     """Probe → upper bound of the fraction of its compared results that are wrong."""
     fingerprints: Mapping[tuple[str, str], int]
-    """(probe, stack label) → an integer that a float holds exactly. Only values with equal keys can be compared."""
+    """(probe, stack label) → fingerprint, an integer that a float holds exactly. Only values with equal keys are
+    comparable."""
     periods: Mapping[str, float] = field(default_factory=dict)
     """Probe planned for the device → seconds between two runs. The probe's counters are 0 before its first run, so that
     `increase()` sees a first mismatch."""
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Stack id → software under the newest run of each instruction set."""
+    """Stack id → software that the newest run of each instruction set used."""
     mismatches: Mapping[str, Run] = field(default_factory=dict)
     """Probe → its newest run with a wrong bit, which becomes the exemplar of its counter."""
     acknowledged: bool = False
@@ -350,7 +352,10 @@ def _add_verdict(page: Page, view: DeviceView, labels: Labels) -> None:
 def _add_tallies(
     page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: Labels
 ) -> None:
-    """Add the counters of events. Those in `XIDS` and `COMPONENTS` start at 0; one with damaged labels is left out."""
+    """Add the counters of events in `tallies`: (name, labels, count). An entry with damaged labels is left out.
+
+    The counters of `XIDS` and `COMPONENTS` start at 0, so that `increase()` sees the first event.
+    """
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
     components = {key: 0.0 for key in COMPONENTS if key in device.detail}
     for name, of, count in tallies:

@@ -21,7 +21,7 @@ ANSWERS = {
 }
 """Worst state of a machine → whether to trust its numbers. A degraded device has computed correctly so far."""
 NO_ALERT = "it raises no alert, because no daemon runs on this state directory"
-"""Note about a drill that was caught without a daemon."""
+"""Note about a drill whose fault was found while no daemon runs."""
 START = (Step("Start the daemon:", "canaryd run"), Step("Or test once:", "canaryd check"))
 """Steps to show if no device has been tested yet."""
 
@@ -65,9 +65,10 @@ def _is_only_old(d: DeviceStatus) -> bool:
 
 
 def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_node: State) -> str:
-    """Return a clause about devices with one `key` (state, cause, worst incident): "cuda:0 is faulty (hardware)".
+    """Return a clause about the devices `same`, which share the `key`: "cuda:0 is faulty (hardware)".
 
-    Cause and incident are left out unless the state is `of_node`, the worst on this machine.
+    `key` is (state, cause, worst incident). Cause and incident are left out unless the state is `of_node`, the worst on
+    this machine.
     """
     state, cause, worst = key
     if state is State.HEALTHY and len(same) > 1:
@@ -121,7 +122,7 @@ def _step(devices: Sequence[DeviceStatus]) -> Step:
 
 
 def drills(status: Status) -> list[str]:
-    """Return one line for each kind of drill (an injected fault) of the last hour, which is never a real fault."""
+    """Return one line for each kind of drill (test with an injected fault) in the last hour: whether it was caught."""
     alike: dict[tuple[str, bool], list[DeviceStatus]] = {}
     for d in status.devices:
         if d.drill:
@@ -161,7 +162,7 @@ def steps(status: Status) -> Iterator[Step]:
 
 
 def _problems(status: Status) -> str:
-    """Return "a problem" or "problems" if canaryd itself reports any besides that it cannot read its store; else ""."""
+    """Return "a problem" or "problems" if canaryd reports problems of its own, besides an unreadable store; else ""."""
     others = [text for text in status.problems if text != status.unreadable]
     return "" if not others else "a problem" if len(others) == 1 else "problems"
 

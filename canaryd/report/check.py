@@ -20,7 +20,7 @@ from canaryd.report.terminal import Line, paint, paragraph, role_of
 
 SCHEMA = "canaryd.check/1"
 FEW = 6
-"""Most skipped cases of one probe that are listed by name."""
+"""Largest number of skipped cases of one probe that are listed by name."""
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _bad_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Lin
 
 
 def _this_check_lines(result: Result, device: Device) -> Iterator[Line]:
-    """Yield a line with the result counts of this check, if the device's other lines do not show this check's results.
+    """Yield a line with the result counts of this check, if the other lines do not show them.
 
     Without this line nobody could see whether a repeat was clean or wrong again.
     """

@@ -62,12 +62,13 @@ class Question:
     """What the gate has to decide: for which devices, and which states and causes fail."""
 
     on: tuple[State, ...] = (State.FAULTY,)
-    """States that make the node fail, and so do all worse states. `unknown` fails only if it is in this tuple."""
+    """States that make the node fail. A worse state fails too; `unknown` fails only if it is in this tuple."""
     causes: tuple[Cause, ...] = CAUSES
     devices: tuple[str, ...] = ()
     """The devices to decide about, by uuid, name, backend, or an accelerator's index; empty for all."""
     max_age: float = 0.0
-    """Largest age in seconds of a device's newest completed test; if it is older: unknown. 0.0: the judge decides."""
+    """Age in seconds of a device's newest completed test above which the decision is unknown; 0.0 for the judge's
+    own limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Item:
     decision: str
     """`PASS`, `FAIL` or `UNKNOWN`."""
     why: str = ""
-    """The reason for the decision, if the state alone does not explain it; else ""."""
+    """The reason for the decision if the device's state does not explain it; else ""."""
 
     def __str__(self) -> str:
         text = f"{self.name} {state_note(self.state.value, self.cause)}"
@@ -101,7 +102,7 @@ class Answer:
     reason: str = ""
     """The reason why the decision is unknown, or "" if the devices' own reasons show it."""
     mistyped: bool = False
-    """Whether `reason` is about a device name that neither this node's store nor the configuration contains."""
+    """Whether the decision is unknown and a named device is neither in this node's store nor in the configuration."""
 
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
@@ -316,7 +317,7 @@ def _newest(store: Store, device: str, now: float) -> float | None:
 def _within(patience: float, work: Callable[[], Answer]) -> Answer:
     """Return the answer of `work`, or unknown if it takes longer than `patience` seconds, because a disk can hang.
 
-    It runs in a child process, which is killed after that time.
+    A child process does the work; it is killed after that time.
     """
     reading, writing = os.pipe()
     child = os.fork()

@@ -32,7 +32,7 @@ RUNS, FAILED = 400, 500
 LEAST_READ = 50
 """Smallest number of runs that are read for one device."""
 MOST_ITEMS = 25
-"""Lines per device that a terminal shows; JSON has all of them."""
+"""Largest number of lines per device on a terminal; JSON has all lines."""
 NARROW = 80
 """Smallest width in columns: a narrower line would break within words."""
 BAD = frozenset(
@@ -41,7 +41,7 @@ BAD = frozenset(
         EventKind.COUNTER,
     }
 )
-"""Kinds of events that speak against a device. Others are as harmless as a change of the driver."""
+"""Kinds of events that speak against a device. Other kinds, such as a change of the driver, do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class Item:
     kind: str
     """"verdict", "run", "event", "ack" or "stack"."""
     role: str
-    """"bad" if it speaks against the device, "good" if it speaks for it, "calm" for other changes, "mark" for what an
-    operator stated."""
+    """"bad" for an event against the device, "good" for one in its favour, "calm" for other changes, "mark" for an
+    operator's statement."""
     text: str
     """A sentence without the time."""
     count: int = 1
@@ -101,7 +101,7 @@ def gather(
 
 
 def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
-    """Yield an item for each change of state or cause, with the incidents that are new in it."""
+    """Yield an item for each change of state or cause. The item names the incidents that are new."""
     before: set[tuple[str, str]] = set()
     for verdict in verdicts:
         held = incidents(verdict)
@@ -115,7 +115,10 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
 
 
 def of_runs(runs: Iterable[Run], *, joined: bool = True) -> Iterator[Item]:
-    """Yield items for wrong, incomplete and differing runs. With `joined`, equal ones of one day become one item."""
+    """Yield items for runs that were wrong, differed from the baseline, or did not complete.
+
+    With `joined`, runs of one day with the same probe and problem become one item.
+    """
     alike: dict[tuple[str, str, object], list[Run]] = defaultdict(list)
     for run in runs:
         what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value

@@ -23,7 +23,7 @@ STATE, INDENT = 9, " " * 9
 NAMED = 2
 """Largest number of probes or devices that a sentence lists by name. Above it, only the number is given."""
 NODE_NAMED = 4
-"""Most devices that a sentence about a whole node lists by name."""
+"""Largest number of devices that a sentence about a whole node lists by name."""
 PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
 TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONLY})
@@ -41,7 +41,7 @@ BY_ITSELF: Mapping[Shown, str] = {
     Shown.RIGHT: "another result matched it",
     Shown.PASSED: "its CPU passed the same tests",
 }
-"""Kind of evidence against another explanation → clause, if the evidence names no device."""
+"""Kind of evidence against another explanation → clause for evidence that names no device."""
 
 
 class Step(NamedTuple):
@@ -51,11 +51,11 @@ class Step(NamedTuple):
     command: str = ""
     """The command to type for the step, or "" if there is none."""
     here: bool = True
-    """Whether the command is for this node. Only then it gets the options that select this node's store."""
+    """Whether the command is for this node. Only such a command gets the options that select this node's store."""
 
     @property
     def shown(self) -> str:
-        """The command to type, on this node with the options that this user needs."""
+        """The command to type. A command for this node also has the options that this user needs."""
         return typed(self.command) if self.here else self.command
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ def next_step(incident: Incident, device: Device) -> Step:
 
 
 def _parted(action: str) -> Step:
-    """Return the sentence `action` as a step. A command at its end becomes `Step.command`, because people copy it."""
+    """Return the sentence `action` as a step. A command after the last ": " becomes `Step.command`, for copying."""
     text, _, command = action.rpartition(": ")
     return Step(f"{text}:", command) if text and command.startswith(COMMANDS) else Step(sentence(action))
 
@@ -207,7 +207,7 @@ def _few(names: Sequence[str], things: str) -> str:
 
 
 def _bits(wrong: WrongResults) -> str:
-    """Return the flipped bits as a clause. If they are too many, list those of the probe with the fewest bits."""
+    """Return the flipped bits as a clause, "" for none. Too many bits: only those of the probe with the fewest."""
     bits, where = wrong.bits, ""
     if len(bits) > BITS_NAMED:
         bits = min((t.bits for t in wrong.probes.values() if t.bits), key=len)
@@ -357,7 +357,7 @@ def state_lines(
     """Yield lines about a device: its worst incident, then the others, then notes.
 
     `verbose`: every finding too. `name`: the names of all devices to which the lines apply, if there are several.
-    `gone`: it is not found now. `advised`: another line already says what to do about the worst incident.
+    `gone`: the device is not found now. `advised`: another line already says what to do about the worst incident.
     """
     found, who = incidents(verdict), name or device.name
     yield from _title_lines(device, verdict, found, who, width, gone=gone)

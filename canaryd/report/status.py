@@ -136,7 +136,7 @@ class Status:
 
     @property
     def state(self) -> State:
-        """The state of the worst device. Without devices it is unknown, with an unreadable store at least unknown."""
+        """The worst state of the devices, unknown without devices; at least unknown if the store cannot be read."""
         state = judge_verdict.worst([d.verdict for d in self.devices])
         return max(state, State.UNKNOWN, key=lambda s: s.severity) if self.unreadable else state
 
@@ -152,9 +152,10 @@ def gather(
 ) -> Status:
     """Return the status of this machine from the store, as of `now` (default: the present).
 
-    A verdict becomes unknown, with a note on its former state, if it was not renewed in time or if the daemon cannot
-    store a newer one. The second does not apply if the daemon calls (`itself`), because it has the newer verdict.
-    `daemon`: whether one runs (default: find out). `evidence`: device → probe → time (default: from the store).
+    A verdict becomes unknown, with a note on its former state, if it was not renewed in time, or if a daemon cannot
+    store newer verdicts. A daemon that asks about itself passes `itself`: it has the newer verdicts, so the second rule
+    does not apply. `daemon`: whether one runs (default: find out). `evidence`: device → probe → time (default: from the
+    store).
     """
     now = time.time() if now is None else now
     verdicts = store.verdicts()
@@ -281,7 +282,7 @@ def _since_repair(evidence: Newest, repaired: float) -> Newest:
 
 
 def as_of(status: Status, now: float) -> Status:
-    """Return an earlier status brought up to the time `now`: old verdicts become unknown, old events are removed."""
+    """Return an earlier status updated to the time `now`: old verdicts become unknown, old events are removed."""
     old = now - status.now
     stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
     return replace(
@@ -342,7 +343,10 @@ def _in_force(device: Device, acks: Iterable[Ack], now: float) -> tuple[Ack, ...
 
 
 def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
-    """Return probe → the oldest of the devices' newest results (its time), None if a device has none; oldest first."""
+    """Return probe → time of its newest result, None if a device has no result; the oldest entry is first.
+
+    If there are several devices, the time is that of the device whose newest result is oldest.
+    """
     probes = {probe for d in devices for probe in d.evidence}
     found: dict[str, float | None] = {}
     for probe in probes:
@@ -411,9 +415,10 @@ def _up_to_date(
 
 
 def _with_acks(verdict: Verdict, ack: Ack | None, now: float, action: str) -> Verdict:
-    """Return a verdict as the judge would change it for `ack`, the acknowledgement that has not ended (None for none).
+    """Return a verdict as the judge would change it for `ack`, the acknowledgement in force (None for none).
 
-    Suspicions that it covers become unknown. If there is none any more, what it had covered is suspect again.
+    The suspicions that `ack` covers become unknown. If `ack` is None, the suspicions that an earlier acknowledgement
+    covered count as suspect again.
     """
     if ack is None:
         covered = [f for f in verdict.findings if f.acknowledged]

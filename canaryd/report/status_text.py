@@ -19,9 +19,9 @@ from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
 SCHEMA = "canaryd.status/1"
 RECENT_EVENTS = 10
-"""Events of one device that a terminal shows; JSON has all of them."""
+"""Largest number of events of one device on a terminal; JSON has all events."""
 PARAGRAPHS = 2
-"""Largest number of paragraphs on devices beside which untested parts are listed. Above it they are only counted."""
+"""Largest number of paragraphs about devices with which the untested parts are still listed; else they are counted."""
 
 
 def as_json(status: Status) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
 
 
 def _what_is_shown(d: DeviceStatus, *, verbose: bool, advised: bool) -> object:
-    """Return a key of a device's paragraph. Devices with equal keys share one paragraph."""
+    """Return a value that is equal for devices with the same text. These devices share one paragraph."""
     said: tuple[object, ...] = tuple(
         (describe(i), step(i, d.device).text if advised and number == 0 else step(i, d.device))
         for number, i in enumerate(incidents(d.verdict))

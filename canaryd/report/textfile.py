@@ -1,7 +1,6 @@
 """The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/metrics.md).
 
-The metrics are named canaryd_check_*, and those of the daemon are not. Otherwise alerts would count a node with both
-twice.
+The metrics are named canaryd_check_*, unlike those of the daemon, so that alerts do not count a node twice.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ what is left."""
 PASSED_NOTE = "aged"
 """Name of the note with the latest time known to be past (epoch s); see `Database.passed`."""
 LOGS = ("-wal", "-shm", "-journal")
-"""Suffixes of the files that SQLite keeps beside a database. Those of a lost database would be used for the next
+"""Suffixes of the files that SQLite keeps beside a database. SQLite would use the files of a lost database for a new
 one."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
 WAL = b"\2\2"
@@ -181,7 +181,7 @@ class Database:
             return False
 
     def _forget(self, table: str, order: str, most: int) -> bool:
-        """Drop waiting rows of a table, the first by `order`, so that at most `most` stay; always return False."""
+        """Drop the oldest waiting rows of a table, sorted by `order`, until at most `most` are left; return False."""
         with self._lock:
             if self._waiting is not None and self._copy is not None:
                 (count,) = self._waiting.execute(f"SELECT count(*) FROM {table}").fetchone()
@@ -271,7 +271,7 @@ class Database:
             return self._attempt(work)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
-        """Return the result of `work`; if the file is damaged or was replaced, try once more with the next file.
+        """Return the result of `work`. If the file is damaged or was replaced, open the new file and try once more.
 
         Work that only `reads` uses the copy in memory if there is one, and does not check whether the file is in its
         place.
@@ -523,7 +523,10 @@ class Database:
         return version
 
     def _set_aside(self, why: str, name: str = "") -> None:
-        """Rename the files that are left of an unusable or missing database; the caller holds the open lock."""
+        """Rename the files that are left of an unusable or missing database; the caller holds the open lock.
+
+        `why`: the reason, for messages. `name`: part of the new names (default: "corrupt" and the time).
+        """
         stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         base = f"{DATABASE}.{name or f'corrupt-{stamp}'}"
         names = (f"{base}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
@@ -557,7 +560,7 @@ class Database:
         return (there.st_dev, there.st_ino) != self._identity
 
     def _why_missing(self) -> str:
-        """Return the sign that the database file is gone, or "" if it exists or there never was one."""
+        """Return why the database file must have existed before, or "" if it exists or never did."""
         if _exists(self.path):
             return ""
         if self._identity is not None:
@@ -599,12 +602,12 @@ def _new(path: Path) -> sqlite3.Connection:
 
 
 def _kept(path: Path, version: int) -> Path:
-    """Return the path of the copy that is made of a database before it is converted from `version`."""
+    """Return the path at which a copy of a database is kept before it is converted from `version`."""
     return Path(f"{path}.version-{version}")
 
 
 def _keep(db: sqlite3.Connection, kept: Path) -> None:
-    """Copy a database completely or not at all, so that its old release can be installed again."""
+    """Copy a database to `kept`, completely or not at all, so that its old release can be installed again."""
     new = Path(f"{kept}.new")
     with contextlib.closing(_new(new)) as copy:
         db.backup(copy)

@@ -20,15 +20,15 @@ RATED = (
     "drill = '' AND (device, probe) IN (SELECT device, probe FROM runs WHERE failed = 1 AND drill = '' AND wrong > 0"
     f" GROUP BY device, probe HAVING count(*) <= {FEW})"
 )
-"""SQL condition for runs of a probe that was seldom wrong on the device. They show how often the probe fails there, and
-so when a suspect is cleared."""
+"""SQL condition for runs of a probe that was wrong at most `FEW` times on the device. The rate of its wrong runs
+decides when a suspect is cleared."""
 LONGER = 90 * DAY
 """Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. A suspect is cleared after three
 times the tests of the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Twice that is kept
 (ours)."""
 KEPT = 100
-"""Number of newest failures of each kind on each device that stay, however large the file is; the judge looks at no
-more. Otherwise one device that fails all day would push out the older failures of another, which would then look
+"""Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no
+more. Otherwise a device that fails all day would displace the failures of another device, which would then look
 healthy."""
 DRILLS = 1 * DAY
 """Seconds for which runs with an injected fault are kept, whatever their outcome."""

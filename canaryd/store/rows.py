@@ -87,7 +87,7 @@ def baseline_key(baseline: Baseline) -> str:
 
 
 def refused(constant: str) -> float:
-    """Raise `ValueError` for `constant`, a NaN or an infinity in JSON."""
+    """Raise `ValueError`: `constant` is a NaN or an infinity, which canaryd does not accept in JSON."""
     raise ValueError(f"{constant} is not a number")
 
 
@@ -120,7 +120,7 @@ def run_row(run: Run, stored: float) -> tuple[Any, ...]:
 
 
 def lane(run: Run) -> tuple[Any, ...]:
-    """Return the values of a run in the columns `LANE`."""
+    """Return the values of a run in the columns `LANE`: its kind, and its numbers of cases, results and uploads."""
     kind = run.probe_version, run.instruction_set, run.intensity, run.whole
     return (*kind, len(run.unknown), len(run.recordings), run.trials, run.uploads)
 
@@ -200,7 +200,7 @@ def encode_labels(labels: Mapping[str, str]) -> str:
 
 
 def met_row(met: Met, last: float) -> tuple[Any, ...]:
-    """Return the row of a record of classes; pruning counts the record as last needed at `last` (epoch s)."""
+    """Return the row of a record of exact test cases. Pruning takes `last` (epoch s) as the time of its last use."""
     return met.device, json.dumps(met.line, separators=(",", ":")), last, pack(met)
 
 

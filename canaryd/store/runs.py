@@ -45,9 +45,10 @@ FOREVER = 1e18
 
 
 def _ranked(of: str, which: str) -> str:
-    """Return SQL for a device's runs that match the condition `which`, numbered from the newest (1) on.
+    """Return an SQL join with the runs of a device (a parameter) that match `which`, and two numbers for each run.
 
-    `place` numbers the runs with equal values in the columns `of`, `turn` the runs of one kind.
+    `place` numbers the runs with equal values in the columns `of`, `turn` those with equal kind, wholeness and outcome.
+    The newest run has number 1.
     """
     rank = "row_number() OVER (PARTITION BY {} ORDER BY number DESC)"
     places = f"{rank.format(of)} AS place, {rank.format(f'{KIND}, whole, outcome')} AS turn"
@@ -83,11 +84,11 @@ class RunTables(Database):
 
     @functools.cached_property
     def _own(self) -> set[str]:
-        """Ids of runs that this process has stored since the last call of `news`, which leaves them out."""
+        """Ids of runs that this process itself has stored since the last call of `news`, which does not return them."""
         return set()
 
     def add_run(self, run: Run, baselines: Iterable[Baseline] = (), met: Iterable[Met] = ()) -> bool:
-        """Store and count a run, with the `baselines` and classes (`met`) that it changed, in one transaction.
+        """Store and count a run, with the `baselines` and records (`met`) that it changed, in one transaction.
 
         Returns True if the run is on disk and survives `kill -9`. Returns False if the run waits in memory; `problem`
         says why. Never raises.
@@ -179,7 +180,7 @@ class RunTables(Database):
         return self._brief(CLEAN, "failed = 0", 1, limit, device)
 
     def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
-        """Return (runs in short form, counts of others): a device's clean runs without the newest `skip` per kind.
+        """Return (runs in short form, counts of other runs) for clean runs older than the newest `skip` of each kind.
 
         Runs in short form are those that tested only a part, did not complete, or come from an older release: the judge
         needs them. They are taken from the newest `limit` runs of each kind.
@@ -191,10 +192,10 @@ class RunTables(Database):
         return looked_into, [found for found in counted if found.is_sound]
 
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
-        """Return a device's runs in short form, oldest first: the `first` to `last` newest of each kind.
+        """Return the `first` to `last` newest runs of each kind on a device in short form, oldest first.
 
-        Runs of one kind are equal in the columns `of`. The SQL conditions `which` and `but` choose runs and leave runs
-        out.
+        Runs of one kind are equal in the columns `of`. The SQL condition `which` chooses runs; `but` leaves out some of
+        these.
         """
         query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
@@ -229,7 +230,7 @@ class RunTables(Database):
     # Classes of exact cases
 
     def set_met(self, records: Iterable[Met]) -> bool:
-        """Add records of correctly computed or accepted classes of cases. Return False if only in memory so far."""
+        """Add records of exact test cases (computed correctly, or accepted). Return False if only in memory so far."""
         with self._lock:
             rows = self._met_rows(records)
             return self._write(lambda db: add_met(db, rows))
@@ -239,7 +240,7 @@ class RunTables(Database):
         return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
 
     def met(self) -> list[Met]:
-        """Return the records of the classes of cases that each device has computed correctly."""
+        """Return the records of exact test cases: which classes of cases each device has computed correctly."""
         rows = self._read("SELECT device, line, body FROM met ORDER BY device, line")
         return self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in rows])
 

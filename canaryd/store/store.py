@@ -26,8 +26,8 @@ from canaryd.store.runs import RunTables
 from canaryd.store.telemetry import TelemetryTables
 
 STEP = 2 * HOUR
-"""Maximum seconds by which one prune moves `Store.passed` towards the clock: twice the hour between the daemon's
-prunes. If the clock is wrong for an hour, it thus costs no more than two hours (ours)."""
+"""Maximum seconds by which one prune moves `Store.passed` forward: twice the hour between the daemon's prunes. A
+clock that is wrong for an hour thus ages the records by at most two hours (ours)."""
 BELIEVED = 24
 """Number of successive prunes that must find the clock a day behind `Store.passed` before the clock is trusted
 (ours)."""
@@ -54,7 +54,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
 
         `for_reading` opens it read-only: no file is ever created, repaired, migrated or renamed. New rows stay in
-        memory. A store that does not exist is empty. Neither counts as a problem.
+        memory, and a store that does not exist is empty; neither is reported as a problem.
 
         Raises only `StoreTooNew`. A damaged database is renamed (see `problems`). If nothing can be stored, the store
         works from memory and `problem` says why.
