@@ -24,7 +24,7 @@ ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 become too old; a retest of a suspect; and a confirmation of a mismatch or a test after an event."""
 PURPOSES = (ROUND, FORCED, RETEST, DOUBT)
 REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "load", "share")
-"""Reasons to postpone a test, the most binding first."""
+"""Reasons to postpone a test, in the order in which they are checked."""
 _REASONS_FOR: Mapping[str, tuple[str, ...]] = {
     ROUND: REASONS,
     FORCED: ("compute_mode", "memory"),
@@ -37,8 +37,8 @@ _REASONS_FOR: Mapping[str, tuple[str, ...]] = {
 HOUR = 3600.0
 """Length in seconds of the period over which the share of device time is measured."""
 COVERAGE = 0.75
-"""Fraction of the age at which evidence is stale. A round whose newest evidence is that old is forced to run; until
-then it can wait for a free device (ours)."""
+"""Age at which evidence forces a round to run, as a fraction of the age at which the evidence is stale. Until then
+the round can wait for a free device (ours)."""
 NICE = 10
 """Nice level of workers. A core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
 kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, and starting torch would take minutes
@@ -48,12 +48,13 @@ BURST = 0.05
 FREE = 512 << 20
 """Bytes of memory that a test always leaves free for the server."""
 HEADROOM = 5.0
-"""Distance in degrees Celsius: rounds wait while the device is closer than this to its throttle point."""
+"""Degrees Celsius below a device's throttle point at which rounds begin to wait."""
 REST = 3.0
 """Ratio of each pause to the burst before it, so that a round works for a quarter of its time (ours)."""
 UNHELD = 300 << 20
-"""Bytes of memory in use up to which an accelerator counts as free of other processes (ours). An idle MI300X shows 284
-MiB beyond what its driver calls reserved. A container sees the memory of outside processes, but not the processes."""
+"""Bytes of memory in use up to which an accelerator counts as free of other processes (ours). An idle MI300X shows
+284 MiB beyond what its driver calls reserved. A container sees the memory of outside processes, but not the
+processes."""
 TELL_USE = ("cuda", "rocm")
 """Kinds of devices (`Device.unit`) on which used memory reveals other processes. It does not on an idle Ascend, which
 uses 3 GiB, or on an Apple GPU, which draws the screen."""
@@ -98,7 +99,7 @@ class Wait:
 
 
 def others(facts: Conditions) -> str:
-    """Return the sign, in words, that another process uses an accelerator, or "" if there is no sign.
+    """Return a clause with the sign that another process uses an accelerator, or "" if there is no sign.
 
     A processor always gives "", because other processes always compute on it.
     """
@@ -112,7 +113,7 @@ def others(facts: Conditions) -> str:
 
 
 def wait(policy: BudgetConfig, facts: Conditions, purpose: str) -> Wait | None:
-    """Return the first of `REASONS` to postpone runs with this `purpose`, or None if they can start now."""
+    """Return the first reason that postpones runs with this `purpose` under `facts`, or None if they can start now."""
     for reason in _REASONS_FOR[purpose]:
         if text := _CHECKS[reason](policy, facts):
             return Wait(reason=reason, text=text)
@@ -246,7 +247,7 @@ def allowance(policy: BudgetConfig) -> dict[str, float]:
 
 
 def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:
-    """Return the seconds of a device's time that a worker used; `wall`: seconds that the worker lived, less pauses.
+    """Return the seconds of a device's time that a worker used; `wall`: the worker's lifetime without its pauses.
 
     For a CPU this is `processor`, the worker's processor time, divided by the number of cores. For an accelerator it is
     the time that `runs` report, measured by the device's own events if it has them. If a run crashed or hung, it
@@ -266,7 +267,7 @@ def device_seconds(device: Device, wall: float, processor: float | None, runs: I
 
 
 def worked(seconds: float) -> float:
-    """Return the estimated seconds of work in a past run of `seconds` of wall time; the run paused for the rest."""
+    """Return the estimated seconds of work in a past run that took `seconds` of wall time, pauses included."""
     return seconds / (1.0 + REST)
 
 
@@ -331,7 +332,7 @@ class Account:
             self._withheld.pop(device, None)
 
     def withhold(self, device: str, wait: Wait, now: float) -> bool:
-        """Record that a round is postponed; return whether the reason is new. Each reason counts once in a round."""
+        """Record that a round is postponed; return whether its reason is new. Totals count a reason once per round."""
         with self._mutex:
             held = self._withheld.setdefault(device, Withheld(since=now, wait=wait))
             news = wait.reason not in held.counted or held.wait.reason != wait.reason

@@ -38,7 +38,7 @@ class Gap(NamedTuple):
 
 
 NOT_EXAMINED = "not-examined"
-"""Rule name of the finding, made here, that a check could not do everything that was asked for on a device."""
+"""Rule of the finding that a check could not do everything that was asked for. This module makes it, not the judge."""
 MOST_MEMORY = "most memory"
 OTHER_SETS = "other instruction sets"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
@@ -69,7 +69,7 @@ NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of 
 EXACT = ("exact_attention", "exact_integer", "exact_matmul", "exact_units")
 """Probes that run again if a check has too few results; they give nearly all results."""
 LONGEST = 3
-"""Maximum total time of a check that repeats tests to reach enough results, in multiples of its first round's time."""
+"""Maximum time of a check with repeated tests, in multiples of the time of its first round."""
 ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives": "links"}
 """Probe → the part of a device that only this probe tests."""
 
@@ -77,7 +77,7 @@ ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives
 def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
     """Return the gaps in the tests: parts in `ONLY` and probes that ran out of time, with the devices concerned.
 
-    `runs` maps a device's name to its runs.
+    `runs`: device name → runs on this device.
     """
     late: dict[str, list[str]] = {}
     for name, done in runs.items():
@@ -89,7 +89,7 @@ def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
 
 
 def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
-    """Return a gap for each part in `ONLY` not tested on some devices; `done`: device name → probes with results."""
+    """Return a gap for each part in `ONLY` that some device lacks a test of; `done`: device → probes with results."""
     gaps = []
     for probe, what in ONLY.items():
         without = [name for name, probes in done.items() if probe not in probes]
@@ -100,7 +100,7 @@ def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
 def all_gaps(level: str, found: Sequence[Gap], tested: Iterable[Device]) -> tuple[Gap, ...]:
     """Return the gaps `found`, and those that every check of this `level` leaves. No gap is listed twice.
 
-    `tested` are the devices that gave a result.
+    `tested`: the devices that gave a result.
     """
     left_out = {MOST_MEMORY} if any(g.what == ONLY["memory_sweep"] for g in found) else set()
     if not any(len(device.instruction_sets) > 1 for device in tested):
@@ -227,10 +227,10 @@ def _complete(
     took: float,
     test: Callable[[Sequence[Entry], Sequence[Device], float], None],
 ) -> None:
-    """Run the probes in `EXACT` again on devices with too few results, within `LONGEST` times `took` in all.
+    """Run the probes in `EXACT` again on devices with too few results. The check takes at most `LONGEST` times `took`.
 
-    `took` is the time of the first round in seconds. `test` runs probes on devices, with a factor for their duration.
-    `engine.compared` then holds, for each device, the number of results and the least number that is required.
+    `took`: seconds that the first round took. `test` runs probes on devices; its third argument multiplies their
+    duration. Sets `engine.compared` to device → (number of results, least number required).
     """
     exact = {name: entry for name, entry in engine.entries.items() if name in EXACT}
     counted = [d for d in _here(engine, devices) if _is_counted(engine, options, d)]
@@ -255,7 +255,7 @@ def _complete(
 
 
 def _is_counted(engine: Engine, options: Options, device: Device) -> bool:
-    """Return whether a check must reach a least number of results; it need not if the operator chose what runs."""
+    """Return whether a check must reach a least number of results: only if the operator restricted nothing."""
     chosen = options.probes or options.cases or options.intensity or options.instruction_set
     if chosen or options.seconds or options.drill or any(engine.settings(n).enabled is False for n in EXACT):
         return False
@@ -280,12 +280,12 @@ def ended(result: Result) -> bool:
 
 
 def _here(engine: Engine, devices: Iterable[Device]) -> list[Device]:
-    """Return the devices that are present and can be tested. If a device is missing, another may be in its slot."""
+    """Return the devices that were found by the last discovery and that probes can reach."""
     return [d for d in devices if d.uuid in engine.in_place and engine.reached(d)]
 
 
 def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return groups of devices; the devices of one group are tested at the same time.
+    """Return groups of devices in the order of their tests; the devices of one group are tested at the same time.
 
     All accelerators form one group; memory limits it (`canaryd.engine.room`). A processor is tested alone and first: it
     needs its cores, and its result matters for the others. Endpoints are alone, because two may share a server.
@@ -366,7 +366,7 @@ def _carry_out(
 
 
 def _add(result: Result, device: Device, runs: Sequence[Run]) -> None:
-    """Add the runs of a plan for `device` to the result; a plan can include runs on the device's siblings."""
+    """Add the runs of a plan to the result; besides runs on `device` they can include runs on other devices."""
     result.skipped.setdefault(device.uuid, [])
     for done in runs:
         result.runs.setdefault(done.device, []).append(done)
@@ -448,7 +448,7 @@ def _incomplete(result: Result, uuid: str) -> str:
 
 
 def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Verdict:
-    """Return the verdict, with a finding if `why` says what the check missed: older evidence is no substitute."""
+    """Return the verdict, with an unknown finding if `why` is not "": old evidence does not replace a missed test."""
     if not why:
         return verdict
     finding = Finding(

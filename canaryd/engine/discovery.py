@@ -26,7 +26,7 @@ class Discovery:
     """Keeps the devices and probes of `host` up to date."""
 
     def __init__(self, host: Host, workers: Workers, watch: Watch, evidence: Evidence, learning: Learning) -> None:
-        """Keep the parts; nothing is searched yet."""
+        """Store the parts of the engine that discovery uses; nothing is searched yet."""
         self._host = host
         self._workers = workers
         self._watch = watch
@@ -40,7 +40,7 @@ class Discovery:
     def discover(self, on_wait: Callable[[str], None], *, keep: bool) -> None:
         """Find probes and devices through workers, and record the changes; `on_wait` is called if a wait is long.
 
-        `keep`: tests follow at once. If the worker found only a processor, it is kept for these tests.
+        `keep`: tests follow at once, so a worker stays for them if this host has only a processor and built-in probes.
 
         Data that cannot be read now stays unchanged. A missing device stays known, as not present, for as long as the
         judge watches a suspect device.
@@ -138,7 +138,7 @@ class Discovery:
         return self._records
 
     def _remembered(self, now: float) -> list[DeviceRecord]:
-        """Return the devices that are still known. If the store is unreadable, return those known before or present.
+        """Return the devices that are still known. If the store is unreadable, these are the ones known before.
 
         Only a readable store shows which devices are missing, replaced or forgotten.
         """
@@ -184,7 +184,7 @@ class Discovery:
 def _loaded(
     files: Sequence[catalogue.ProbeFile], described: Description
 ) -> tuple[dict[str, catalogue.Entry], list[catalogue.Problem]]:
-    """Return (usable probes by name, problems). A file that is unread only because torch failed is in neither."""
+    """Return (usable probes by name, problems). Files that could not be read because torch failed are in neither."""
     reached = [f for f in files if not described.lost or f.path in described.probes]
     return catalogue.load(reached, described.probes)
 

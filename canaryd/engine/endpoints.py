@@ -13,7 +13,7 @@ from canaryd.model import ENDPOINT, TORCH, Device
 
 
 def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
-    """Return the endpoints of a configuration as devices; each endpoint names the `devices` that serve it."""
+    """Return the configured endpoints as devices. Each of them names those of `devices` that serve it."""
     known = list(devices)
     return [
         Device(
@@ -52,7 +52,7 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
 
 
 def models(config: Config, device: Device, devices: Iterable[Device]) -> list[str]:
-    """Return the directories of the models that a device serves; models without a configured directory are left out."""
+    """Return the model directories of the endpoints that a device serves; an endpoint without a directory adds none."""
     every = list(devices)
     served = (e for e in named(config).values() if e.directory and e.directory.suffix != ".gguf")
     return sorted({str(e.directory) for e in served if device in behind(e, every)})

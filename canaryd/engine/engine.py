@@ -1,4 +1,4 @@
-"""Carry out plans: `canaryd check`, `canaryd drill` and `canaryd run` all use this code to turn a plan into a verdict.
+"""Carry out plans and judge the results, for `canaryd check`, `canaryd drill` and `canaryd run`.
 
 A plan becomes a series: several runs in one worker, under the lock of the device. Each run is stored, its device is
 judged, and wrong results are confirmed. Every wait for hardware happens in a worker, so this process cannot hang in a
@@ -84,7 +84,8 @@ class Engine(Host):
     accelerator."""
     account: budget.Account = field(default_factory=budget.Account)
     room: Room = field(default_factory=lambda: Room(available))
-    """Memory of this host for series that run at the same time; a series waits until its part is free."""
+    """Memory of this host for series that run at the same time; a series waits until the memory that it needs is
+    free."""
     workers: Workers = field(init=False)
     watch: Watch = field(init=False)
 
@@ -235,7 +236,10 @@ class Engine(Host):
     def _run_locked(
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
     ) -> list[Run]:
-        """Run a series under its device's lock and return its runs; [] if it `confirms` a run and `may` forbids it."""
+        """Run a series under its device's lock and return its runs; [] for a confirmation that `may` forbids.
+
+        `confirms`: whether the series is a confirmation. `on_wait` is called if another process holds the device.
+        """
         group = {d.physical: d for d in (plan.device, *plan.peers)}
         with contextlib.ExitStack() as held:
             for _, device in sorted(group.items()):  # in one order, so that no two series wait for each other
@@ -281,7 +285,7 @@ class Engine(Host):
         return found
 
     def _look(self, device: Device) -> budget.Conditions:
-        """Return what the driver of an accelerator reports now, or its last report if it does not answer."""
+        """Return the conditions of an accelerator as its driver reports them now, or did last if it does not answer."""
         now = self.clock()
         own, whole = (
             self.watch.look(poll_tasks(self, {uuid}), stopped=lambda: bool(self.halted))
@@ -415,9 +419,9 @@ class Engine(Host):
         on_wait: Callable[[str], None] = lambda _: None,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask a module of the worker a question, under the stack under test, while the device is locked.
+        """Run a module of the worker once, with the software under test, while the device is locked.
 
-        Returns (outcome, answer, detail of the outcome). Raises `Busy` like `carry_out`.
+        Returns (outcome, the module's answer to `arguments`, detail of the outcome). Raises `Busy` like `carry_out`.
         """
         with self._locked(device, wait, on_wait):
             series = self.workers.start("", on_progress, device=device)
@@ -427,11 +431,11 @@ class Engine(Host):
                 self.workers.end(series)
 
     def owed(self, uuid: str) -> list[Plan]:
-        """Return the missing confirmations of recent mismatches: a stop, a crash or a busy device prevented them."""
+        """Return plans for missing confirmations of recent mismatches, e.g. after a stop, a crash or a busy device."""
         return self._follow_ups.owed(uuid)
 
     def retests(self, uuid: str) -> list[Plan]:
-        """Return the next retest of a suspect, or [] if no retest is due."""
+        """Return the plans for the next retest of a suspect, or [] if no retest is due."""
         return self._follow_ups.retests(uuid)
 
     # -- evidence and verdicts ----------------------------------------------------------------------------------------
@@ -469,7 +473,7 @@ class Engine(Host):
         return self._decisions.decide_all()
 
     def settle(self) -> None:
-        """Judge every device by all evidence and store the verdicts, even if the last check was restricted."""
+        """Lift the restrictions of the last check; then judge every device by all evidence and store the verdicts."""
         self.only, self.cases, self.intensity = frozenset(), (), ""
         for verdict in self.decide().values():
             self._decisions.keep(verdict)

@@ -162,10 +162,10 @@ class EventHistory:
 
 
 def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:
-    """Return whether an event of a place on the bus is about the device that is there now.
+    """Return whether an event recorded for a place on the bus is about the device that is there now.
 
-    Such an event is a line of the kernel log, or a reboot that is not in `booted`, the reboots that the device itself
-    recorded. What was noted about a device that its driver could not identify does not count once the driver can.
+    Lines of the kernel log are, and so is a reboot that is not in `booted` (reboots recorded for the device itself).
+    Changes, releases and losses were recorded for a device without identity, so they do not count for this device.
     """
     if event.kind == EventKind.BOOT:
         return event.after not in booted

@@ -12,7 +12,7 @@ from canaryd.judge.findings import RENEWED, UNCHARACTERISED
 from canaryd.model import INTENSITIES, Device, Outcome, Run, State, Verdict
 
 TRIES = 3
-"""Maximum number of attempts to confirm a mismatch, in multiples of the wanted confirmations: some do not complete."""
+"""Maximum number of attempts to confirm a mismatch, as a multiple of the required number: some do not complete."""
 
 
 class FollowUps:
@@ -24,7 +24,7 @@ class FollowUps:
         self._evidence = evidence
 
     def confirmations(self, run: Run) -> list[Plan]:
-        """Return the confirmations that a run requires, on its own device and on the siblings."""
+        """Return plans for the confirmations that a run requires, on its own device and on the siblings."""
         host = self._host
         if run.probe not in host.entries or run.device not in host.devices:
             return []
@@ -39,7 +39,7 @@ class FollowUps:
         return [replace(plan, peers=same) for plan in plans if same]
 
     def owed(self, uuid: str) -> list[Plan]:
-        """Return the missing confirmations of recent mismatches: a stop, a crash or a busy device prevented them."""
+        """Return plans for missing confirmations of recent mismatches, e.g. after a stop, a crash or a busy device."""
         host, policy = self._host, self._host.config.judge
         runs, now = self._evidence.of(uuid), host.clock()
         plans: list[Plan] = []
@@ -56,7 +56,7 @@ class FollowUps:
         return plans
 
     def retests(self, uuid: str) -> list[Plan]:
-        """Return the next retest of a suspect, at a higher intensity (docs/judgement.md), or [] if no retest is due.
+        """Return plans for the next retest of a suspect, at a higher intensity (docs/judgement.md); [] if none is due.
 
         Recorded results have no known right answer, so a sibling gets the same retest for comparison.
         """
@@ -79,7 +79,7 @@ class FollowUps:
         return []
 
     def _behind_a_departed_endpoint(self, device: Device) -> list[Plan]:
-        """Return a deep test of a device that serves an endpoint in doubt; [] if the test is not needed or was done."""
+        """Return plans for a deep test of a device behind an endpoint in doubt; [] if it is not needed or was done."""
         host = self._host
         mine = self._evidence.of(device.uuid)
         for endpoint in (d for d in host.devices.values() if d.is_endpoint and device in host.devices_behind(d)):

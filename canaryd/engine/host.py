@@ -55,9 +55,9 @@ class Host:
     ran: set[str] = field(default_factory=set)
     """Devices on which this process has run a probe."""
     tried: set[str] = field(default_factory=set)
-    """Uuids of the devices in `ran` with a run that gave a result, or that the device itself seems to have stopped."""
+    """Uuids of the devices in `ran` with a run that gave a result, or that failed because of the device itself."""
     in_place: set[str] = field(default_factory=set)
-    """Uuids of the devices that the last successful discovery found; that discovery may be from before a restart."""
+    """Uuids of the devices that the last successful discovery found, perhaps before a restart of canaryd."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
     """Guards everything that the parts of the engine keep in memory. No thread holds it while it waits for a worker."""
 
@@ -73,12 +73,12 @@ class Host:
         return self.config.probes.each.get(probe, ProbeSettings())
 
     def is_enabled(self, spec: ProbeSpec) -> bool:
-        """Return whether a probe is enabled: by the configuration or, if that says nothing, by the probe's default."""
+        """Return whether a probe is enabled in the configuration, or else by the probe's own default."""
         enabled = self.settings(spec.name).enabled
         return not spec.opt_in if enabled is None else enabled
 
     def levels(self, level: str | None = None) -> dict[str, str]:
-        """Return probe → level. This is `level` for every probe; if `level` is None, it is each probe's own setting."""
+        """Return probe → level: `level` for every probe, or each probe's own configured level if `level` is None."""
         return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}
 
     def periods(self, device: Device) -> dict[str, float]:
@@ -118,11 +118,11 @@ class Host:
             return sorted(self.devices.values(), key=lambda d: d.uuid not in self.in_place)
 
     def reached(self, device: Device) -> bool:
-        """Return whether probes can run on a device. A CPU always counts: without torch, its runs report that."""
+        """Return whether probes can run on a device. A CPU always counts: its runs report that torch is missing."""
         return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
 
     def unreached(self) -> set[str]:
-        """Return the uuids of present, wanted devices that torch does not see: their links may not be ready yet."""
+        """Return the uuids of present devices that torch does not see although numeric probes should test them."""
         return {
             uuid
             for uuid, device in self.devices.items()
@@ -150,7 +150,7 @@ class Host:
         return endpoints.behind(self.endpoint(device), self.devices.values())
 
     def stack_behind(self, device: Device, run: Run) -> dict[str, str]:
-        """Return fact → value about an endpoint's software: of its server (from `run`), its devices, and this host."""
+        """Return fact → value for the software of an endpoint: its server (read from `run`), its devices, the host."""
         parts = self.devices_behind(device)
         parts += [d for d in self.devices.values() if d.backend == "cpu" and d not in parts]
         found: dict[str, set[str]] = {}

@@ -50,7 +50,7 @@ hardware."""
 def is_included(device: Device, config: Config) -> bool:
     """Return whether the configuration includes a device.
 
-    `devices.include` must name it or be empty. The runtime or endpoint that it belongs to must be configured.
+    `devices.include` must be empty or name the device. The device's runtime or endpoint must be configured.
     """
     if device.is_endpoint and device.uuid.partition(":")[2] not in endpoints.named(config):
         return False
@@ -72,9 +72,9 @@ def remembered(
 ) -> bool:
     """Return whether a device is still known: its uuid is in `here`, or it disappeared recently and not on purpose.
 
-    A device that the configuration leaves out is not known. `acknowledged` are the operators' acknowledgements,
-    `verdict` is the newest on the device, `now` is in seconds since the epoch. "Recently" ends when the daemon has
-    tested other devices here on as many days as the judge watches a suspect.
+    A device that the configuration leaves out is not known. `acknowledged`: the operators' acknowledgements. `verdict`:
+    the newest verdict on the device. `now`: epoch s. A disappearance is recent until the daemon has tested other
+    devices here on as many days as the judge watches a suspect.
     """
     device = record.device
     if not is_included(device, config):
@@ -116,7 +116,7 @@ class Found:
 
 
 def bus_key(bus_id: str) -> str:
-    """Return a PCI address in one form without its function: "00000000:65:00.0" → "0000:65:00"; "" if it is not one."""
+    """Return a PCI address in one form without its function: "00000000:65:00.0" → "0000:65:00"; else ""."""
     match = re.fullmatch(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?", bus_id.strip())
     if not match:
         return ""
@@ -131,7 +131,7 @@ def merge(
     here: Collection[str] = (),
     runtimes: Mapping[str, Reach] | None = None,
 ) -> Found:
-    """Return the devices that torch and the vendors' libraries see in one list, then the devices of other runtimes.
+    """Return one list of the devices that torch, the vendors' libraries and other runtimes see.
 
     `known` are the devices of earlier inventories; those with uuids in `here` were present at the last one. A device
     that both torch and a vendor see gets the vendor's index and identity, torch's number, and the facts of both. Known
@@ -228,7 +228,7 @@ def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: M
 
 
 def _same(device: Device, other: Device) -> bool:
-    """Return whether a vendor's device and torch's device are the same, by uuid without prefix or by bus address."""
+    """Return whether a vendor's and torch's device are the same: by uuid without prefix, bus address, or else index."""
     if device.backend != other.backend:
         return False
     if device.uuid.partition("-")[2].lower() == other.uuid.partition("-")[2].lower():
@@ -251,8 +251,8 @@ def changes(
     """Return the changes since the last discovery: one event per component, with its values before and after.
 
     `known` are the devices before it; those with uuids in `here` were present then. The first discovery on a machine
-    reports no change. A component that could not be read is not a change. A device in `gone` disappeared at an unknown
-    time after it was last seen, so its event lasts from that time to `now`.
+    reports no change, and a component that could not be read did not change. A device in `gone` disappeared at an
+    unknown time after it was last seen, so its event lasts from that time to `now`.
     """
     events = []
     for device in found:

@@ -25,8 +25,8 @@ from canaryd.supervisor.series import Series
 OWN = frozenset({"xid", EventKind.OFF_BUS, "amdgpu", "intel", "driver"})
 """Kinds of records that are always about an accelerator."""
 OF_PROCESSES = frozenset({"application", "either"})
-"""Natures of Xids (NVIDIA's error numbers) that a process can cause when it is killed at work; other Xids at that
-moment count against the device."""
+"""Natures of Xids (NVIDIA's error numbers) that the kill of a working process can cause. Xids of another nature
+count against the device even at the moment of a kill."""
 FOREIGN = frozenset({"aer", "pcie", "nvme"})
 """Kinds of records that any component on the bus can cause."""
 MINOR = frozenset(
@@ -55,7 +55,7 @@ class KernelLog:
     ) -> None:
         """Read the log from the last stored position; `problem` then holds the reason why reading ended.
 
-        If the log is not `owned`, another process reads it: then `problem` only repeats what that process stored.
+        If `owned` is False, another process reads the log: `problem` becomes the reason that this process stored.
         """
         if not owned:
             self.problem = self._store.note(LOG_PROBLEM_NOTE)
@@ -128,10 +128,9 @@ def _may_be(note: str, present: str) -> bool:
 def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
     """Return the uuid of the device that a record is about, or of the host's CPU.
 
-    If the GPU at a place is unknown, return the id of the place on the bus. If the CPU is unknown, return `HOST`. If
-    several of the `devices` were at one place after each other, the first of them counts. A GPU's fault is never the
-    host's. Faults of other parts belong to the host, and so does a driver's message that does not say which of several
-    devices it means.
+    If several of the `devices` were at the record's place one after another, the first of them counts. A GPU's fault
+    never counts for the host: if the GPU is unknown, return the id of its place on the bus. All other records belong to
+    the CPU, also a driver's message that does not name one of several devices. If the CPU is unknown, return `HOST`.
     """
     parts = _parts(record)
     whole = [d for d in devices if d.is_whole]
@@ -149,7 +148,7 @@ def _parts(record: LogRecord) -> set[str]:
 
 
 def _is_only(place: str, devices: Sequence[Device]) -> bool:
-    """Return whether the device at a place is the only one of its backend; else a record may be about another."""
+    """Return whether no second device has the backend of the device at a place; True if no device is there."""
     whole = [d for d in devices if d.is_whole]
     here = next((d for d in whole if bus_key(d.detail.get("bus_id", "")) == bus_key(place)), None)
     return here is None or sum(d.backend == here.backend for d in whole) == 1

@@ -59,7 +59,7 @@ class Learning:
             self.version += 1
 
     def lacks_baseline(self, uuid: str, probe: str) -> bool:
-        """Return whether a device has no recordings of a probe, or its newest recordings lack a complete baseline."""
+        """Return whether a device's newest recordings of a probe lack a complete baseline; True without recordings."""
         self.refresh()
         mine = [r for r in self._evidence.of(uuid) if r.probe == probe]
         newest = {s.case: key_of(r, s) for r in mine for s in r.recordings}
@@ -72,10 +72,10 @@ class Learning:
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
 
     def steps_to_repeat(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
-        """Return the steps to run again at once: their run met unknown software, or has just learnt its results.
+        """Return the steps of a plan to run again at once: after new software was met, or its results were learnt.
 
-        Otherwise the endpoint stays unknown until the next round: only a later recording is compared with what was
-        learnt.
+        Only a later recording is compared with learnt results, so without a repeat the endpoint stays unknown until the
+        next round.
         """
         whole = {r.probe: r for r in runs if r.recordings and r.whole and not r.drill}
         found = []

@@ -36,7 +36,7 @@ from canaryd.supervisor.series import Series
 KEEP = 300.0
 """Seconds after which a poll is stored even if it shows nothing new."""
 RECALLED = 20
-"""Number of completed polls that are read at the start, because the newest may lack a value that an older one has."""
+"""Number of completed polls that are read at a start: the newest may lack a value that an older one has."""
 EARLY = 0.7
 """Fraction of its period after which a poll is due, because sweeps do not start at exact times."""
 BACKOFF = 600.0
@@ -210,7 +210,7 @@ class Watch:
         return tuple(found)
 
     def own(self) -> bool:
-        """Let this process record the telemetry in the state directory; return False if another process does.
+        """Make this process the one that records telemetry in the state directory; return False if another process is.
 
         Two recorders would count every rise of a counter and every line of the log twice. The other processes use the
         readings of the recording process, and read events from the store.
@@ -234,7 +234,7 @@ class Watch:
 
     @property
     def holding(self) -> bool:
-        """Whether a driver without persistence is in use: closing it would reset what the next poll reads."""
+        """Whether a driver without persistence is in use: closing it would reset values that the next poll reads."""
         with self._mutex:  # only completed polls: one failed poll must not release the driver
             newest = [lane.completed for lane in self._lanes.values()]
         return any(
@@ -258,8 +258,8 @@ class Watch:
         """Load a device's last stored telemetry of each probe in `periods` (probe → s), without polling the device.
 
         Polls from before `since`, the time of a repair, do not count. A poll that shows nothing new is stored only once
-        in `KEEP` seconds, so a stored poll counts as fresh for that long. Time in which no process polled is no gap in
-        the record. If the newest poll failed, there is a gap since the last completed one.
+        in `KEEP` seconds, so a stored poll counts as fresh for that long. A time without any process that polls is not
+        a gap in the record, but failed polls after the last completed one are.
         """
         for probe, period in periods.items():
             polls = self._store.polls(device, probe, since, limit=RECALLED)

@@ -15,10 +15,11 @@ from canaryd.model import INTENSITIES, Device, Outcome, Run
 JITTER = 0.1
 """Maximum shift of a run, as a fraction of its period, so that hosts do not all run at the same time."""
 CONFIRMED_UNKNOWN = 8
-"""Number of cases that one confirmation run repeats because their recorded bits differ from the baseline: all cases of
-an endpoint's quick run."""
+"""Largest number of cases with recordings outside the baseline that one confirmation run repeats: all cases of an
+endpoint's quick run."""
 CONFIRMED_CASES = 3
-"""Wrong cases that one confirmation run repeats; more cases prove nothing new and make the repro command unreadable."""
+"""Largest number of wrong cases that one confirmation run repeats. More cases would prove nothing new, and would
+make the command that repeats the run unreadable."""
 ROUNDS = (0.0, 3600.0, 21_600.0)
 """Seconds before each round of retests; a round retests once at every intensity. The first rounds come soon (ours),
 while the conditions of the mismatch may still hold."""
@@ -26,7 +27,7 @@ DAY = 86_400.0
 """Seconds between two retests after `ROUNDS`; each of them takes the next intensity. Also the period over which
 `RETEST_SHARE` is measured."""
 RETEST_SHARE = 0.05
-"""Fraction of a device's time: once its retests and their confirmations have used it, no other retest starts (ours).
+"""Largest fraction of a device's day for its retests and their confirmations; beyond it no retest starts (ours).
 Three rounds of the longest probe fit into a day, and a serving node keeps the rest."""
 UNSETTLED = 3600.0
 """Seconds after which a mismatch is retested even if some of its confirmations did not complete (ours)."""
@@ -87,7 +88,7 @@ def applies(entry: Entry, device: Device) -> bool:
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:
     """Return the instruction sets that a round tests; ("",) if the device has none.
 
-    At level quick this is one, the next with each `turn`. At other levels it is all.
+    At level quick this is one set, a different one for each `turn`. At other levels it is all sets.
     """
     if not device.instruction_sets:
         return ("",)
@@ -142,7 +143,7 @@ def plan_round(
 
 
 def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan]:
-    """Return a series for each backend with at least two devices; it tests the backend's devices together."""
+    """Return one plan for each backend with at least two devices, which tests the devices of the backend together."""
     # Instances of a divided GPU have no links of their own.
     whole = (d for d in devices if d.unit != "cpu" and not d.parent and applies(entry, d))
     of_backend: dict[str, list[Device]] = defaultdict(list)
@@ -155,8 +156,8 @@ def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan
 def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
     """Return the run of a group as one run for each device, with the comparisons of that device's links.
 
-    The two ends of a link are numbered within the group; the result has the devices' indices instead. A run without
-    comparisons stays one run, of the device that led the group.
+    `run` numbers the two ends of a link within the group; the result has the indices of the devices instead. A run
+    without comparisons stays one run, of the group's first device.
     """
     group = (plan.device, *plan.peers)
     if not plan.peers or not run.comparisons:
@@ -174,9 +175,9 @@ def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
 
 
 def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Comparison:
-    """Return the comparison of a link as the device `number` of the group has it.
+    """Return the comparison of a link for the device `number` of the group: the other end becomes `peer`.
 
-    A comparison to which all devices contributed counts for the device itself.
+    A comparison with only one number is about the device itself.
     """
     ends = comparison.place.numbers
     if len(ends) == 1:
@@ -186,7 +187,7 @@ def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Com
 
 
 def due(last: Mapping[str, float], periods: Mapping[str, float], *, now: float, luck: float) -> list[str]:
-    """Return the probes whose period has passed since they last started.
+    """Return the probes whose period has passed since they last started (`last`: probe → epoch s).
 
     `luck` in 0…1 shortens or lengthens each period by up to the fraction `JITTER`. A probe that never ran is due. A
     probe whose last start lies in the future is due too, because the clock was set back. A probe is due only once,
@@ -203,9 +204,9 @@ def due(last: Mapping[str, float], periods: Mapping[str, float], *, now: float, 
 def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Device], count: int) -> list[Plan]:
     """Return the plans that confirm a run with wrong results, or with recordings that differ from the baseline.
 
-    These are `count` plans for the same device, each with its own worker and upload, and one with the same bytes for
-    every sibling. The list is empty if nothing was wrong or the run is itself a confirmation. A retest is confirmed at
-    its own intensity, because a fault that shows only under load would not show without load.
+    There are `count` plans for the same device, each with its own worker and upload, and one plan for every sibling,
+    all with the same bytes. The list is empty if nothing was wrong or the run is itself a confirmation. A retest is
+    confirmed at its own intensity, because a fault that shows only under load would not show without load.
     """
     if not (run.wrong or run.unknown) or run.confirms:
         return []
@@ -225,7 +226,7 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
 
 
 def cases_to_repeat(run: Run) -> tuple[str, ...]:
-    """Return the cases of a run to repeat: wrong ones, then ones that differ from the baseline, or else all."""
+    """Return the cases to repeat: the wrong ones, then those outside the baseline; if there are none, `run.cases`."""
     if not (run.wrong or run.unknown):
         return run.cases
     # Different ones each time: a run with many unknown vectors is repeated until all were.
@@ -297,8 +298,8 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
 
     `runs` are the device's runs of probes that can be retested. The newest mismatch of each probe and instruction set
     is retested after its confirmations. Every intensity runs once immediately, again after one hour and after six
-    hours; then one intensity runs each day. A retest that did not complete counts, because one that crashes under load
-    must not be repeated forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent
+    hours; then one intensity runs each day. A retest that did not complete counts too, so that one that crashes under
+    load is not repeated forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent
     evidence. No retest starts if the retests of the last day used `RETEST_SHARE`. Drills are not retested. A run dated
     in the future (the clock was set back) is ignored until that time.
     """
@@ -325,7 +326,7 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
 
 
 def _pause(retests: int) -> float:
-    """Return the least seconds between the newest retest and the next, if there were `retests` retests so far."""
+    """Return the minimum seconds between a device's newest retest and the next one, after `retests` retests so far."""
     rounds, within = divmod(retests, len(INTENSITIES))
     if rounds >= len(ROUNDS):
         return DAY

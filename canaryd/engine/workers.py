@@ -77,7 +77,7 @@ class Workers:
     def _take_over(
         self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None
     ) -> Series | None:
-        """Return the spare series if it fits a test of the processor; None if it does not or there is no spare."""
+        """Return the spare series if it fits a test with `spec` and `instruction_set`, or None."""
         spare = self._spare
         if spare is None or spec.only is None or spec.only.backend != "cpu":
             return None  # another runtime on the processor may reach accelerators that torch does not
@@ -104,7 +104,7 @@ class Workers:
             self._series.pop(series, None)
 
     def ask(self, question: Callable[[Series], T], *, numeric: bool, runtime: str = TORCH) -> T:
-        """Return the answer of `question`, a function that is called with a new series; the series is then closed."""
+        """Return the result of `question`, a function that is called with a new series; the series is then closed."""
         series = self.start(numeric=numeric, runtime=runtime)
         try:
             return question(series)

@@ -84,7 +84,7 @@ def _names(devices: Sequence[DeviceStatus]) -> str:
 
 
 def _accused(status: Status) -> list[DeviceStatus]:
-    """Return the devices that the advice is about: all in the worst state or, if that is faulty, those of one cause."""
+    """Return the devices that the advice is about: all in the worst state; if that is faulty, those of one cause."""
     worst = [d for d in status.devices if d.verdict.state is status.state]
     if status.state is State.FAULTY:  # what to do depends on the cause
         worst = [d for d in worst if d.verdict.cause is worst[0].verdict.cause]
@@ -101,7 +101,7 @@ def advised(status: Status) -> frozenset[str]:
 
 
 def _alike(devices: Sequence[DeviceStatus]) -> bool:
-    """Return whether all devices have the same fault (rule and cause). Then the same step helps them all."""
+    """Return whether all devices are faulty for the same reason (rule and cause): then one step helps them all."""
     found = [_worst_incident(d) for d in devices]
     kinds = {
         (i.lead.rule, i.state, i.cause, d.device.is_endpoint, "" if i.wrong else i.lead.action) if i else None

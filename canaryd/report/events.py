@@ -48,7 +48,7 @@ KINDS: Mapping[str, str] = {
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Return the events in order. Equal events of one day are joined: the newest one, with the sum of their counts."""
+    """Return the events in order. Events of one day, kind and name are joined: the newest, with the sum of counts."""
     alike: dict[tuple[str, str, int], Event] = {}
     for event in events:
         key = event.kind, event.name, int(event.last // DAY)

@@ -443,7 +443,7 @@ def _without_ack_note(verdict: Verdict) -> tuple[Finding, ...]:
 
 
 def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
-    """Return a verdict with one more finding and the state and cause that follow. A new state begins at `at`."""
+    """Return a verdict with `finding` added, and with the state and cause that follow. A new state begins at `at`."""
     findings = tuple(sorted((finding, *verdict.findings), key=lambda f: -f.state.severity))
     state, cause = conclusion(findings)
     since = verdict.since if (state, cause) == (verdict.state, verdict.cause) else at
@@ -451,7 +451,10 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
-    """Return the verdict if it was renewed. If not, or for None, the state is unknown, but suspect and faulty stay."""
+    """Return the verdict if it was renewed in time. If not, it becomes unknown, unless it is suspect or faulty.
+
+    None becomes an unknown verdict.
+    """
     if verdict is None:
         return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", JUDGE_NOW if daemon else ""))
     age = now - verdict.decided

@@ -593,7 +593,7 @@ def _memory() -> sqlite3.Connection:
 
 
 def _new(path: Path) -> sqlite3.Connection:
-    """Create a database without any file beside it; replace what a killed process left at the path."""
+    """Create and return an empty database that needs no other file. A file that is already at the path is removed."""
     path.unlink(missing_ok=True)
     os.close(make(path))
     db = connect(f"{_uri(path)}?mode=rw")
@@ -615,7 +615,7 @@ def _keep(db: sqlite3.Connection, kept: Path) -> None:
 
 
 def _pour(source: sqlite3.Connection, target: sqlite3.Connection, limit: int) -> int:
-    """Add the rows of `source` to `target`, of runs only the oldest `limit`; return the last run's number."""
+    """Add the rows of `source` to `target`, but only the oldest `limit` runs; return the last run's number or 0."""
     runs = source.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {limit}").fetchall()
     target.executemany(ADD_RUN, [row[1:] for row in runs])
     for table, (columns, add) in COPIED.items():

@@ -205,7 +205,7 @@ def met_row(met: Met, last: float) -> tuple[Any, ...]:
 
 
 def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
-    """Merge records of classes into the stored records with the same key, which another process may have changed."""
+    """Add records of exact test cases. Stored records of the same key, perhaps of another process, are merged in."""
     for device, line, last, body in rows:
         stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
         merged = body

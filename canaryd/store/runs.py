@@ -201,7 +201,7 @@ class RunTables(Database):
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
-        """Return (device, probe, first start, newest start) of the mismatches on each software stack; no drills."""
+        """Return (device, probe, first start, newest start) of the mismatches per software stack, without drills."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
         rows = self._read(f"{query} GROUP BY device, probe, stack_id")
         return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in rows]

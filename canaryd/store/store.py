@@ -86,7 +86,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             self._refuse(error)
 
     def _advance(self, now: float) -> float:
-        """Move `passed` towards the clock's time `now` and return it (epoch s); ages of records are measured by it.
+        """Move `passed` towards the clock's time `now`; return `passed` (epoch s), by which pruning measures ages.
 
         `passed` moves back only after the clock was behind it for a day. After an outage, records are thus kept longer.
         """

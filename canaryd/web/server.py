@@ -30,7 +30,7 @@ SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every answer. With them a browser runs and fetches nothing, whatever text a device puts into a page."""
+"""Headers of every answer. They forbid a browser to run or fetch anything, whatever text a device puts into a page."""
 
 
 class Answer(NamedTuple):
@@ -57,7 +57,7 @@ class Limits:
     write: float = 10.0
     """Time for sending a whole answer."""
     patience: float = 1.0
-    """Time after which an unfinished answer can lose its connection to another client."""
+    """Time for which an unfinished answer keeps its connection even if another client needs one."""
 
 
 _LIMITS = Limits()
@@ -175,8 +175,8 @@ class Server(socketserver.ThreadingTCPServer):
     def _hang_up(self, which: Callable[[float, float], bool], most: int = sys.maxsize) -> bool:
         """Shut down at most `most` connections that match `which`; return False if there is none.
 
-        `which` gets two monotonic times: from when on another client can take the place, and when the connection ends.
-        Connections whose times changed longest ago come first.
+        `which` gets two monotonic times of a connection: the time from which another client can take its place, and the
+        time at which it is cut off. Connections whose times changed longest ago come first.
         """
         with self._lock:
             found = [request for request, times in self._places.items() if which(*times)][:most]
