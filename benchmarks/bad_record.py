@@ -1,9 +1,9 @@
-"""How soon the daemon serves and judges after a start, and its largest memory, by what is on record.
+"""Measure a start of the daemon with many stored failures: time until it serves and judges, and its largest memory.
 
-Eight GPUs tested by every probe once an hour for 14 days, or 90 where the probe was seldom wrong on the GPU, with no
-failure, one mismatch, or thousands of failures over 400 days. The runs are those of a real check of this machine's
-processor, under the names of GPUs. The daemon starts with that record and no GPU: it judges all of them from what it
-remembers.
+The store has runs of eight GPUs: one of every probe per hour for 14 days (90 days if the probe was seldom wrong on the
+GPU), with no failure, one mismatch, or thousands of failures over 400 days. The runs are copies of a real check of this
+machine's processor, under the names of GPUs. The daemon starts with this store but without GPUs, so it judges all of
+them from the stored runs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from canaryd.supervisor.protocol import new_run_id
 GPUS = 8
 DAY = 86400.0
 CLEAN_DAYS, RATED_DAYS, FAILURE_DAYS = 14, 90, 400
-"""How long clean runs, those of a probe that was seldom wrong on the device, and failures stay on record
+"""Days for which the store keeps clean runs, runs of a probe that was seldom wrong on the device, and failures
 (canaryd/store/retention.py)."""
 PERIOD = 3600.0
 """Seconds between two runs of a probe on a device."""
 BARS = {"serves": 1.0, "judges": 5.0, "MiB": 75.0}
-"""Wanted: seconds to the first answer, seconds to the verdict on every GPU, largest MiB resident."""
+"""Targets: seconds to the first answer, seconds to the verdict on every GPU, largest resident memory in MiB."""
 COLUMNS = {
     "serves": "s until it serves",
     "judges": "s until it has judged",
@@ -48,24 +48,24 @@ COLUMNS = {
     "cpu": "CPU s of the daemon",
     "MiB": "largest MiB resident",
 }
-"""Figure → its column; the first seconds go to a worker that imports torch to look for devices."""
+"""Figure → title of its column. In the first seconds a worker imports torch to look for devices."""
 SETTLES = 5.0
-"""Seconds after the verdicts in which memory may still grow."""
+"""Seconds after the verdicts in which memory can still grow before it is read."""
 INVENTORY = 2
-"""Workers of an inventory: one lists what the vendors' libraries know, then one what torch reaches."""
+"""Number of workers of an inventory: one for the vendors' libraries, one for torch."""
 PATIENCE = 300.0
-"""Seconds after which a start is given up."""
+"""Seconds after which a start counts as failed."""
 
 
 def gpu(index: int) -> Device:
-    """Return one of eight equal GPUs."""
+    """Return a GPU with this index; all eight are of one model."""
     uuid = f"GPU-{index:08x}-1f2e-4d3c-8b5a-0123456789ab"
     bus = f"00000000:{index:02x}:00.0"
     return Device(uuid=uuid, backend="cuda", index=index, model="NVIDIA H100 80GB HBM3", detail={"bus_id": bus})
 
 
 def checked() -> list[Run]:
-    """Return the runs of a quick check of this machine's processor, one of each probe."""
+    """Return the runs of a quick check of this machine's processor, one per probe."""
     with tempfile.TemporaryDirectory(prefix="canaryd-") as state:
         words = ["check", "--device", "cpu:0", "--level", "quick", "--state-dir", state]
         subprocess.run([sys.executable, "-m", "canaryd", *words], cwd=common.ROOT, check=True, capture_output=True)
@@ -74,7 +74,7 @@ def checked() -> list[Run]:
 
 
 def broken(run: Run, n: int) -> Run:
-    """Return a run with one wrong comparison, as a stuck bit leaves it; `n` decides which, and in which elements."""
+    """Return a copy of a run with one wrong comparison, as from a stuck bit; `n` seeds the choice of its elements."""
     chance = random.Random(n)
     chosen, column = chance.randrange(len(run.comparisons)), chance.randrange(1024)
     rows_ = sorted(chance.sample(range(3072), 16))
@@ -100,7 +100,7 @@ def broken(run: Run, n: int) -> Run:
 
 
 def fill(state: Path, templates: Sequence[Run], failures: int) -> None:
-    """Write the record: clean runs, and so many failures in all over 400 days."""
+    """Write the store: clean copies of `templates`, and this number of `failures` in all, spread over 400 days."""
     now, gpus = time.time(), [gpu(index) for index in range(GPUS)]
     with Store.open(state) as store:
         for part in gpus:
@@ -133,7 +133,7 @@ def fill(state: Path, templates: Sequence[Run], failures: int) -> None:
 
 
 def start(state: Path) -> dict[str, float]:
-    """Start the daemon; return its figures, by the names of `COLUMNS`."""
+    """Start the daemon with a state directory; return its figures by the names of `COLUMNS`, and "MiB"."""
     began, found = time.monotonic(), dict.fromkeys(COLUMNS, 0.0)
     workers, named = set[int](), 0.0
     with footprint.daemon(None, state) as (process, metrics):
@@ -161,7 +161,7 @@ def start(state: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Fill, start, write."""
+    """Measure a start for each number of failures and write the report."""
     parser = common.options(__doc__)
     parser.add_argument(
         "--failures", type=int, nargs="+", default=[0, 1, 30_000], help="on record (default: 0 1 30000)"

@@ -1,19 +1,17 @@
-"""What canaryd costs a server beside it at the default budget: throughput and 99th percentile of latency.
+"""Measure what canaryd costs a server on the same device at the default budget: throughput, 99th percentile of latency.
 
-The server is an imitation: one process for each core that multiplies matrices in one thread (on an accelerator one
-process that decodes through a stack of float16 layers), first as fast as it can, then for requests that arrive at
-fixed moments whether or not the last one is done; latency counts from the arrival.
+The server is an imitation. On a CPU it is one process per core that multiplies matrices in one thread; on an
+accelerator one process that decodes through a stack of float16 layers. It first works as fast as it can. Then requests
+arrive at fixed moments, whether or not the last one is done; latency counts from the arrival.
 
-Each turn measures it twice, in alternating order: without canaryd and beside a daemon. First that is one at rest
-(defaults: telemetry, the kernel log, a scrape every 15 s), then one that runs rounds, each as the defaults make it:
-last in line for the cores, and in bursts. A speed that wanders for minutes, as that of a virtual machine does, is the
-same for both sides of a turn. The daemon at rest never stops: where its turn is over it moves to a core of its own, the
-last that this program may use, and the server has the others. The one that runs rounds is stopped by SIGSTOP between
-two of them, and beside each the server is measured as long as it lasts.
+Each turn measures the server twice, in alternating order: without canaryd and beside a daemon. Slow changes of the
+machine's speed, as on virtual machines, thus affect both sides. There are two daemons. The first is at rest (default
+settings: telemetry, kernel log, a scrape every 15 s). It never stops; after its turn it moves to a core that the server
+does not use. The second runs rounds of tests, each as by default: at low priority and in bursts. SIGSTOP stops it
+between two rounds, and the server is measured for as long as a round lasts.
 
-An hour is made of rest and of rounds. How much of it is rounds follows from what one of them takes, from how often the
-defaults want one, and from `budget.share`, which may allow less. This asks for more than the defaults do: they also
-wait while the device is busy.
+An hour consists of rest and rounds. The part of the rounds follows from the duration of a round, the default period and
+`budget.share`. The benchmark is harder than the default, in which rounds also wait while the device is busy.
 """
 
 from __future__ import annotations
@@ -45,37 +43,38 @@ from canaryd.engine import budget
 from canaryd.worker.numeric.tensors import torch
 
 UTILISATION = 0.6
-"""Part of its capacity at which the server's latency is measured."""
+"""Fraction of the server's capacity at which its latency is measured."""
 THROUGHPUT, LATENCY = 0.995, 1 / 1.01
-"""Least ratios: throughput with canaryd over without; latency without over with."""
+"""Targets: smallest ratio of throughput with to without canaryd; smallest ratio of latency without to with canaryd."""
 SIZE, LAYERS, BATCH = 4096, 32, 16
-"""Of the stack on an accelerator."""
+"""Sizes of the stack on an accelerator: width of a layer, number of layers, rows of a batch."""
 PROBES = ("exact_integer", "exact_matmul", "exact_attention", "exact_canary", "recorded_kernels")
-"""What a round is made of."""
+"""Names of the probes in a round."""
 SCRAPE = 15.0
 """Seconds between two scrapes."""
 NICE = 7
-"""Of the daemon: beside a server it weighs as much (215 to 1024) as its unit does (CPUWeight=20 to 100)."""
+"""Nice level of the daemon. It gives the weight 215 to 1024, nearly as the daemon's unit does (CPUWeight=20 to 100)."""
 RESAMPLES = 1000
-"""Turns are drawn anew so often for an interval."""
+"""Number of bootstrap resamples of the turns for an interval."""
 REST, ROUNDS = 0.5, 2.0
-"""Seconds of one measurement beside a daemon at rest, and beside rounds: what a daemon at rest costs is little, and
-short turns see a speed that wanders as the same on both sides."""
+"""Seconds of one measurement beside a daemon at rest, and beside rounds. A daemon at rest costs little: short turns
+keep slow changes of the machine's speed equal on both sides."""
 FEWER = 80
-"""Turns beside a daemon at rest for each one beside a round, which lasts so much longer."""
+"""Number of turns beside a daemon at rest for each turn beside a round, which lasts much longer."""
 WARM_UP = 0.1
-"""Seconds before each measurement that are not measured: the server has been idle, longer where a daemon was moved."""
+"""Seconds of work before each measurement that are not counted, because the server was idle before."""
 CALIBRATION = 10.0
-"""Seconds from which is learnt what the server can do."""
+"""Seconds for which the server's capacity is measured."""
 PATIENCE = 600.0
-"""Seconds for one round; the first one learns what later ones compare."""
+"""Maximum seconds to wait for one round. The first round also records the results with which later ones are
+compared."""
 
 
 class Model:
     """The work of one request."""
 
     def __init__(self, device: str, service: float) -> None:
-        """`service`: seconds that one request should take an undisturbed server."""
+        """Choose the amount of work so that one request takes `service` seconds on an undisturbed server."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.device, self.count = device, 1
@@ -90,7 +89,7 @@ class Model:
         self.count = max(1, round(service / took))
 
     def answer(self) -> None:
-        """Compute one request, and wait for it."""
+        """Compute one request and wait for its result."""
         for _ in range(self.count):
             x = self._input
             for layer in self._layers:
@@ -99,7 +98,7 @@ class Model:
 
 
 def serve(device: str, service: float) -> None:
-    """Answer commands on standard input: seconds and requests per second, 0 for as fast as it can."""
+    """Answer lines on standard input: "seconds rate". Rate: requests per second, 0 for as many as possible."""
     model = Model(device, service)
     print(json.dumps(model.count), flush=True)
     for line in sys.stdin:
@@ -119,7 +118,7 @@ def serve(device: str, service: float) -> None:
 
 
 class Server:
-    """The imitation: as many processes as it takes."""
+    """The imitation of a server: one or more processes that run `serve`."""
 
     def __init__(self, device: str, processes: int, service: float) -> None:
         argv = [sys.executable, "-m", "benchmarks.beside", "--serve", "--device", device, "--request", str(service)]
@@ -138,7 +137,7 @@ class Server:
         return json.loads(line)
 
     def ask(self, length: float, rate: float) -> tuple[float, list[float]]:
-        """Return requests per second of all processes, and the latencies in seconds; `rate` is of each process."""
+        """Return (requests per second of all processes, latencies in seconds); `rate`: requests per second of each."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{length} {rate}\n")
@@ -147,7 +146,7 @@ class Server:
         return sum(f["rate"] for f in found), [each for f in found for each in f["latencies"]]
 
     def close(self) -> None:
-        """End it."""
+        """Kill all processes of the server."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -155,25 +154,25 @@ class Server:
 
 @dataclass
 class Beside:
-    """A daemon that runs all the time, beside the server or on a core of its own."""
+    """A daemon that always runs, on the server's cores during a turn, else on a core of its own."""
 
     process: psutil.Process
     metrics: str
     cores: Sequence[int]
-    """Those of the server."""
+    """The server's cores."""
     aside: int
-    """The core that is not the server's."""
+    """The core that the server does not use."""
     measured: float = 0.0
-    """Seconds of its turns."""
+    """Seconds that the daemon's turns have lasted in all."""
     worked: float = 0.0
-    """Processor seconds that it and its workers took in them."""
+    """Processor seconds that the daemon and its workers used in these turns."""
 
     def begin(self) -> None:
-        """Let it be beside the server."""
+        """Move the daemon to the server's cores."""
         self._move(self.cores)
 
     def end(self) -> None:
-        """Let it be aside."""
+        """Move the daemon to its own core."""
         self._move([self.aside])
 
     def _move(self, cores: Sequence[int]) -> None:
@@ -182,11 +181,11 @@ class Beside:
             _pin(child, cores)
 
     def goes_on(self) -> bool:
-        """Whether what began with its turn has not ended: at rest there is no such thing."""
+        """Return whether a round of this turn is still running; always False for a daemon at rest."""
         return False
 
     def processor_seconds(self) -> float:
-        """Return what it and its workers took so far."""
+        """Return the processor seconds that the daemon and its workers have used so far."""
         seconds = sum(self.process.cpu_times()[:4])
         for child in self.process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -195,7 +194,7 @@ class Beside:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Let it be beside the server for a while."""
+        """Keep the daemon on the server's cores within this context, and add up its time."""
         self.begin()
         try:
             begun, before = time.monotonic(), self.processor_seconds()
@@ -206,17 +205,17 @@ class Beside:
             self.end()
 
     def page(self) -> str:
-        """Scrape it."""
+        """Return the daemon's metrics page as text."""
         with urllib.request.urlopen(self.metrics, timeout=30) as answer:  # noqa: S310  an address of our own making
             return str(answer.read(), "utf-8")
 
     def values(self, name: str, *words: str) -> list[float]:
-        """Return all samples of a metric whose line holds all of `words`."""
+        """Return the values of all series of a metric whose line contains all of `words`."""
         lines = (line for line in self.page().splitlines() if line.startswith(f"{name}{{"))
         return [float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in words)]
 
     def wait_for_a_round(self) -> None:
-        """Wait until one more round has been booked."""
+        """Wait until the daemon's budget has counted one more round."""
         before, until = self.spent(), time.monotonic() + PATIENCE
         while self.spent() == before:
             if time.monotonic() > until:
@@ -224,11 +223,11 @@ class Beside:
             time.sleep(1.0)
 
     def spent(self) -> float:
-        """Return the device time that rounds took so far."""
+        """Return the seconds of device time that rounds have used so far."""
         return sum(self.values("canaryd_budget_spent_seconds_total"))
 
     def be_scraped(self) -> None:
-        """Be scraped for ever, by a client on the core aside."""
+        """Scrape the daemon forever from its own core, every `SCRAPE` seconds."""
         os.sched_setaffinity(0, [self.aside])
         while True:
             with contextlib.suppress(OSError):
@@ -238,10 +237,10 @@ class Beside:
 
 @dataclass
 class Stopped(Beside):
-    """A daemon that runs rounds beside the server only: stopped between two, so that none is cut into pieces."""
+    """A daemon that runs rounds only during its turns. It is stopped between two rounds, never within one."""
 
     def begin(self) -> None:
-        """Let it go on, until a round has begun."""
+        """Resume the daemon and wait until a round has begun."""
         self.process.resume()
         until = time.monotonic() + PATIENCE
         while not self.goes_on():
@@ -250,20 +249,20 @@ class Stopped(Beside):
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Stop it when its round has ended."""
+        """Wait until the round has ended and stop the daemon."""
         while self.goes_on():
             time.sleep(0.05)
         self.process.suspend()
 
     def goes_on(self) -> bool:
-        """Whether a round has not ended: its workers alone have stepped back."""
+        """Return whether a round is running: only its workers have a nice level above `NICE`."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return any(child.nice() > NICE for child in self.process.children())
         return False
 
 
 def settings(directory: Path, device: str, probes: Sequence[str], *, rounds: bool) -> Path:
-    """Write the configuration of a daemon: defaults; or rounds back to back, each as the defaults make it."""
+    """Write a daemon's configuration and return its path: the defaults or, with `rounds`, rounds without a pause."""
     each: dict[str, Any] = {name: {"enabled": name in probes} for name in PROBES}
     content: dict[str, Any] = {"devices": {"include": [device]}, "probes": each}
     if rounds:
@@ -276,15 +275,15 @@ def settings(directory: Path, device: str, probes: Sequence[str], *, rounds: boo
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: requests per second and latencies in seconds, by whether a daemon was beside the server."""
+    """The results of one turn. The keys say whether a daemon was beside the server."""
 
     rates: dict[bool, float]
     latencies: dict[bool, Any]
-    """Tensors of one axis."""
+    """One-dimensional tensors of latencies in seconds."""
 
 
 def quantile(parts: Sequence[tuple[float, Sequence[Any]]], q: float = 0.99) -> float:
-    """Return a quantile of a mixture of samples, each part with its weight; samples come in pieces."""
+    """Return the quantile `q` of a mixture; `parts`: (weight, pieces of the samples) of each part."""
     whole = [(weight, torch.cat(list(pieces))) for weight, pieces in parts if weight]
     values, order = torch.cat([values for _, values in whole]).sort()
     weights = torch.cat([torch.full_like(values, weight / len(values)) for weight, values in whole])[order]
@@ -293,10 +292,10 @@ def quantile(parts: Sequence[tuple[float, Sequence[Any]]], q: float = 0.99) -> f
 
 
 def measure(server: Server, beside: Beside, rate: float, turns: int, length: float) -> list[Turn]:
-    """Measure without and beside a daemon in turns: `length` seconds for throughput, and as many for latency.
+    """Return the results of `turns` turns: throughput and then latency, each for `length` seconds, on both sides.
 
-    Beside a round this is repeated until it ends, and without as often. `rate`: requests a second of each process for
-    which latency is measured.
+    While a round goes on, the side beside the daemon is measured again, and the other side as often. `rate`: requests
+    per second of each process for the latency.
     """
     found = []
     for number in range(turns):
@@ -328,13 +327,13 @@ def measure(server: Server, beside: Beside, rate: float, turns: int, length: flo
 
 
 def throughput(part: float, rest: Sequence[Turn], rounds: Sequence[Turn]) -> float:
-    """Return throughput with canaryd over without, where `part` of the time goes to rounds."""
+    """Return the ratio of throughput with canaryd to that without, if rounds take the fraction `part` of the time."""
     ratios = [sum(t.rates[True] for t in turns) / sum(t.rates[False] for t in turns) for turns in (rest, rounds)]
     return (1 - part) * ratios[0] + part * ratios[1]
 
 
 def latency(part: float, rest: Sequence[Turn], rounds: Sequence[Turn]) -> float:
-    """Return the 99th percentile of latency without canaryd over that with it, likewise."""
+    """Return the ratio of p99 latency without to that with canaryd, if rounds take the fraction `part` of the time."""
     without = [(1 - part, [t.latencies[False] for t in rest]), (part, [t.latencies[False] for t in rounds])]
     beside = [(1 - part, [t.latencies[True] for t in rest]), (part, [t.latencies[True] for t in rounds])]
     return quantile(without) / quantile(beside)
@@ -346,7 +345,7 @@ def mixed(
     rest: Sequence[Turn],
     rounds: Sequence[Turn],
 ) -> common.Ratio:
-    """Return a ratio of all turns together, with an interval from turns that are drawn anew."""
+    """Return the ratio `of` (throughput or latency) for all turns, with a bootstrap interval over turns."""
     rng = random.Random(0)
     found = sorted(
         of(part, rng.choices(rest, k=len(rest)), rng.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES)
@@ -357,29 +356,32 @@ def mixed(
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What rounds take, and what they may take."""
+    """The device time that rounds need, and the time that the budget allows."""
 
     one: float
-    """Seconds of device time of one round."""
+    """Seconds of device time that one round takes."""
     wanted: float
-    """Rounds an hour at the default periods."""
+    """Rounds per hour at the default periods."""
     taken: float
-    """Part of the device's time that a round takes while it lasts."""
+    """Fraction of the device's time that a round uses while it lasts."""
 
     @property
     def share(self) -> float:
-        """Part of the device's time that the default periods and the default budget let rounds take."""
+        """Fraction of the device's time that rounds use at the default periods and the default budget."""
         return min(BudgetConfig().share, self.wanted * self.one / 3600)
 
     def part(self, share: float) -> float:
-        """Return which part of an hour rounds are that take so much of the device's time."""
+        """Return the fraction of an hour in which rounds run, if they use the fraction `share` of the device's time."""
         return min(1.0, share / self.taken)
 
 
 def report(
     rest: Sequence[Turn], rounds: Sequence[Turn], account: Account, others: float, worked: float
 ) -> tuple[str, dict[str, str]]:
-    """Return the tables, and what is judged. `worked`: part of the server's cores that the daemon took at rest."""
+    """Return (tables, judgement of each target). `worked`: fraction of the server's cores that a daemon at rest used.
+
+    `others`: fraction of the processor time that other processes used.
+    """
     disturbed = others >= common.DISTURBED
     part, most = account.part(account.share), account.part(BudgetConfig().share)
     rows: list[list[object]] = []
@@ -424,7 +426,7 @@ def report(
 
 
 def main() -> None:
-    """Start server and daemons, measure in turns, write."""
+    """Start the server and both daemons, measure in turns, and write the report."""
     parser = common.options(__doc__)
     parser.add_argument("--turns", type=int, default=500, help="beside a daemon at rest (default: %(default)d)")
     # As long as a step of decoding takes.

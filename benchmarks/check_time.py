@@ -1,8 +1,8 @@
-"""How long a person waits for `canaryd check`, and how much it verifies: wall time from the command to its exit.
+"""Measure how long a person waits for `canaryd check`, and how much it verifies: wall time from command to exit.
 
-With `--beside DIR`, a checkout of another version: its check follows each of this one's, on the same machine in the
-same run. Operations are counted from what each left in its own record: the shape of every compared product, and how
-many results had it. Raw: float32 products of 2048 by torch.matmul, unverified, before the first check.
+`--beside DIR` names a checkout of another version, whose checks alternate with those of this one. Operations are
+counted from the stored runs of each version: the shape of every compared product, and the number of its results. The
+raw rate, measured before the first check, is that of unverified float32 products of 2048 by torch.matmul.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from benchmarks import common
 from canaryd.worker.numeric.tensors import torch
 
 TARGET = 15.0
-"""Seconds that the verdict of a quick check may take on a machine without accelerators."""
+"""Maximum seconds for a quick check on a machine without accelerators."""
 SIZE = 2048
-"""Of the raw products."""
+"""Rows and columns of the unverified products."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One check."""
+    """The figures of one check."""
 
     seconds: float
     state: str
     products: float
-    """Seconds of all runs of `exact_matmul`, start of the worker included."""
+    """Seconds of all runs of `exact_matmul`, including the start of the worker."""
     operations: float
-    """Of its floating-point products that were verified, 2MNK each."""
+    """Operations in the verified floating-point products of `exact_matmul`, 2MNK for each product."""
     float32: float
-    """Of these, operands and results in float32."""
+    """The part of `operations` with operands and results in float32."""
     device: float | None
-    """Share of `products` that the device computed them; None where a version does not say."""
+    """Fraction of `products` in which the device computed, or None if the version does not report it."""
 
 
 def check(level: str, config: Path | None, tree: Path) -> Checked:
-    """Run one check of a tree on an empty state directory; end the program where it ran nothing.
+    """Run one check with the code of a checkout on an empty state directory; exit the program if nothing ran.
 
-    The exit status alone would not do: a crash of the interpreter also ends with 1.
+    The exit status alone is not enough, because a crash of the interpreter also ends with 1.
     """
     with tempfile.TemporaryDirectory(prefix="canaryd-") as state:
         words = ["--json", "--level", level, "--state-dir", state, *(["--config", str(config)] if config else [])]
@@ -78,7 +78,7 @@ def check(level: str, config: Path | None, tree: Path) -> Checked:
 
 
 def _verified(database: Path) -> tuple[float, float]:
-    """Return the operations of compared floating-point products by the record: of all formats, and of float32."""
+    """Return the operations of all compared floating-point products in the database, and of those in float32."""
     every = single = 0.0
     with sqlite3.connect(database) as record:
         bodies = [body for (body,) in record.execute("SELECT body FROM runs WHERE probe = 'exact_matmul'")]
@@ -96,7 +96,7 @@ def _verified(database: Path) -> tuple[float, float]:
 
 
 def raw_rate() -> float:
-    """Return operations per second of unverified float32 products."""
+    """Return the operations per second of unverified float32 products."""
     a, b = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
     out = torch.empty(SIZE, SIZE)
     times = [common.seconds(lambda: torch.matmul(a, b, out=out)) for _ in range(20)]
@@ -104,7 +104,7 @@ def raw_rate() -> float:
 
 
 def main() -> None:
-    """Run the checks and write; end with 1 where a check ran nothing."""
+    """Run the checks and write the report; exit with 1 if a check ran nothing."""
     parser = common.options(__doc__)
     parser.add_argument("--level", choices=("quick", "standard", "deep"), default="quick")
     parser.add_argument("--config", type=Path, help="configuration of the check (default: none)")

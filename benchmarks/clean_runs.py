@@ -1,10 +1,10 @@
-"""Counts false alarms: distinct clean runs of exact goldens, none of which may find a wrong bit.
+"""Count false alarms: run distinct exact goldens on a healthy machine; none of them may be found wrong.
 
-A run is one golden, made from a seed of its own, computed once and compared twice (by torch and by the C library). Its
-key is (case with sizes, seed, instruction set, threads). Every key differs, and so does every golden: both are
-counted. Each combination of instruction set and threads is a process of its own, because libraries choose their kernels
-when they start. Each process ends with controls: results with one bit flipped on purpose, which must be found wrong.
-Another runtime (`--runtime`) must be installed in the Python that runs this; it chooses its threads itself.
+A run makes one golden from its own seed, computes the result once and compares it twice (by torch and by the C
+library). Its key is (case with sizes, seed, instruction set, threads). All keys must differ, and so must all goldens;
+both are counted. Each combination of instruction set and threads has its own process, because libraries choose their
+kernels at their start. At its end each process runs controls: results with one bit flipped on purpose, which must be
+found wrong. Another runtime (`--runtime`) must be installed in this Python; it chooses its threads itself.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from canaryd.worker.runtime.interface import Operation, Packing
 from probes import exact_attention, exact_integer, exact_matmul
 
 KEPT = 100
-"""Wrong runs whose evidence is written out in full."""
+"""Largest number of runs that were not right whose details are written out."""
 PROGRESS = 5.0
 """Seconds between two lines of progress."""
 GROUPS = ("family", "format", "content", "kind", "layout or kernel", "mask", "instruction set", "threads")
 WEIGHTS = {"product": 6, "attention": 3, "integer": 1}
-"""Shares of the runs."""
+"""Family of cases → its weight in the mix of runs."""
 SETS_OF_SIZES = {"jax": 4}
-"""Runtime that compiles every shape → from how many sets of sizes each class draws; elsewhere each run has its own."""
+"""Runtime that compiles every shape → number of sets of sizes for each class. With other runtimes each run has its
+own sizes."""
 
 Maker = Callable[[random.Random], Case]
 
@@ -62,7 +63,7 @@ Maker = Callable[[random.Random], Case]
 
 
 def products(context: Context) -> Iterator[Maker]:
-    """Yield a maker of cases for every format, content, kind of shape and layout that this machine multiplies."""
+    """Yield a maker of cases for every format, content, kind of shape and layout that this machine can multiply."""
     for source, target in FORMAT_PAIRS:
         if exact_matmul.unsupported(context.device, source, target):
             continue
@@ -84,7 +85,7 @@ def _product(device: Device, source: str, target: str, name: str, kind: str, lay
 
 
 def product_sizes(rng: random.Random, kind: str, step: int) -> tuple[int, int, int, int]:
-    """Draw M, N, K and batch (0: none), small to medium, multiples of `step`."""
+    """Return random M, N, K and batch (0: none), small to medium; M, N and K are multiples of `step`."""
 
     def size(low: int, high: int) -> int:
         return rng.randint(-(-low // step), high // step) * step
@@ -117,7 +118,7 @@ def _quantized(device: Device, pair: tuple[Packing, str], layout: str, rng: rand
 
 
 def attentions(context: Context) -> Iterator[Maker]:
-    """Yield a maker of cases for every kernel, format, content, mask and kind of shape that this machine takes."""
+    """Yield a maker of cases for every kernel, format, content, mask and kind of shape that this machine supports."""
     for kernel, form in itertools.product(interface.of(context.device).attention_kernels, ATTENDED):
         for mask, (kind, sizes) in itertools.product(MASKS, exact_attention.SIZES["quick"].items()):
             if not exact_attention.refuses(context.device, kernel, form, mask, sizes):
@@ -130,7 +131,7 @@ def _attention(device: Device, kernel: str, form: str, name: str, mask: str, kin
 
 
 def attention_sizes(rng: random.Random, kind: str) -> tuple[int, ...]:
-    """Draw B, H, G, L, S and D."""
+    """Return random sizes: batch, heads, heads of keys, queries, keys and width of a head."""
     B, G, D = rng.randint(1, 2), rng.randint(1, 2), rng.choice((64, 96, 128))
     if kind == "decode":
         return B, G, G, rng.randint(1, 7), rng.randint(64, 1536), D
@@ -139,7 +140,7 @@ def attention_sizes(rng: random.Random, kind: str) -> tuple[int, ...]:
 
 
 def integers(context: Context) -> Iterator[Maker]:
-    """Yield a maker of cases for every integer and index operation."""
+    """Yield a maker of cases for every integer and index operation that this machine supports."""
     for name in indexing.OPERATIONS:
         tiny = exact_integer._case(context.device, name, 256)  # noqa: SLF001
         if not refusal(context.device, tiny.build(1), tiny.compute):
@@ -151,7 +152,7 @@ def _integer(device: Device, name: str, rng: random.Random) -> Case:
 
 
 def run_one(case: Case, seed: int, device: Device, *, spoil: bool = False) -> dict[str, Any]:
-    """Make, compute and compare one golden; return what became of it. `spoil` flips the lowest bit of one element."""
+    """Make, compute and compare one golden; return the outcome with details. `spoil` flips one bit of the result."""
     try:
         problem = case.build(seed)
     except Inexact as error:
@@ -178,12 +179,12 @@ def run_one(case: Case, seed: int, device: Device, *, spoil: bool = False) -> di
 
 
 def of_runtime(name: str) -> Device:
-    """Return the device of a runtime that is this host's processor. Raises `Skip` where its package is missing."""
+    """Return the processor of this host as a device of a runtime. Raises `Skip` if the runtime is not installed."""
     return next(device for device in interface.named(name).devices() if device.unit == "cpu")
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Be one process: do `--runs` runs and print each as a line of JSON, the first line telling what this torch is."""
+    """Do the `--runs` runs of one process; print a line of JSON for the software, and for each run and control."""
     torch.set_num_threads(arguments.threads[0])
     device = of_runtime(arguments.runtime)
     where = (arguments.instruction_sets[0], arguments.threads[0])
@@ -218,7 +219,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 class Tally:
-    """What the runs of all processes add up to."""
+    """The counts over the runs of all processes."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
@@ -236,13 +237,13 @@ class Tally:
 
     @property
     def clean(self) -> bool:
-        """True when every run was done, distinct and right, and every control was found wrong."""
+        """Whether every wanted run was right and distinct, and every control was found wrong."""
         right = self.outcomes["right"]
         found = self.controls[True] > 0 and not self.controls[False]
         return found and right == self.wanted == len(self.keys) == len(self.digests) == sum(self.outcomes.values())
 
     def add(self, line: dict[str, Any], instruction_set: str, threads: int) -> None:
-        """Count one run, or one control."""
+        """Count one run or one control, from its printed line."""
         with self._lock:
             if "control" in line:
                 self.controls[line["control"]] += 1
@@ -269,7 +270,7 @@ class Tally:
                 print(f"{done} of {self.wanted} runs, {self.outcomes['right']} right, {rest:.0f} s left", flush=True)
 
     def report(self) -> str:
-        """Return the findings and the tables."""
+        """Return the body of the report: counts, findings and tables."""
         right, runs = self.outcomes["right"], sum(self.outcomes.values())
         others = ", ".join(f"{count} {name}" for name, count in self.outcomes.items() if name != "right") or "none"
         text = (
@@ -290,7 +291,7 @@ class Tally:
 
 
 def follow(tally: Tally, runtime: str, instruction_set: str, threads: int, runs: int, seed: int) -> None:
-    """Start one process, count its runs, and raise `RuntimeError` with what it said if it fails."""
+    """Start one process and add its runs to `tally`. Raises `RuntimeError` if the process fails."""
     env = common.worker_environment(instruction_set)
     words = [
         "--serve",
@@ -316,7 +317,7 @@ def follow(tally: Tally, runtime: str, instruction_set: str, threads: int, runs:
 
 
 def main() -> None:
-    """Deal the runs to processes, count, write; end with 1 unless every run was right and distinct."""
+    """Divide the runs among processes and write the report; exit with 1 unless all runs were right and distinct."""
     parser = common.options(__doc__)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1, help="another seed gives other runs (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's name, interleaved pairs with an interval, and results on disk."""
+"""Functions that all benchmarks share: the machine's description, paired timing with intervals, result files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from canaryd.worker.numeric.tensors import torch
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DISTURBED = 0.05
-"""Share of the processor time spent by others from which a time tells of them and not of what was measured."""
+"""Share of processor time used by other processes at which a measured time is no longer trusted."""
 T = TypeVar("T")
 RESAMPLES = 4000
-"""Bootstrap resamples: the ends of a 95 % interval then rest on about a hundred of them each."""
+"""Number of bootstrap resamples. About a hundred of them lie beyond each end of a 95 % interval."""
 UNIT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-"""What systemd/canaryd.service adds to the daemon's environment."""
+"""Environment variables that systemd/canaryd.service sets for the daemon."""
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
@@ -44,20 +44,20 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def worker_environment(instruction_set: str) -> dict[str, str]:
-    """Return the environment in which canaryd starts a worker for this instruction set."""
+    """Return the environment variables with which canaryd starts a worker for this instruction set."""
     kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
     return {**kept, **STRICT, **INSTRUCTION_SETS[instruction_set]}
 
 
 def become_worker() -> None:
-    """Start this program anew in a worker's environment, unless it has it: libraries read it only when they start."""
+    """Restart this program with a worker's environment if it has another one: libraries read it only at their start."""
     wanted = worker_environment("native")
     if dict(os.environ) != wanted:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)  # noqa: S606  this very program
 
 
 def machine() -> dict[str, str]:
-    """Return what a reader must know of the machine, the software and the moment to judge a figure."""
+    """Return facts for the report: date, commit, processor, load and software versions."""
     host = stack.cpu()
     facts = {
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
@@ -87,7 +87,7 @@ def _commit() -> str:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median of the ratios of pairs, and its 95 % interval."""
+    """The median of the ratios of pairs, and its 95 % interval."""
 
     median: float
     low: float
@@ -95,7 +95,7 @@ class Ratio:
     pairs: int
 
     def against(self, target: float) -> str:
-        """Return "reached" or "missed" where the whole interval lies on that side of the target, or "not resolved"."""
+        """Return "reached" or "missed" if the whole interval is on that side of the target, else "not resolved"."""
         if self.low >= target:
             return "reached"
         return "missed" if self.high < target else "not resolved"
@@ -105,14 +105,14 @@ class Ratio:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the wall time of one call."""
+    """Return the wall time of one call of `work`."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def interleave(first: Callable[[], object], second: Callable[[], object], pairs: int) -> list[tuple[float, float]]:
-    """Time `first` and `second` in turn, `pairs` times: what slows the machine for a while slows both."""
+    """Return (seconds of `first`, seconds of `second`) for each pair. They alternate, so a slow phase affects both."""
     return [(seconds(first), seconds(second)) for _ in range(pairs)]
 
 
@@ -125,7 +125,7 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
 def interval(
     values: Sequence[Any], estimate: Callable[[Sequence[Any]], float] = statistics.median
 ) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval (seeded) of an estimate from values."""
+    """Return the 95 % percentile bootstrap interval (seeded) of `estimate`, a function of values."""
     rng = random.Random(0)
     found = sorted(estimate(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = RESAMPLES * 25 // 1000
@@ -134,17 +134,16 @@ def interval(
 
 @dataclass
 class Bystanders:
-    """Share of the processor time that went to others between `__enter__` and `__exit__`, of the cores that we may use.
+    """A context that measures the share of processor time that other processes used, on the cores open to this one.
 
-    A benchmark that taskset has given some cores is disturbed by what others do on those. Children of this process that
-    it has waited for by then are no others.
+    This process, and its children that have ended and were waited for, do not count as others.
     """
 
     share: float = 0.0
     also: Sequence[psutil.Process] = ()
-    """Processes that are no others either, nor are the children that they have waited for."""
+    """More processes that do not count as others; neither do their children that have ended."""
     cores: Sequence[int] | None = None
-    """The cores that count; None for those that we may use."""
+    """The cores that are measured; None for those that this process may use."""
 
     def __enter__(self) -> Bystanders:  # noqa: PYI034  typing.Self came with Python 3.11
         self._before = self._read()
@@ -166,10 +165,10 @@ class Bystanders:
 
 
 def undisturbed(measure: Callable[[], T], count: int, also: Sequence[psutil.Process] = ()) -> tuple[list[T], str]:
-    """Repeat a measurement until it was had `count` times while others used less than `DISTURBED`.
+    """Repeat a measurement until `count` of the results were undisturbed: others used less than `DISTURBED`.
 
-    Gives up after twice as many. Returns these, or all of them where they are too few, and what to tell the reader
-    then; "" where they suffice. What is dropped is chosen by what others did, never by what was measured.
+    Returns (the undisturbed results, ""). After `2 * count` attempts without enough of them it returns (all results, a
+    warning for the report). A result is dropped for what others did, never for its value.
     """
     everything: list[tuple[T, float]] = []
     while sum(share < DISTURBED for _, share in everything) < count and len(everything) < 2 * count:
@@ -193,7 +192,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write(out: Path, name: str, title: str, facts: Mapping[str, str], body: str, data: Mapping[str, Any]) -> None:
-    """Print the report, and write it as NAME.md and the data as NAME.json into `out`."""
+    """Print the report, and write it as NAME.md and the data as NAME.json into the directory `out`."""
     named = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     report = f"# {title}\n\n{body}\nMeasured on:\n\n{named}\n"
     out.mkdir(parents=True, exist_ok=True)

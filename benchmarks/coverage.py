@@ -1,18 +1,18 @@
-"""Which flipped and stuck bits each level of `exact_matmul` sees, which content sees them, and how much is verified.
+"""Measure which flipped and stuck bits each level of `exact_matmul` detects, by content, and how much it verifies.
 
-One bit flips once: in an operand, in the product of two of them, in a partial sum (in the order of K; a kernel has an
-order of its own) or in a result. It is seen when the result, rounded to its format, has other bits then. A bit that is
-stuck at 0 is seen when one of these flips of a 1 is, and so for 1. Bits are those of the number as it is stored;
-products and partial sums are looked at in float32, and in float64 where they have more than 24 bits, which is more than
-goldens use: the bits of a product below the accumulator's last place are never seen by anything exact. Zeros are left
-out: in sparse contents they are most of what is multiplied.
+One bit flips once: in an operand, in a product of two elements, in a partial sum (in the order of K; a kernel has its
+own order) or in a result. The flip is detected if the result, rounded to its format, has other bits. A bit that is
+stuck at 0 is detected if one of these flips of a 1 is detected, and likewise for 1. Bits are those of the stored
+number. Products and partial sums are examined in float32, or in float64 if they have more than 24 bits, which is more
+than goldens use: no exact test detects a product's bits below the accumulator's last place. Zeros are left out, because
+sparse contents consist mostly of zeros.
 
-The first table runs each level for its time, as a check does. The second is recall per second: the multiplications and
-additions (of results: the elements) of a second in which a flipped bit would be seen, for each content over the time of
-its own cases. A fault that flips one bit in n of them is found within 3n of these in 95 % of cases. The third has for
-each format the share of flips that the best content for each bit sees, and how many stuck bits any content sees. The
-last puts contents in an order: first the one that sees most stuck bits, then the one that adds most, and so on, with
-the share of flips that it sees alone.
+The first table runs each level for its time, as a check does. The second has the recall per second: the number of
+multiplications and additions (for results: elements) per second in which a flipped bit would be detected, for each
+content over the time of its own cases. A fault that flips one bit in n of them is found within 3n of them in 95 % of
+cases. The third has, for each format, the fraction of flips that the best content for each bit detects, and the number
+of stuck bits that any content detects. The last sorts the contents: first the one that detects most stuck bits, then
+the one that adds most, and so on, with the fraction of flips that each detects alone.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from probes import exact_matmul
 
 STAGES = ("operand A", "operand B", "products", "partial sums", "results")
 SAMPLE = 12
-"""Rows and columns of the pools that are looked at."""
+"""Number of rows and columns of each pool of operands that are examined."""
 FLIPS = 1024
-"""Flips of each bit, at random places."""
+"""Number of flips of each bit, at random places."""
 SEED = 1
 
 Seen = dict[tuple[str, int], tuple[float, float]]
-"""Stage and bit (0 the lowest) → shares of flips that made a 0 or a 1 of it and changed the result."""
+"""(stage, bit) → (fraction of flips 1 → 0, of flips 0 → 1) that changed the result. Bit 0 is the lowest."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One run of a level, and what its cases see."""
+    """One run of a level, and the bits that its cases detect."""
 
     name: str
     seconds: float
     cases: int
     readings: dict[str, Any]
     seen: dict[str, dict[str, Seen]]
-    """Format → content → what it sees."""
+    """Format → content → the detected flips."""
     recall: dict[str, dict[str, float]]
-    """Content, or "all" → stage → what is looked at per second in which a flip would be seen."""
+    """Content, or "all" → stage → number of operations per second in which a flip would be detected."""
 
 
 def _flipped(values: Any, bit: int) -> Any:
-    """Return float64 values of numbers with one bit flipped."""
+    """Return numbers as float64 after one bit of each was flipped."""
     raw = bits(values)
     top = 8 * values.element_size() - 1
     mask = 1 << bit if bit < top or raw.dtype == torch.uint8 else -(1 << top)
@@ -70,7 +70,7 @@ def _flipped(values: Any, bit: int) -> Any:
 
 
 def of_case(case: Case, seed: int) -> Seen:
-    """Return what one case sees."""
+    """Return the flips that one case detects."""
     product = case.product
     assert product is not None
     pools = make_pools(product.of_pools, seed)
@@ -107,7 +107,7 @@ def of_case(case: Case, seed: int) -> Seen:
 
 
 def measure(device: Device, name: str) -> Level:
-    """Run one level for its time, and look at the data of its cases."""
+    """Run one level for its time, and examine the data of its cases; exit if a result is wrong."""
     context = Context(device=device, level=name, seed=SEED, budget=exact_matmul.SPEC.budget[name])
     started = time.perf_counter()
     facts = list(exact_matmul.run(context))
@@ -141,7 +141,7 @@ def measure(device: Device, name: str) -> Level:
 
 
 def best(found: Iterable[Seen]) -> Seen:
-    """Return the largest shares of each bit."""
+    """Return for each bit the largest fractions of all that were `found`."""
     largest: Seen = {}
     for each in found:
         for bit, shares in each.items():
@@ -151,18 +151,18 @@ def best(found: Iterable[Seen]) -> Seen:
 
 
 def flips(seen: Seen, stage: str = "") -> float:
-    """Return the share of flips that change a result, each bit as often as another."""
+    """Return the mean fraction of detected flips over all bits of a stage ("": of all stages)."""
     return statistics.mean(min(1.0, sum(shares)) for (where, _), shares in seen.items() if stage in ("", where))
 
 
 def stuck(seen: Seen, stage: str = "") -> set[tuple[str, int, int]]:
-    """Return what is seen of bits that are stuck: stage, bit, value."""
+    """Return the detected stuck bits of a stage ("": of all stages), as (stage, bit, stuck value)."""
     found = ((where, bit, value) for (where, bit), shares in seen.items() for value in (0, 1) if shares[value])
     return {one for one in found if stage in ("", one[0])}
 
 
 def in_order(contents: dict[str, Seen]) -> Iterable[tuple[str, int]]:
-    """Yield contents and how many stuck bits each adds to those before: the next is always the one that adds most."""
+    """Yield (content, number of stuck bits that it adds to those before); the next is always the one that adds most."""
     left, have = {content: stuck(seen) for content, seen in contents.items()}, set[tuple[str, int, int]]()
     while left:
         content = max(left, key=lambda each: (len(left[each] - have), flips(contents[each])))
@@ -172,7 +172,7 @@ def in_order(contents: dict[str, Seen]) -> Iterable[tuple[str, int]]:
 
 
 def report(levels: list[Level]) -> str:
-    """Return the tables."""
+    """Return the body of the report."""
     ran = common.table(
         ["level", "seconds", "cases", "fresh operands", "results", "Gflop verified per second", "device's share"],
         [
@@ -226,7 +226,7 @@ def _in_words(seen: Seen, stage: str) -> str:
 
 
 def main() -> None:
-    """Measure the levels in turn."""
+    """Measure each level and write the report."""
     parser = common.options(__doc__)
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -1,15 +1,15 @@
-"""The campaign: which injected faults are found, how soon, and with how many false alarms; canaryd beside its rivals.
+"""Measure which injected faults are found, how soon, and with how many false alarms, by canaryd and by other tools.
 
     python -m benchmarks.detection [--injections 6000] [--campaigns 40] [--seed 1]
 
-- Every injection corrupts one result (or one operand, or one unit on the way) of an exact product. Whether the result
-  changed is decided by the C library's memcmp; then canaryd compares it with the golden bit for bit, and each rival of
-  `benchmarks/rivals.py` judges the same tensors. A fault that changed no bit of the result cannot be found by looking
-  at results: it is counted apart, with its reason.
-- `benchmarks/other_faults.py`: canaryd's own gather and comparator, and the memory.
-- `benchmarks/time_to_detect.py`: intermittent faults of one core, through the judge.
+- Every injection corrupts one result (or one operand, or one unit on the way) of an exact product. The C library's
+  memcmp decides whether the result changed. Then canaryd compares it with the golden bit for bit, and each tool of
+  `benchmarks/rivals.py` judges the same tensors. A fault that changed no bit of the result cannot be found in it; such
+  faults are counted separately, with their reasons.
+- `benchmarks/other_faults.py`: faults in canaryd's own gather and comparator, and in the memory.
+- `benchmarks/time_to_detect.py`: intermittent faults of one core, found through the judge.
 
-Everything runs on the CPU, in one thread. ai-chip-integrity takes part where it is installed (`pip install
+Everything runs on the CPU, in one thread. ai-chip-integrity takes part if it is installed (`pip install
 ai-chip-integrity`).
 """
 
@@ -26,22 +26,22 @@ from canaryd.worker.numeric.tensors import host_same_bits, same_bits, strict_swi
 
 CANARYD = "canaryd"
 OTHERS = 30
-"""One of so many injections goes to other faults than those of a product (ours)."""
+"""Number of injections into products for each injection of one of the other faults (ours)."""
 CLEAN = 5
-"""One of so many clean results is judged by every rule: none may be called wrong (ours)."""
+"""Number of injections per clean result that every rule judges; no rule may call it wrong (ours)."""
 
 
 def judge(
     rules: dict[str, rivals.Rule], trial: injections.Trial, struck: injections.Struck, form: str
 ) -> dict[str, bool]:
-    """Return which rule finds this result wrong; those that do not take the format are missing."""
+    """Return rule → whether it finds the result wrong. Rules that do not support the format are missing."""
     said = {name: rule(trial, struck, form) for name, rule in rules.items()}
     said[CANARYD] = not same_bits(struck.result, trial.problem.golden)
     return {name: found for name, found in said.items() if found is not None}
 
 
 def run(count: int, seed: int) -> dict[tuple[str, str], Row]:
-    """Inject, judge and count; return (fault class, format) → row. At least one injection per class and format."""
+    """Inject at least one fault per class and format; return (fault class, format) → counts."""
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     rules = rivals.rules()
     total = sum(share for share, _ in injections.FAULTS.values())
@@ -69,7 +69,7 @@ def run(count: int, seed: int) -> dict[tuple[str, str], Row]:
 
 
 def summary(rows: dict[tuple[str, str], Row], by: int) -> dict[str, Row]:
-    """Sum the rows by fault class (0) or by format (1), with their total last."""
+    """Return the sums of the rows by fault class (`by` 0) or by format (1); the last entry "all" is the total."""
     sums: dict[str, Row] = defaultdict(Row)
     for key, row in rows.items():
         sums[key[by]].add(row)
@@ -83,7 +83,7 @@ def _plain(counts: Row | other_faults.Part) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run, print, write; end with 1 where canaryd missed what changed a bit, or raised a false alarm."""
+    """Run and write the report; exit with 1 if canaryd missed a changed bit or raised a false alarm."""
     parser = common.options(__doc__)
     parser.add_argument("--injections", type=int, default=6000, help="faults to inject (default: %(default)s)")
     parser.add_argument("--campaigns", type=int, default=40, help="campaigns per rate (default: %(default)s)")

@@ -20,21 +20,21 @@ TEXT = 'font-family="sans-serif" font-size="12" fill="#444"'
 
 @dataclass
 class Row:
-    """What became of the injections of one fault class in one format."""
+    """The counts of the injections of one fault class in one format."""
 
     injected: int = 0
     changed: int = 0
     found: Counter[str] = field(default_factory=Counter)
     judged: Counter[str] = field(default_factory=Counter)
-    """Rule → changed results that it could judge: some tools do not take some formats."""
+    """Rule → number of changed results that it could judge: some tools do not support some formats."""
     unobserved: Counter[str] = field(default_factory=Counter)
     clean: Counter[str] = field(default_factory=Counter)
-    """Rule → clean results that it judged."""
+    """Rule → number of clean results that it judged."""
     alarms: Counter[str] = field(default_factory=Counter)
-    """Rule → clean results that it called wrong."""
+    """Rule → number of clean results that it called wrong."""
 
     def add(self, other: Row) -> None:
-        """Add another row."""
+        """Add the counts of another row to this one."""
         self.injected += other.injected
         self.changed += other.changed
         for name in ("found", "judged", "unobserved", "clean", "alarms"):
@@ -42,7 +42,7 @@ class Row:
 
 
 def share(found: int, of: int) -> str:
-    """Return "5 (50.0 %)", or why there is no share."""
+    """Return a count with its percentage, "5 (50.0 %)", or "takes none" if `of` is 0."""
     return f"{found:,} ({100 * found / of:.1f} %)" if of else "takes none"
 
 
@@ -104,7 +104,7 @@ def report(
     others: Mapping[str, other_faults.Part],
     campaigns: Sequence[Campaigns],
 ) -> str:
-    """Return the body of the report; `names`: the ways of checking, canaryd's first."""
+    """Return the body of the report. `names`: the rules, canaryd's first."""
     total = by_fault["all"]
     strikes = {name: others[name] for name in other_faults.STRIKES}
     controls = {name: others[name] for name in other_faults.CONTROLS}
@@ -162,7 +162,7 @@ def report(
 
 
 def plot(by_fault: Mapping[str, Row], names: Sequence[str], campaigns: Sequence[Campaigns]) -> str:
-    """Return recall by fault and way of checking, and below it the time to detect, as SVG."""
+    """Return an SVG image: recall by fault class and rule, and below it the time to detect."""
     step, top = 22, 70
     middle = top + step * len(by_fault) + 70
     high = middle + 220
@@ -209,7 +209,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def _curves(campaigns: Sequence[Campaigns], top: int, bottom: int) -> list[str]:
-    """Return the share of campaigns that found the fault, over the products of the core times the rate."""
+    """Return SVG curves: fraction of campaigns that found the fault over (products of the core x fault rate)."""
     most, shades = 5.0, ("#93b4ea", "#5b8bdc", "#2563c9", "#123f8a")
 
     def x(value: float) -> float:

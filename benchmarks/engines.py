@@ -1,12 +1,12 @@
-"""The exact canary among engines: every answer must be the proved one, bit for bit.
+"""Run the exact canary on inference engines: every answer must equal the proved one bit for bit.
 
-In process: torch under each instruction set, or another `--runtime`: MLX strictly and with TF32, or a graph in the CPU
-provider of ONNX Runtime, which chooses its instruction set itself. In four formats, eager and by each attention kernel,
-decoded and in one pass, one row and two, and torch's single pass compiled; every logit is compared with the proof. The
-first `--seeds` run native (MLX: strict), and as many as `--others` says under each other instruction set. Served: real
-servers, as scripts/servers installs them, alone and beside eight other clients, cold (new prompts, off the prefix cache
-where the server can be told so) and warm (asked again at once); words and all that is printed of log probabilities are
-compared. What is not installed is listed as not run.
+In process: torch under each instruction set, or another `--runtime`: MLX (strict, and with TF32), or a graph in the CPU
+provider of ONNX Runtime, which chooses its instruction set itself. The models run in four formats, eager and with each
+attention kernel, decoded and in one pass, with one row and two, and in torch's compiled single pass. Every logit is
+compared with the proof. The first `--seeds` run native (MLX: strict), and `--others` seeds under each other instruction
+set. Served: real servers, as scripts/servers installs them, alone and beside eight other clients; cold (new prompts,
+outside the prefix cache if the server allows that) and warm (the same again). Words and all printed log probabilities
+are compared. What is not installed is listed as not run.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ from tests.servers import KINDS, Server, beside, serving
 from tests.worker.endpoint.served import context, probe
 
 LIKE = Shape(hidden=2048, heads=32, kv_heads=4, head=64, inner=5632, layers=2, vocabulary=32000)
-"""A Llama of 1.1 billion weights (22 layers), cut to two."""
+"""Shape of a Llama with 1.1 billion weights (22 layers), reduced to two layers."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A server, and what it serves."""
+    """A server and the kind of model that it serves."""
 
     server: str
     form: str = ""
-    """Of the export: a format of a GGUF file, a quantised form; "" for a Hugging Face directory in bfloat16."""
+    """Form of the exported model: format of a GGUF file, or quantised form; "" for a Hugging Face directory in
+    bfloat16."""
     shape: Shape = TINY
 
     def model(self, shape: Shape, seed: int) -> Model:
-        """Return a model for its form."""
+        """Return a model that can be exported in this form."""
         return construct(shape, seed, bits=FORMS[self.form].whole if self.form in FORMS else 0)
 
 
@@ -86,14 +87,14 @@ ENGINES = {
     "vllm-experts": Asked("vllm", "", EXPERTS),
 }
 KERNELS: dict[str, tuple[str, ...]] = {TORCH: ("", "FLASH_ATTENTION"), "mlx": ("", "FAST"), "onnx": exact_onnx.KERNELS}
-"""Attention on processors: operator by operator, and the runtime's one fused kernel."""
+"""Runtime → its attention kernels on processors: operator by operator ("" or "eager"), and the one fused kernel."""
 ALONE, BESIDE = "alone", "beside 8 clients"
 HOWS = {ALONE: 0, BESIDE: 8}
-"""How a server is asked, and how many others ask it meanwhile."""
+"""Way of asking a server → number of other clients that ask it at the same time."""
 
 
 def until(end: float, seeds: range) -> Iterator[int]:
-    """Return seeds until this moment of the monotonic clock."""
+    """Return `seeds` as an iterator that ends at the monotonic time `end`."""
     return itertools.takewhile(lambda _: time.monotonic() < end, seeds)
 
 
@@ -103,12 +104,12 @@ def until(end: float, seeds: range) -> Iterator[int]:
 def in_process(
     name: str, shape: Shape, seeds: range, compiled: int, minutes: float
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """Return by format, path and kernel: models, answers, logits compared, logits that differ; and what lacks.
+    """Return ("format/path/kernel" → numbers of models, answers, compared logits, differing logits; what is missing).
 
-    Compiled for the first seeds. Begins no model after so many minutes.
+    The first `compiled` models also run compiled. No model begins after `minutes`.
 
-    Every fourth model has no anchor, for torch's math kernel; four of eight have Qwen2's shape, with biases. Each is
-    run in all formats by all kernels in one pass, and decoded: by torch and MLX in two formats by one kernel, in
+    Every fourth model has no anchor, for torch's math kernel; four of eight have Qwen2's shape, with biases. Each model
+    runs in one pass in all formats with all kernels. torch and MLX also decode it in two formats with one kernel, in
     rotation.
     """
     found: dict[str, list[int]] = {}
@@ -157,7 +158,7 @@ def _inferences(
 
 
 def _graphs(found: dict[str, list[int]], model: Model, weights: dict[str, Any], texts: Any, wanted: Any) -> list[str]:
-    """Add what ONNX Runtime gives, in one pass and decoded; return what it has no kernel for."""
+    """Add the results of ONNX Runtime, in one pass and decoded, to `found`; return a line for each missing kernel."""
     count, absent = model.program.steps, []
     prompts, tail = texts[:, : texts.shape[1] - count + 1], wanted[:, -count:].contiguous()
     form = str(wanted.dtype).removeprefix("torch.")
@@ -188,7 +189,7 @@ def _sum(found: dict[str, list[int]], name: str, numbers: list[int]) -> None:
 
 
 def child(words: argparse.Namespace) -> None:
-    """Print what was found in process, as JSON: an instruction set is chosen when libraries start."""
+    """Print the result of `in_process` as JSON, in a process of its own: libraries choose kernels at their start."""
     shape = LIKE if words.child == "like" else TINY
     seeds = range(words.first, words.first + words.seeds)
     with interface.named(words.runtime).strict(of_runtime(words.runtime)), torch.inference_mode():
@@ -196,7 +197,7 @@ def child(words: argparse.Namespace) -> None:
 
 
 def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
-    """Return rows of the table, and what could not be run. One process for each core, in one thread each."""
+    """Return (rows of the table, what could not run), from one process per core with one thread each."""
     cores = len(os.sched_getaffinity(0))
     wanted: Sequence[tuple[str, str, int]] = (
         ("tiny", "native", words.seeds),
@@ -268,11 +269,11 @@ def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tup
 
 
 def served(asked: Asked, models: Iterator[Model], level: str) -> tuple[Counter[tuple[str, str]], str]:
-    """Let one server serve model after model; return models, answers and wrong ones, by how it was asked, and why not.
+    """Let one server serve model after model; return ((way of asking, kind) → count, reason for an early end or "").
 
-    Each is asked alone and beside clients; at quick alone, and each eighth beside clients only. All seeds have the same
-    right words, so words alone do not tell the model before from this one: `test_exact_real` shows of each server that
-    it serves what it turns to. Candidates' log probabilities differ, where a server prints them.
+    At level standard each model is asked alone and beside clients. At level quick it is asked alone; each eighth model
+    beside clients instead. The right words are the same for all seeds, so words do not show which model is served; log
+    probabilities do, if the server prints them. `test_exact_real` shows that each server changes its model.
     """
     found: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work, contextlib.ExitStack() as running:
@@ -312,7 +313,7 @@ def _ask(server: Server, level: str, how: str, found: Counter[tuple[str, str]]) 
 
 
 def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
-    """Return rows of the table, and the servers that are not there. Serves no further model after so many minutes."""
+    """Return (rows of the table, servers that are missing). No model begins after `words.minutes`."""
     rows, absent = [], []
     end = time.monotonic() + 60 * words.minutes
     for name in words.engines:
@@ -341,7 +342,7 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
 
 
 def main() -> None:
-    """Ask every engine, write; end with 1 where a value differs or a server is wrong."""
+    """Test every engine and write the report; exit with 1 if a value differs or a server is wrong."""
     parser = common.options(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="models in process (default: %(default)s)")
     parser.add_argument("--others", type=int, default=5, help="of avx2 and baseline (default: %(default)s)")

@@ -1,9 +1,9 @@
-"""Which single-bit faults `canaryd capture --exact` names on a lone device: layer, operator, element and bit.
+"""Measure which single-bit faults `canaryd capture --exact` locates on one device: layer, operator, element and bit.
 
-One bit of one element of one operator's result is flipped once, while the exact canary runs; a fault that changes no
-value (the sign of a 0) is drawn again. Operators are drawn evenly, then layer, pass, element and bit. A fault is named
-when the first fault of the answer has its layer, operator, pass, element and bit. First, models of other seeds run
-without a fault: a value that is called wrong there is a false alarm.
+While the exact canary runs, one bit of one element of one operator's result is flipped once. If this changes no value
+(the sign of a 0), another fault is drawn. Operators are drawn evenly, then layer, pass, element and bit. A fault is
+named if the first fault in the answer has the same layer, operator, pass, element and bit. Before that, models of other
+seeds run without a fault: a value that is called wrong there is a false alarm.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from canaryd.worker.numeric.tensors import bits, strict_switches, torch
 FORMATS = ("float64", "float32", "bfloat16", "float16")
 KERNELS = ("eager", "flash_attention", "math")
 GOAL = 0.95
-"""Share that is to be named."""
+"""Wanted fraction of faults that are named."""
 
 
 @dataclass
 class Strike:
-    """Flip one bit of one element of a place's result, the `turn`-th time that the place is met."""
+    """A fault that flips one bit of one element of an operator's result, in the pass number `turn`."""
 
     name: str
-    """The tensor in the capture: "exact/3/2/down"."""
+    """Name of the tensor in the capture: "exact/3/2/down"."""
     element: int
-    """In the order of the tensor's memory."""
+    """Index of the element in the order of the tensor's memory."""
     bit: int
     changed: bool = False
-    """Whether the value is another one; the sign of a 0 makes no difference."""
+    """Whether the flip changed the value; a changed sign of a 0 does not count."""
     index: tuple[int, ...] = ()
     _met: int = 0
 
     @property
     def place(self) -> str:
-        """The place by the names of `run`."""
+        """Name of the operator and layer as `run` uses it, e.g. "2.down"."""
         _, _, layer, operator = self.name.split("/")
         return operator if layer in ("input", "head") else f"{layer}.{operator}"
 
     @property
     def turn(self) -> int:
-        """How often the place is met before; the prefill of decoding is the first time."""
+        """Number of earlier results of this operator in the run; for decoding, the prefill's result is number 0."""
         step = self.name.split("/")[1]
         return 0 if step == "forced" else int(step)
 
     def __call__(self, name: str, tensor: Any) -> Any:
-        """Return the tensor to go on with."""
+        """Return the tensor with which the run continues: a copy with the flip if it is the chosen one."""
         if name != self.place:
             return tensor
         self._met += 1
@@ -72,7 +72,7 @@ class Strike:
         return copy
 
     def outcome(self, ran: Ran) -> str:
-        """Return what a run said about this fault."""
+        """Return "named", "another place named" or "not seen", according to the result of a run with this fault."""
         if ran.fault is None:
             return "not seen"
         place, (index, *_) = ran.fault.place, ran.fault.evidence.first[0]
@@ -82,7 +82,7 @@ class Strike:
 
 
 def draw(kept: dict[str, Any], chance: random.Random) -> Strike:
-    """Return a random fault in one of the tensors of a capture; operators are equally likely."""
+    """Return a random fault in one of the tensors of a capture; all operators are equally likely."""
     by_operator: dict[str, list[str]] = {}
     for name in kept:
         if name.count("/") == 3:
@@ -95,7 +95,7 @@ def draw(kept: dict[str, Any], chance: random.Random) -> Strike:
 def strikes(
     session: Session, inference: Inference, known: Truth, count: int, chance: random.Random
 ) -> list[tuple[Strike, Ran]]:
-    """Run an inference with `count` random faults that change a value, one after the other; return what was said."""
+    """Run an inference with `count` random faults, one at a time; return (fault, result of its run) for each."""
     weights = {name: w.to(getattr(torch, inference.form)) for name, w in known.model.weights.items()}
     session.strike, recorder = None, Recorder(operators=True)
     assert session.once(inference, known, weights, recorder).fault is None
@@ -109,7 +109,7 @@ def strikes(
 
 
 def false_alarms(session: Session, forms: tuple[str, ...], seeds: range) -> tuple[int, int]:
-    """Run whole captures without a fault; return values compared, and how many of them were called wrong."""
+    """Run whole captures without a fault; return (number of compared values, number of values called wrong)."""
     values = wrong = 0
     for seed in seeds:
         for ran in every(session, forms, seed, lambda *_: None):
@@ -120,7 +120,7 @@ def false_alarms(session: Session, forms: tuple[str, ...], seeds: range) -> tupl
 
 
 def main() -> int:
-    """Measure, print and write the report."""
+    """Measure and write the report; return 0 if the goal is reached without a false alarm, else 1."""
     parser = options(__doc__)
     parser.add_argument("--faults", type=int, default=100, help="per format, path and kernel (default: %(default)s)")
     parser.add_argument("--clean", type=int, default=20, help="captures without a fault (default: %(default)s)")
@@ -165,7 +165,7 @@ def main() -> int:
 
 
 def _row(form: str, operator: str, tried: Counter[tuple[str, str, str]]) -> list[object]:
-    """Return a line of the report; "all" formats or operators are added up."""
+    """Return a row of the report; "all" stands for the sum over formats or operators."""
     counts: Counter[str] = Counter()
     for (one, other, outcome), number in tried.items():
         if form in ("all", one) and operator in ("all", other):

@@ -1,9 +1,9 @@
-"""The exact canary as a graph of ONNX Runtime, on processors: prefill and decoding from a KV cache, in one graph.
+"""The exact canary as a graph of ONNX Runtime for processors: prefill and decoding from a KV cache, in one graph.
 
-Its inputs are tokens, their positions, which keys each may see, and the keys and values of earlier positions. Attention
-is ONNX's operator of that name, or made of products and a softmax ("eager"). Norms, rotations and softmax are taken as
-`run.Runner` takes them. What the provider has no kernel for is `Unsupported`; ONNX Runtime itself widens float16 to
-float32 around it.
+The graph's inputs are tokens, their positions, the keys that each token may see, and the keys and values of earlier
+positions. Attention is ONNX's operator of this name, or products and a softmax ("eager"). Norms, rotations and softmax
+are computed as in `run.Runner`. An operator for which the provider has no kernel is `Unsupported`. ONNX Runtime itself
+widens float16 to float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from canaryd.worker.runtime.torch import rotary_angles
 
 PROVIDER = "CPUExecutionProvider"
 KERNELS = ("eager", "attention")
-"""Attention by products and a softmax, or by ONNX's operator."""
+"""Ways to compute attention: products and a softmax, or ONNX's operator."""
 
 
 def version() -> str:
@@ -32,7 +32,7 @@ def version() -> str:
 
 
 def why_not() -> str:
-    """Return why ONNX Runtime cannot be asked here, "" where it can."""
+    """Return the reason why ONNX Runtime cannot be used here, or "" if it can."""
     try:
         RUNTIME.devices()
     except Skip as error:
@@ -42,7 +42,7 @@ def why_not() -> str:
 
 @dataclass
 class _Graph:
-    """Nodes and constants of one graph; every name is given once."""
+    """The nodes and constants of one graph. Each method adds nodes and returns the name of their output."""
 
     shape: Shape
     weights: Mapping[str, Any]
@@ -55,26 +55,26 @@ class _Graph:
         self.wide = torch.float32 if self.dtype.itemsize == 2 else self.dtype
 
     def add(self, op: str, *inputs: str, name: str = "", **attributes: Any) -> str:
-        """Append a node with one output; return the output's name."""
+        """Append a node of type `op` with one output; return the output's name."""
         out = name or f"{len(self.nodes)}.{op}"
         self.nodes.append(onnx.helper.make_node(op, list(inputs), [out], **attributes))
         return out
 
     def number(self, name: str, value: Any, dtype: Any) -> str:
-        """Return a constant; given once under its name."""
+        """Add a constant, unless one of this name exists; return the name."""
         self.constants.setdefault(name, torch.as_tensor(value, dtype=dtype))
         return name
 
     def integers(self, *values: int) -> str:
-        """Return a list of integers as a constant."""
+        """Add a list of integers as a constant; return its name."""
         return self.number(f"integers {values}", list(values), torch.int64)
 
     def cast(self, x: str, dtype: Any) -> str:
-        """Return x in a format."""
+        """Add a conversion of x to a number format; return its name."""
         return self.add("Cast", x, to=kind(dtype))
 
     def linear(self, x: str, module: str, name: str = "") -> str:
-        """Return x times a weight, plus its bias."""
+        """Add x times a module's weight, plus its bias if it has one; return the result's name."""
         weight = f"{module}.weight"
         self.constants.setdefault(weight, self.weights[weight].T.contiguous())
         if f"{module}.bias" not in self.weights:
@@ -83,7 +83,7 @@ class _Graph:
         return self.add("Add", self.add("MatMul", x, weight), f"{module}.bias", name=name)
 
     def norm(self, x: str, module: str) -> str:
-        """Return x divided by the root of its mean square, times the gains."""
+        """Add x divided by the root of its mean square, times the module's gains; return the result's name."""
         wide = self.cast(x, self.wide)
         mean = self.add("ReduceMean", self.add("Mul", wide, wide), self.integers(-1))
         root = self.add("Sqrt", self.add("Add", mean, self.number("epsilon", EPSILON, self.wide)))
@@ -91,12 +91,12 @@ class _Graph:
         return self.add("Mul", self.cast(self.add("Div", wide, root), self.dtype), f"{module}.weight")
 
     def heads(self, x: str, count: int) -> str:
-        """Return (rows, T, count * head) as (rows, count, T, head)."""
+        """Add the change of x from (rows, T, count * head) to (rows, count, T, head); return the result's name."""
         parts = self.add("Reshape", x, self.integers(0, 0, count, self.shape.head))
         return self.add("Transpose", parts, perm=[0, 2, 1, 3])
 
     def turn(self, x: str) -> str:
-        """Return x with rotary positions."""
+        """Add rotary positions to x; return the result's name."""
         half = self.shape.head // 2
         a, b = (
             self.add("Slice", x, self.integers(low), self.integers(low + half), self.integers(-1)) for low in (0, half)
@@ -106,7 +106,7 @@ class _Graph:
         return self.add("Concat", left, right, axis=-1)
 
     def attention(self, i: int, x: str) -> str:
-        """Return the attention block of layer i; gives its keys and values, earlier ones included."""
+        """Add the attention block of layer i, with outputs for all keys and values so far; return the result's name."""
         s, module = self.shape, f"model.layers.{i}.self_attn"
         seen = self.norm(x, f"model.layers.{i}.input_layernorm")
         query, key, value = (
@@ -124,7 +124,7 @@ class _Graph:
         return self.linear(self.add("Reshape", mixed, self.integers(0, 0, -1)), f"{module}.o_proj")
 
     def plain(self, query: str, key: str, value: str) -> str:
-        """Return attention made of products and a softmax."""
+        """Add attention as products and a softmax; return the result's name."""
         s, group = self.shape, self.shape.heads // self.shape.kv_heads
         grouped = self.add("Reshape", query, self.integers(0, s.kv_heads, group, -1, s.head))
         turned = self.add("Transpose", self.add("Unsqueeze", key, self.integers(2)), perm=[0, 1, 2, 4, 3])
@@ -136,7 +136,7 @@ class _Graph:
         return self.add("Reshape", mixed, self.integers(0, s.heads, -1, s.head))
 
     def inner(self, i: int, x: str) -> str:
-        """Return the MLP of layer i."""
+        """Add the MLP of layer i; return the result's name."""
         module = f"model.layers.{i}.mlp"
         seen = self.norm(x, f"model.layers.{i}.post_attention_layernorm")
         gate, up = (self.linear(seen, f"{module}.{name}_proj") for name in ("gate", "up"))
@@ -144,7 +144,7 @@ class _Graph:
         return self.linear(self.add("Mul", opened, up), f"{module}.down_proj")
 
     def whole(self) -> Any:
-        """Return the model."""
+        """Return the whole model as an ONNX object."""
         shape, angles = self.shape, rotary_angles(self.shape.head, THETA)
         for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
             self.add("Gather", self.number(f"{name} table", table, self.dtype), "positions", name=name)
@@ -174,10 +174,10 @@ class _Graph:
 
 
 class Runner:
-    """A model's weights in one format in a session of ONNX Runtime; infers as `run.Runner` does."""
+    """A session of ONNX Runtime with a model's weights in one format; its methods are those of `run.Runner`."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Any], kernel: str) -> None:
-        """Raise `Unsupported` where the provider has no kernel for the format."""
+        """Build the graph and the session. Raises `Unsupported` if the provider has no kernel for the format."""
         self.shape, self.dtype = shape, weights["lm_head.weight"].dtype
         options = ort.SessionOptions()
         options.log_severity_level = 4
@@ -196,7 +196,7 @@ class Runner:
         return self._infer(tokens, self._empty(len(tokens)))[0]
 
     def decode(self, prompts: Any, count: int) -> tuple[Any, Any]:
-        """Prefill prompts (rows, P), then decode greedily from the cache; tokens (rows, count) and their logits."""
+        """Prefill prompts (rows, P), then decode from the cache, greedily; return tokens (rows, count) and logits."""
         given, cache = prompts, self._empty(len(prompts))
         tokens: list[Any] = []
         logits: list[Any] = []

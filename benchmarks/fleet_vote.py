@@ -1,9 +1,9 @@
-"""What does the fleet vote cost a Prometheus, from 100 to 10,000 nodes of 8 devices.
+"""Measure what the fleet vote costs a Prometheus, for 100 to 10,000 nodes with 8 devices each.
 
-A real Prometheus scrapes synthetic nodes and evaluates the shipped rules, `deploy/prometheus/canaryd-fleet.rules.yml`,
-unchanged but for their interval, which is shorter here so that there are more rounds to measure. Each size has a fresh
-Prometheus. A few devices, one node, one pair and one stack are odd, and the result is checked: a vote that is fast and
-wrong is no result. At last 40 % of the largest fleet changes its results at once, which is the most there can be to do.
+A real Prometheus scrapes synthetic nodes and evaluates the shipped rules, `deploy/prometheus/canaryd-fleet.rules.yml`.
+Only their interval is changed: it is shorter, so that there are more rounds to measure. Each size has a new Prometheus.
+A few devices, one node, one pair and one stack differ from the rest, and the result is checked, because a fast but
+wrong vote is no result. At the end 40 % of the largest fleet changes its results at once: the largest possible load.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ from benchmarks.common import ROOT, Bystanders, machine, options, table, write
 
 RULES = ROOT / "deploy/prometheus/canaryd-fleet.rules.yml"
 PER_TARGET = 100
-"""Nodes that one synthetic target stands for; their `instance` labels are their own."""
+"""Number of nodes on the page of one synthetic target; each node has its own `instance` label."""
 DEVICES = 8
 PROBES = ("exact_matmul", "exact_attention", "exact_integer", "recorded_kernels")
 MODELS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "AMD Instinct MI300X")
 STACKS = 12
-"""Stacks of each model: half of its nodes have the first one, a quarter the second, and so on."""
+"""Number of software stacks per model: half of its nodes have the first one, a quarter the second, and so on."""
 RIGHT, WRONG = 2**53 - 1, 2**53 - 2
 SCRAPE = 30
-"""Seconds between two scrapes: what is measured are rules and queries; samples come in at half the usual rate."""
+"""Seconds between two scrapes, twice the usual time: the benchmark measures rules and queries, not scrapes."""
 INTERVAL = 15
-"""Seconds between two rounds of the rules, where the shipped file says 60."""
+"""Seconds between two rounds of the rules; the shipped file says 60."""
 STATES = ("healthy", "degraded", "unknown", "suspect", "faulty")
 PLAIN = (
     "canaryd_golden_fingerprint != on (model, probe, stack) group_left () "
     "quantile by (model, probe, stack) (0.5, canaryd_golden_fingerprint)"
 )
-"""The vote in one line, without any of its guards: what the rules are held against."""
+"""The vote as one expression without any guard, with which the cost of the rules is compared."""
 
 
 class Size(NamedTuple):
-    """What was measured at one size."""
+    """The measurements at one size of the fleet."""
 
     nodes: int
     series: int
-    """Series that are scraped; the rules' own are not among them."""
+    """Number of scraped series, without those that the rules make."""
     rounds: list[float]
-    """Seconds of each round of all rules."""
+    """Seconds of each round; a round evaluates all rules."""
     rules: dict[str, float]
     """Rule → median of its seconds."""
     cpu: float
-    """Processor seconds per round, scraping included."""
+    """Processor seconds of Prometheus per round, including scrapes."""
     resident: int
-    """Bytes of Prometheus afterwards."""
+    """Resident memory of Prometheus at the end, in bytes."""
     queries: dict[str, float]
-    """Question → median of seconds."""
+    """Query → median of its seconds."""
     others: float
-    """Share of the machine that others used meanwhile."""
+    """Fraction of the processor time that other processes used."""
 
 
 def page(first: int, nodes: int, storm: bool) -> bytes:
-    """Return the exposition of a block of nodes; the odd ones are told in `expected`."""
+    """Return the metrics page of the `nodes` nodes from number `first` on; with `storm`, 40 % of them differ."""
     lines: dict[str, list[str]] = {}
 
     def add(name: str, labels: str, value: float) -> None:
@@ -106,7 +106,7 @@ def page(first: int, nodes: int, storm: bool) -> bytes:
 
 
 def export(listener: socket.socket, nodes: int) -> None:
-    """Serve `/N`, the block of nodes from 100 N on; `/storm` changes 40 % of the fleet from then on."""
+    """Serve the page of block N (100 nodes) at `/N`. After a request of `/storm`, 40 % of the fleet differ."""
     starts = range(0, nodes, PER_TARGET)
     pages = [page(start, min(PER_TARGET, nodes - start), storm=False) for start in starts]
 
@@ -132,7 +132,7 @@ def export(listener: socket.socket, nodes: int) -> None:
 
 
 class Run:
-    """One Prometheus on one synthetic fleet."""
+    """One Prometheus that scrapes one synthetic fleet."""
 
     def __init__(self, directory: Path, nodes: int, interval: int) -> None:
         self.nodes, self.interval = nodes, interval
@@ -170,7 +170,7 @@ class Run:
         )
 
     def stop(self) -> None:
-        """End Prometheus and the exporter."""
+        """Stop Prometheus and the exporter."""
         self.process.terminate()
         self.process.wait(120)
         self.exporter.terminate()
@@ -178,23 +178,23 @@ class Run:
         self.listener.close()
 
     def api(self, path: str, **arguments: str) -> Any:
-        """Return the data of an answer of Prometheus's API."""
+        """Return the "data" of an answer of Prometheus's API."""
         asked = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
         with urllib.request.urlopen(asked, timeout=300) as answer:  # noqa: S310  this program's own Prometheus
             return json.load(answer)["data"]
 
     def value(self, query: str) -> float:
-        """Return the single value of a query; 0 without one."""
+        """Return the first value of a query's result, or 0.0 if the result is empty."""
         found = self.api("query", query=query)["result"]
         return float(found[0]["value"][1]) if found else 0.0
 
     def group(self) -> dict[str, Any]:
-        """Return what Prometheus says of the group of rules."""
+        """Return the group of rules as Prometheus's API describes it."""
         found: dict[str, Any] = self.api("rules")["groups"][0]
         return found
 
     def until(self, what: Callable[[], bool], seconds: float = 300.0) -> None:
-        """Wait until `what` holds."""
+        """Wait until `what()` is true; exit the program after `seconds`."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -207,7 +207,7 @@ class Run:
             time.sleep(0.5)
 
     def rounds(self, count: int) -> tuple[list[float], dict[str, list[float]]]:
-        """Return the seconds of the next `count` rounds, and of each rule in them."""
+        """Wait for `count` rounds; return (seconds of each round, rule → its seconds in each round)."""
         totals: list[float] = []
         each: dict[str, list[float]] = {}
         seen = self.group()["lastEvaluation"]
@@ -232,7 +232,7 @@ class Run:
 
 
 def expected(run: Run) -> None:
-    """End the benchmark where the vote is not the right one."""
+    """Exit the program if the vote does not accuse exactly the devices and the node that differ."""
     alerts = run.api("query", query='ALERTS{alertname=~"CanarydFleet.*"}')["result"]
     found = {(a["metric"]["alertname"], a["metric"].get("instance"), a["metric"].get("scope")) for a in alerts}
     wanted = {
@@ -245,7 +245,7 @@ def expected(run: Run) -> None:
 
 
 def measure(run: Run, rounds: int) -> Size:
-    """Wait until the fleet is there, and measure."""
+    """Wait until Prometheus has scraped the whole fleet, and return the measurements over `rounds` rounds."""
     devices = run.nodes * DEVICES
     run.until(lambda: run.value("count(canaryd_golden_fingerprint)") == devices * len(PROBES))
     run.until(lambda: run.value("sum(canaryd:fleet_voters)") == (devices - 1) * len(PROBES))
@@ -285,7 +285,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def storm(run: Run) -> list[float]:
-    """Change 40 % of the fleet at once and return the seconds of the rounds that see it."""
+    """Change 40 % of the fleet at once; return the seconds of the next three rounds."""
     with urllib.request.urlopen(f"http://{run.address}/storm", timeout=300):
         pass
     odd = run.nodes * 2 // 5 * DEVICES * len(PROBES)
@@ -294,7 +294,7 @@ def storm(run: Run) -> list[float]:
 
 
 def plot(sizes: Sequence[Size]) -> str:
-    """Return seconds over nodes as SVG: the slowest round."""
+    """Return an SVG image: seconds of the slowest round over the number of nodes."""
     wide, high, left, bottom, top = 640, 300, 60, 40, 30
     points = [(s.nodes, max(s.rounds)) for s in sizes]
     most_x = max(s.nodes for s in sizes)
@@ -327,7 +327,7 @@ def plot(sizes: Sequence[Size]) -> str:
 
 
 def report(sizes: Sequence[Size], stormy: Sequence[float], limit: float) -> str:
-    """Return the body of the report."""
+    """Return the body of the report. `stormy`: seconds of the rounds after the change; `limit`: allowed seconds."""
     rows = [
         (
             f"{s.nodes:,}",
@@ -375,7 +375,7 @@ def report(sizes: Sequence[Size], stormy: Sequence[float], limit: float) -> str:
 
 
 def main() -> None:
-    """Measure every size."""
+    """Measure every size and write the report."""
     parser = options(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[100, 1000, 3000, 10_000])
     parser.add_argument("--rounds", type=int, default=6, help="rounds of the rules at each size (default: %(default)s)")

@@ -1,8 +1,8 @@
-"""What the daemon costs at rest: memory, threads, open files, processor time; and what each dependency adds.
+"""Measure what the daemon uses at rest: memory, threads, open files, processor time; and what each dependency adds.
 
-Starts `canaryd run` with a state directory of its own, waits until the workers of the first round have gone, and
-watches it while a scrape comes every 15 seconds, as from Prometheus. No file of torch or of a vendor library may be
-mapped into the daemon. With `--beside DIR`, a checkout of another version: its daemon follows.
+Starts `canaryd run` with its own state directory, waits until the workers of the first round have ended, and watches
+the daemon, with a scrape every 15 seconds as from Prometheus. No file of torch or of a vendor's library can be mapped
+into the daemon. `--beside DIR` names a checkout of another version, whose daemon is measured next.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ import psutil
 from benchmarks import common
 
 MEMORY_TARGET = 60.0
-"""MiB resident."""
+"""Largest resident memory in MiB."""
 PROCESSOR_TARGET = 0.5
-"""Percent of one core."""
+"""Largest processor time in percent of one core."""
 SCRAPE_PERIOD = 15.0
 """Seconds between two scrapes."""
 FOREIGN = re.compile(r"torch|libcuda|nvidia-ml|amdsmi|librocm|libhsa|numpy", re.IGNORECASE)
-"""What must never be mapped into the daemon."""
+"""Pattern for names of files that must never be mapped into the daemon."""
 DEPENDENCIES = {
     "prometheus-client": "prometheus_client",
     "APScheduler": "apscheduler.schedulers.background",
     "PyYAML": "yaml",
 }
-"""Distribution → the module that a daemon imports of it."""
+"""Distribution → its module that the daemon imports."""
 
 
 @contextlib.contextmanager
 def daemon(
     config: Path | None, record: Path | None = None, tree: Path = common.ROOT
 ) -> Iterator[tuple[psutil.Process, str]]:
-    """Run the daemon and yield its process and the address of its metrics; end it as an operator would.
+    """Run a daemon within this context; yield (its process, address of its metrics page). SIGTERM ends the daemon.
 
-    `record`: a state directory to start with; without one it begins with an empty one. `tree`: a checkout.
+    `record`: the state directory to use (default: an empty one). `tree`: the checkout to run.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ def daemon(
 
 
 def wait_for_answer(process: psutil.Process, metrics: str) -> float:
-    """Wait until the daemon answers a scrape; return the seconds since it was started."""
+    """Wait until the daemon answers a scrape; return the seconds since the start of its process."""
     while True:
         with contextlib.suppress(OSError), urllib.request.urlopen(metrics, timeout=10) as answer:  # noqa: S310  ours
             answer.read()
@@ -90,7 +90,10 @@ def wait_for_answer(process: psutil.Process, metrics: str) -> float:
 
 
 def wait_for_rest(process: psutil.Process, quiet: float, patience: float) -> float:
-    """Wait until the daemon has had workers and then none for `quiet` seconds; return the seconds it took."""
+    """Wait until the daemon has had workers, and then none for `quiet` seconds; return the seconds until then.
+
+    Raises `TimeoutError` after `patience` seconds.
+    """
     started = time.monotonic()
     busy = None
     while busy is None or time.monotonic() - busy < quiet:
@@ -106,7 +109,7 @@ def wait_for_rest(process: psutil.Process, quiet: float, patience: float) -> flo
 
 
 def passing(process: psutil.Process) -> list[psutil.Process]:
-    """Return the daemon's workers without the reader of the kernel log, which stays."""
+    """Return the daemon's workers, except the reader of the kernel log, which never ends."""
     return [child for child in process.children() if not reads_log(child.pid)]
 
 
@@ -118,7 +121,7 @@ def reads_log(pid: int) -> bool:
 
 
 def memory(pid: int | str) -> dict[str, float]:
-    """Return resident, proportional, private and anonymous memory of a process in MiB."""
+    """Return a process's resident, proportional, private and anonymous memory in MiB, by name."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     sizes = {name: int(size) / 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     return {
@@ -130,7 +133,7 @@ def memory(pid: int | str) -> dict[str, float]:
 
 
 def rest(process: psutil.Process, metrics: str, duration: float) -> dict[str, float]:
-    """Watch the daemon for `duration` seconds; return its share of one core in percent, scrapes included, and more."""
+    """Watch the daemon for `duration` seconds; return by name: percent of one core, figures of scrapes and workers."""
     before, started = process.cpu_times(), time.monotonic()
     scrapes: list[float] = []
     size = workers = 0
@@ -165,7 +168,7 @@ def weigh(modules: list[str]) -> float:
 
 
 def observed(arguments: argparse.Namespace, tree: Path) -> dict[str, Any]:
-    """Run the daemon of a tree until it rests, watch it, and return what was seen."""
+    """Run the daemon of a checkout until it rests, watch it, and return the measurements by name."""
     with daemon(arguments.config, tree=tree) as (process, metrics):
         answered = wait_for_answer(process, metrics)
         round_took = wait_for_rest(process, arguments.quiet, arguments.patience)
@@ -183,7 +186,7 @@ def observed(arguments: argparse.Namespace, tree: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start, wait, watch, weigh, write; end with 1 where something foreign is mapped."""
+    """Measure and write the report; exit with 1 if a foreign file is mapped into the daemon."""
     parser = common.options(__doc__)
     parser.add_argument("--config", type=Path, help="configuration of the daemon (default: none)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch it (default: %(default)g)")

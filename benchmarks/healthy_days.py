@@ -1,15 +1,15 @@
-"""Counts accusations of healthy devices: hosts of eight GPUs and a processor that live through realistic changes.
+"""Count accusations of healthy devices: hosts with eight GPUs and a processor, and realistic changes of software.
 
-No device here has a fault. Software changes, daemons restart, machines reboot, autotuners choose again, kernels differ
-from run to run, probes time out, fans fail for an hour: the real engine, schedule, store and judge see it all, played
-by tests/story. A verdict of hardware with a state of suspect or faulty is a false alarm, and none is allowed.
+No device here has a fault. Software changes, daemons restart, machines reboot, autotuners choose other kernels, kernels
+differ from run to run, probes time out, fans fail for an hour. The real engine, schedule, store and judge process all
+of it, driven by tests/story. A verdict suspect or faulty with the cause hardware is a false alarm; none is allowed.
 
-The noise is that of recordings: a served model on llama.cpp (results/served-llama.md) showed 4 to 6 exact vectors for
-one case among 30 recordings, and one that was not known yet in 2 of 500 runs. One recorded case has such modes, one is
-steady but for a mode that comes in 2 of 500, and one host of four has a kernel whose bits are others each time.
+The noise is that of recordings. A served model on llama.cpp (results/served-llama.md) gave 4 to 6 exact vectors for one
+case in 30 recordings, and an unknown vector in 2 of 500 runs. Here one recorded case has such variants, another has a
+second variant in 2 of 500 runs, and on one host of four a kernel gives other bits each time.
 
-How often things change is ours, on the busy side of what operators tell: a driver every 60 days, torch or BLAS every
-30, a daemon restart every 10, a reboot every 30, another kernel for one device every 15, a fan that fails every 60.
+The frequency of changes is our choice, higher than operators usually report: a new driver every 60 days, torch or BLAS
+every 30, a daemon restart every 10, a reboot every 30, another kernel for one device every 15, a failed fan every 60.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from tests.story.playing import play, summary
 GPUS = 8
 DEVICES = GPUS + 1
 UNKNOWN_MODE = 2 / 500
-"""Share of runs of a served model that gave a vector that was not known yet (results/served-llama.md)."""
+"""Fraction of runs of a served model with a vector that was not known before (results/served-llama.md)."""
 MODES = (*[(1 - UNKNOWN_MODE) / 4] * 4, UNKNOWN_MODE)
 STEADY = (1 - UNKNOWN_MODE, UNKNOWN_MODE)
 HANGS = 1e-3
-"""Share of runs that time out on a busy machine (ours)."""
+"""Fraction of runs that time out on a busy machine (ours)."""
 EVERY = {"driver": 60, "torch": 30, "blas": 30, "restart_daemon": 10, "reboot": 30, "kernel": 15 / GPUS, "fan": 60}
-"""Mean days between two changes of a host."""
+"""Kind of change → mean number of days between two such changes of a host."""
 
 
 @dataclass
 class Tally:
-    """What the judge said at the end of every round."""
+    """Counts of verdicts after every round."""
 
     rounds: int = 0
-    """Device-rounds."""
+    """Sum of the rounds of all devices."""
     days: float = 0.0
-    """Device-days."""
+    """Sum of the days of all devices."""
     states: Counter[str] = field(default_factory=Counter)
-    """State → device-rounds."""
+    """State → number of device-rounds after which a device was in this state."""
     unknown: Counter[str] = field(default_factory=Counter)
-    """Rule → device-rounds that it made unknown."""
+    """Rule → number of device-rounds after which it made a device unknown."""
     hardware: list[str] = field(default_factory=list)
     accused: list[str] = field(default_factory=list)
-    """Every entry into suspect or faulty, whatever the cause."""
+    """A line for each change of a device to suspect or faulty, with any cause."""
     changes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally) -> None:
-        """Add what another process counted."""
+        """Add the counts of another process."""
         self.rounds += other.rounds
         self.days += other.days
         for mine, theirs in ((self.states, other.states), (self.unknown, other.unknown), (self.changes, other.changes)):
@@ -71,7 +71,7 @@ class Tally:
 
 
 def changes(rng: random.Random, rounds: int, per_day: float) -> Iterator[Happening]:
-    """Yield what happens to one host: each kind as a Poisson process."""
+    """Yield the changes of one host; each kind of change is a Poisson process."""
     gpus = tuple(f"gpu{n}" for n in range(GPUS))
     for kind, days in EVERY.items():
         at, version = 0.0, 0
@@ -93,7 +93,7 @@ def changes(rng: random.Random, rounds: int, per_day: float) -> Iterator[Happeni
 
 
 def host(number: int, days: int, hours: float, seed: int) -> Story:
-    """Return the story of one healthy host."""
+    """Return the story (input for tests/story) of one healthy host."""
     rng = random.Random(f"healthy {seed} {number}")
     rounds = int(days * 24 / hours)
     noise = [Noise(case="gemm/decode", modes=MODES), Noise(case="gemm/prefill", modes=STEADY)]
@@ -116,7 +116,7 @@ def host(number: int, days: int, hours: float, seed: int) -> Story:
 
 
 def live(number: int, days: int, hours: float, seed: int) -> Tally:
-    """Play one host and count."""
+    """Play the story of one host and return the counts of its verdicts."""
     told, tally = host(number, days, hours, seed), Tally()
     tally.changes.update(("kernel" if h.kernel else "".join(h.stack) or h.do) for h in told.events)
     before: dict[str, State] = {}
@@ -143,7 +143,7 @@ def live(number: int, days: int, hours: float, seed: int) -> Tally:
 
 
 def report(tally: Tally) -> str:
-    """Return the figures in words and tables."""
+    """Return the body of the report."""
     bound = -math.expm1(math.log(0.05) / max(tally.days, 1.0))
     opening = f"{len(tally.hardware)} hardware accusations in {tally.days:.0f} device-days of healthy devices"
     if not tally.hardware:
@@ -171,7 +171,7 @@ def report(tally: Tally) -> str:
 
 
 def main() -> None:
-    """Play hosts until the device-days are full; end with 1 where a healthy device was accused of its hardware."""
+    """Play hosts until the wanted device-days are reached; exit with 1 if a healthy device's hardware was accused."""
     parser = common.options(__doc__)
     parser.add_argument("--device-days", type=int, default=10_000)
     parser.add_argument("--days", type=int, default=30, help="days that one host lives (default: %(default)s)")

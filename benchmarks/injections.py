@@ -1,7 +1,7 @@
 """Exact products with one fault each: the published mix, and faults of lanes, tiles, cores, values and stuck bits.
 
-What a fault does to a result is decided here, on the bits, whatever any rule says of it. Primitives that drills and
-tests have too are those of `canaryd.worker.numeric.faults`.
+This module decides on the bits how a fault changes a result, before any rule judges it. Primitives that drills and
+tests also use are in `canaryd.worker.numeric.faults`.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from probes import exact_matmul
 SIZES = {"square": (64, 48, 96, 0), "decode": (3, 80, 160, 0), "batched": (24, 32, 48, 2)}
 PERIODS = (2, 4, 8, 16)
 TILE = 16
-"""Rows and columns of a tile, and of K that an accumulator takes at once."""
+"""Number of rows and columns of a tile, and number of terms along K that an accumulator adds at once."""
 
 Draw = Callable[[int], int]
-"""Returns a number below its argument."""
+"""Function that returns a random number from 0 to its argument minus 1."""
 
 
 def draws(seed: int) -> Draw:
-    """Return what draws numbers, the same for the same seed."""
+    """Return a function that draws random numbers, the same numbers for the same seed."""
     numbers = itertools.count(seed)
     return lambda limit: (mix64(next(numbers)) >> 1) % limit
 
 
 @dataclass
 class Trial:
-    """A clean result, its problem, and how to compute it again from changed operands."""
+    """A clean result, its problem, and the function that computes it again from changed operands."""
 
     problem: Problem
     clean: Any
     compute: Callable[[tuple[Any, ...]], Any]
     K: int
     width: int
-    """Bits of an element of the result."""
+    """Number of bits of an element of the result."""
     mantissa: int
     exponent: int
 
 
 @dataclass(frozen=True)
 class Struck:
-    """What a fault left behind."""
+    """The result of a product with an injected fault."""
 
     result: Any
     first: Any
-    """The first result, which a rule that compares the device with itself would have kept."""
+    """The first result, with which a rule that compares the device with itself compares `result`."""
     operand: Any = None
-    """The first operand as the fault left it, where it struck there."""
+    """The first operand after the fault, if the fault changed it; else None."""
     why: str = ""
-    """Why it may have changed nothing, where that is known already."""
+    """The reason why the fault can have changed nothing, if it is already known; else ""."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Struck:
 
 
 def _addresses(total: int, draw: Draw) -> list[int]:
-    """Between 2 and 9 elements at one of the periods at which lanes, banks and fragments repeat."""
+    """Return 2 to 9 indices at equal distances, one of the periods at which lanes, banks and fragments repeat."""
     period = PERIODS[draw(len(PERIODS))]
     start = draw(total)
     return [(start + i * period) % total for i in range(2 + draw(8))]
@@ -82,7 +82,7 @@ def _one(total: int, draw: Draw) -> list[int]:
 
 
 def _finite_flip(value: int, trial: Trial, draw: Draw, count: int) -> int:
-    """Flip `count` bits of one pattern so that it stays finite: an exponent of ones is drawn again."""
+    """Return a bit pattern with `count` random bits flipped; flips that make it NaN or infinite are drawn again."""
     top = (1 << trial.exponent) - 1
     while True:
         mask = 0
@@ -143,14 +143,14 @@ def _stuck_operand(trial: Trial, draw: Draw) -> Struck:
 
 
 def _wide(trial: Trial) -> tuple[Any, Any]:
-    """Return the operands in the format of the accumulator, which holds every product and partial sum exactly."""
+    """Return both operands in the accumulator's format, which holds every product and partial sum exactly."""
     dtype = torch.float64 if trial.problem.operands[0].dtype == torch.float64 else torch.float32
     a, b = (operand.to(dtype) for operand in trial.problem.operands)
     return a, b
 
 
 def _rounded(trial: Trial, sums: Any, *, touched: bool) -> Struck:
-    """Return accumulators as a result; `touched`: whether a stuck bit was ever the wrong one."""
+    """Return accumulators as a result; `touched`: whether the stuck bit ever had the wrong value."""
     result = sums.to(trial.clean.dtype)
     rounds = trial.problem.exactness is Exactness.ROUNDED
     lost = "lost in the one rounding of class R" if rounds else "below the last place of the sum"
@@ -158,7 +158,7 @@ def _rounded(trial: Trial, sums: Any, *, touched: bool) -> Struck:
 
 
 def _stuck_product(trial: Trial, draw: Draw) -> Struck:
-    """One multiplier, of one lane along K and one of columns, has a stuck bit in the products that it hands on."""
+    """Return the result if one multiplier (one lane along K and one of columns) has a stuck bit in its products."""
     a, b = _wide(trial)
     along, columns = slice(draw(LANES), None, LANES), slice(draw(LANES), None, LANES)
     products = a[..., :, along].unsqueeze(-1) * b[..., along, columns].unsqueeze(-3)
@@ -170,7 +170,7 @@ def _stuck_product(trial: Trial, draw: Draw) -> Struck:
 
 
 def _stuck_accumulator(trial: Trial, draw: Draw) -> Struck:
-    """The accumulators of one lane of columns have a stuck bit, after each block along K."""
+    """Return the result if the accumulators of one lane of columns have a stuck bit after each block along K."""
     a, b = _wide(trial)
     column, bit, high = draw(LANES), draw(8 * a.element_size()), bool(draw(2))
     sums, touched = torch.zeros_like(a[..., :, :1] * b[..., :1, :]), False
@@ -189,7 +189,7 @@ def _stuck_output(trial: Trial, draw: Draw) -> Struck:
 
 
 def _strike(trial: Trial, draw: Draw, where: Any) -> Any:
-    """Return the result with elements zeroed, or with one mantissa bit of each flipped."""
+    """Return the result after the elements at `where` were zeroed, or one mantissa bit of each was flipped."""
     result = trial.clean.clone()
     raw = bits(result)
     mask = 0 if draw(2) else signed(1 << draw(trial.mantissa), raw)
@@ -212,7 +212,7 @@ def _one_tile(trial: Trial, draw: Draw) -> Struck:
 
 
 def _one_core(trial: Trial, draw: Draw) -> Struck:
-    """20 to 75 % of the rows that one of four cores computes: what faults of control leave of an SM's output."""
+    """Return the result with 20 to 75 % of one core's elements wrong (of four cores), as after a fault of control."""
     where = torch.zeros_like(trial.clean, dtype=torch.bool)
     M = where.shape[-2]
     share = max(1, M // 4)
@@ -225,7 +225,7 @@ def _one_core(trial: Trial, draw: Draw) -> Struck:
 
 
 def _value_band(trial: Trial, draw: Draw) -> Struck:
-    """Every result with one exponent has one mantissa bit wrong, whenever this data is computed."""
+    """Return the result in which one mantissa bit is wrong in all elements with one exponent, in each computation."""
     raw = bits(trial.clean)
     exponents = (raw.to(torch.int64) >> trial.mantissa) & ((1 << trial.exponent) - 1)
     band = exponents == exponents.view(-1)[draw(raw.numel())]
@@ -256,7 +256,7 @@ FAULTS: dict[str, tuple[int, Callable[[Trial, Draw], Struck]]] = {
     "one core": (60, _one_core),
     "values of one exponent": (60, _value_band),
 }
-"""Fault class → share of the injections, and what it does."""
+"""Fault class → (relative number of injections, function that injects the fault)."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,10 @@ FAULTS: dict[str, tuple[int, Callable[[Trial, Draw], Struck]]] = {
 
 
 def why_unobserved(trial: Trial, struck: Struck) -> str:
-    """Say why a fault left every bit of the result as it was; of an operand by striking the same elements harder."""
+    """Return the reason why a fault changed no bit of the result.
+
+    For a changed operand this is found with a larger change of the same elements.
+    """
     if struck.operand is None:
         return struck.why or "the two values exchanged were equal"
     before, after = trial.problem.operands[0], struck.operand
@@ -283,7 +286,7 @@ def why_unobserved(trial: Trial, struck: Struck) -> str:
 
 
 def sources(seed: int) -> dict[str, Iterator[Trial]]:
-    """Return an endless source of clean trials for every format that this CPU multiplies."""
+    """Return format → endless iterator of clean trials, for every format that this CPU multiplies."""
     device = stack.cpu()
     found = {}
     for source, target in FORMAT_PAIRS:

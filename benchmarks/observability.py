@@ -1,9 +1,8 @@
-"""Which single-bit faults change a logit of the exact canary, by operator, format and bit.
+"""Measure which single-bit faults change a logit of the exact canary, by operator, format and bit.
 
-One bit of one element is flipped in an activation, a weight that is not 0, or an entry of the KV cache; the inference
-is one pass over a prompt and its continuation, and all its logits are compared bit for bit. Elements are drawn evenly.
-
-Beside it: the same faults as an endpoint's log probabilities would show them (float32, eight candidates).
+One bit of one element is flipped in an activation, in a weight that is not 0, or in an entry of the KV cache. The
+inference is one pass over a prompt and its continuation; all its logits are compared bit for bit. Elements are drawn
+evenly. A second figure says how many of these faults an endpoint's log probabilities show (float32, eight candidates).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from canaryd.worker.numeric.tensors import FORMATS, bits, strict_switches, torch
 
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 ROWS = 32
-"""Faults in activations tried at once, one in each row of a batch."""
+"""Number of faults in activations that are tried at once, one in each row of a batch."""
 GOALS = {
     "all weights": 0.95,
     **dict.fromkeys(
@@ -50,12 +49,12 @@ GOALS = {
         0.90,
     ),
 }
-"""Share that the construction is to reach, by place."""
+"""Place → fraction of its faults that the construction of the model must make visible."""
 
 
 @dataclass
 class Count:
-    """Faults tried and seen, by bit; `other` is what another measure saw of them, in all."""
+    """Numbers of faults tried and seen, by bit; `other`: number of faults that a second measure saw, over all bits."""
 
     tried: dict[int, int] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Count:
         self.seen[bit] = self.seen.get(bit, 0) + seen
 
     def share(self, chosen: range | None = None) -> float | None:
-        """Return the share that was seen, of these bits or of all; None where none was tried."""
+        """Return the fraction of faults that were seen, in the `chosen` bits or in all; None if none was tried."""
         wanted = [bit for bit in self.tried if chosen is None or bit in chosen]
         tried = sum(self.tried[bit] for bit in wanted)
         return sum(self.seen[bit] for bit in wanted) / tried if tried else None
@@ -83,7 +82,7 @@ def flip(flat: Any, index: int, bit: int) -> None:
 def activations(
     model: Model, form: str, whole: list[int], count: int, places: Sequence[str] = ()
 ) -> Iterator[tuple[str, Count]]:
-    """Yield what was seen of about `count` faults at each place where a result is rounded, over layers and positions.
+    """Yield (place, count of about `count` faults) for each place where a result is rounded, over layers and positions.
 
     Elements that are 0 count as well, except under "…, not 0" and "…, read later".
     """
@@ -107,10 +106,10 @@ def strikes(
     shows: Callable[[Any], list[bool]],
     places: Sequence[str],
 ) -> Iterator[tuple[str, Count]]:
-    """Yield what was seen of about `count` faults at each place of an inference of ROWS equal rows.
+    """Yield (place, count of about `count` faults) for each of `places` (empty: all), with ROWS equal rows.
 
-    Of all elements, and of those that `others` (suffix, mask) name and that are not 0. `shows` tells of each row's
-    logits whether another measure sees the fault. Of all places where `places` is empty.
+    The faults strike all elements, and separately the nonzero elements that `others` selects for a place: (suffix of
+    the place's name, mask). `shows` returns for each row of logits whether the second measure sees the fault.
     """
     draw, names = random.Random(0), []
 
@@ -138,9 +137,9 @@ def strikes(
 
 
 def _striking(name: str, where: list[int], draw: random.Random, among: Any) -> Watch:
-    """Return a watch that flips one random bit in each row of the tensor called `name`, and notes which bits.
+    """Return a watch that flips one random bit in each row of the tensor `name`, and appends the bits to `where`.
 
-    `among` is None for all elements, else a mask for those that are not 0.
+    `among` is None for all elements, or a mask; then only elements of the mask that are not 0 are struck.
     """
 
     def strike(seen: str, tensor: Any) -> Any:
@@ -159,7 +158,7 @@ def _striking(name: str, where: list[int], draw: random.Random, among: Any) -> W
 
 
 def read_later(model: Model, whole: list[int]) -> Any:
-    """Return which positions of a text a generated word of it looks at: the last few are read by nobody."""
+    """Return a mask of the positions of a text that a generated word reads: nothing reads the last few positions."""
     program = model.program
     places = [word // program.values for word in whole]
     looked = {place - lag for place in range(program.prompt, max(places[1:]) + 1) for lag in program.lags}
@@ -170,7 +169,10 @@ def read_later(model: Model, whole: list[int]) -> Any:
 
 
 def printed(model: Model, whole: list[int]) -> Callable[[Any], list[bool]]:
-    """Return whether an engine's words and log probabilities (float32, eight candidates) show a fault, by row."""
+    """Return a function of logits: for each row, whether an engine's words and log probabilities show a fault.
+
+    The engine prints float32 log probabilities of eight candidates.
+    """
     program = model.program
     words = whole[: program.prompt + program.anchored]
     count = len(whole) - len(words) + 1
@@ -205,9 +207,9 @@ def _as_printed(chances: Any) -> Answer:
 
 
 def live_weights(model: Model, form: str, whole: list[int], count: int, seed: int = 0) -> Iterator[tuple[str, Count]]:
-    """Yield what was seen of about `count` faults in each kind of weight that is not 0; and of all, by their number.
+    """Yield (kind of weight, count of about `count` faults in nonzero weights); the last kind is "all weights".
 
-    Of the embedding only rows of words that occur are live.
+    In the embedding only rows of words that occur are struck. "all weights" weighs each kind by its number of weights.
     """
     draw = random.Random(seed)
     weights = {name: w.to(getattr(torch, form)) for name, w in model.weights.items()}
@@ -240,7 +242,7 @@ def live_weights(model: Model, form: str, whole: list[int], count: int, seed: in
 
 
 def row(place: str, form: str, found: Count) -> list[object]:
-    """Return a line of the report."""
+    """Return a row of the report for one place and format."""
     mantissa, width = MANTISSA[form], FORMATS[form].dtype.itemsize * 8
     parts = (
         None,
@@ -256,13 +258,13 @@ def row(place: str, form: str, found: Count) -> list[object]:
 
 
 def printed_share(place: str, form: str, found: Count) -> list[object]:
-    """Return a line of the report that has what an endpoint prints beside all logits."""
+    """Return a row of the report: share of faults that change a logit, and share that an endpoint's output shows."""
     shares = found.share() or 0.0, found.other / sum(found.tried.values())
     return [place, form, *(f"{100 * share:.1f} %" for share in shares)]
 
 
 def main() -> int:
-    """Measure, print and write the report."""
+    """Measure and write the report; return the exit status."""
     parser = options(__doc__)
     parser.add_argument("--faults", type=int, default=960, help="faults per place and format (default: %(default)s)")
     parser.add_argument("--formats", nargs="+", default=list(MANTISSA), choices=list(MANTISSA))

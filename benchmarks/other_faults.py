@@ -1,8 +1,8 @@
-"""Faults beside those of a product: canaryd's own gather and comparator, and the memory.
+"""Inject faults outside of products: into canaryd's own gather and comparator, and into memory.
 
-The gather and the comparison run through `verify_case`, as in a check. A gather changes nothing where a wrong index
-points at an equal row (`cancel` has some in narrow formats), or the stale row is the new one. Memory is swept as
-memory_sweep does; beside it stand the two memory tests of DCGM on the same faulty memory, without their repetitions:
+The gather and the comparison run through `verify_case`, as in a check. A faulty gather changes nothing if the wrong
+index selects an equal row (`cancel` has some in narrow formats), or if the stale row equals the new one. Memory is
+swept as in memory_sweep. Two memory tests of DCGM run on the same faulty memory, without their repetitions:
 
 - DCGM memory: 00, AA, 55, FF and 00 in every byte, written and read back.
   (NVIDIA/DCGM, nvvs/plugin_src/memory/memory.cpp)
@@ -39,26 +39,26 @@ from tests.comparators import COMPARATORS
 
 FORMS = ("float64", "float32", "bfloat16", "float16")
 TURNS = 3
-"""Turns of fresh operands in one injection: the gather errs in one of them."""
+"""Number of times that one injection gathers new operands; the fault is in one of them."""
 ROWS = 3
-"""Rows of the memory that is swept."""
+"""Number of rows of the memory that is swept."""
 
 
 @dataclass
 class Part:
-    """What became of the injections of one fault."""
+    """The counts of the injections of one fault."""
 
     injected: int = 0
     changed: int = 0
-    """Injections after which something was not what it had to be."""
+    """Number of injections that changed something."""
     found: Counter[str] = field(default_factory=Counter)
-    """By canaryd, or a rival."""
+    """"canaryd" or another tool → number of injections that it found."""
     told: Counter[str] = field(default_factory=Counter)
-    """What canaryd called it."""
+    """Words that canaryd used for the fault → number of times."""
 
 
 def product(runtime: Faulty, draw: Draw, compute: Callable[..., Any] | None = None) -> Case:
-    """Return a product of any format, content, shape and layout as a case that this runtime gathers and computes."""
+    """Return a case of a random format, content, shape and layout, which `runtime` gathers and computes."""
     form, content = FORMS[draw(len(FORMS))], [*CONTENTS][draw(len(CONTENTS))]
     M, N, K, _ = [SIZES["square"], SIZES["decode"]][draw(2)]
     layout = "nt"[draw(2)] + "nt"[draw(2)]
@@ -69,7 +69,7 @@ def product(runtime: Faulty, draw: Draw, compute: Callable[..., Any] | None = No
 
 
 def verified(runtime: Faulty, case: Case, seed: int, turns: int = TURNS) -> list[Comparison]:
-    """Return the comparisons of one case over some turns; the clock shows the turns."""
+    """Return the comparisons of one case over `turns` gathers of operands, which stand for seconds of its budget."""
     clock = partial(getattr, runtime, "turns")
     session = Session(Context(device=cpu(), level="quick", seed=seed, budget=float(turns), clock=clock))
     session.runtime = runtime
@@ -87,7 +87,7 @@ def _gather(kind: str, draw: Draw, part: Part) -> None:
 
 
 def _alike(runtime: Faulty, case: Case, seed: int) -> bool:
-    """Return whether what an index points at is the same as before: few rows may give two columns of one golden."""
+    """Return whether the wrong and the right index select equal data, so that the faulty gather changes nothing."""
     assert case.product is not None
     pools = make_pools(case.product, case_seed(Context(device=cpu(), level="quick", seed=seed, budget=0.0), case))
     if isinstance(runtime, WrongColumn):
@@ -100,7 +100,7 @@ def _alike(runtime: Faulty, case: Case, seed: int) -> bool:
 
 
 def _comparator(kind: str, draw: Draw, part: Part, after: int) -> None:
-    """Beside a result that is wrong in one tile, in each product but the first `after`."""
+    """Inject a faulty comparator, and a wrong element into each product after the first `after`; count into `part`."""
     runtime, done = COMPARATORS[kind](0), 0
     case = product(runtime, draw)
     row, column = draw(3), draw(TILE)
@@ -164,15 +164,16 @@ STRIKES: dict[str, Callable[[Draw, Part], None]] = {
     "comparator says equal, results wrong from the second on": partial(_comparator, "says equal", after=1),
     **{f"memory: {kind}": partial(_memory, kind) for kind in MODELS},
 }
-"""Fault → how it is injected once: every one that changed something must be found."""
+"""Fault → function that injects it once. Every injection that changes something must be found."""
 CONTROLS: dict[str, Callable[[Draw, Part], None]] = {
     "comparator misses a tile, results wrong from the second on": partial(_comparator, "misses a tile", after=1)
 }
-"""The same where only chance finds it: the bit that is flipped on purpose once per case must lie in that tile."""
+"""Fault that is found only by chance → function that injects it once. The bit that canaryd flips on purpose once per
+case must lie in the tile."""
 
 
 def run(injections: int, seed: int) -> dict[str, Part]:
-    """Inject each fault, as often as the others; return fault → what became of it."""
+    """Inject each fault equally often, at least twice; return fault → counts."""
     kinds = {**STRIKES, **CONTROLS}
     parts = {}
     for name, strike in kinds.items():

@@ -1,23 +1,23 @@
-"""What other tools compare, on the tensors that canaryd saw: their published rules, and the real ai-chip-integrity.
+"""The comparisons of other tools, on the tensors that canaryd saw: published rules, and the real ai-chip-integrity.
 
-A rule returns True where it finds the result wrong, None where the tool takes no such format. The data are canaryd's:
-gpu-burn and DCGM multiply larger numbers, all positive, so that in float32 their 1e-3 is less than one bit of a result.
-The rules, their public repositories and files:
+A rule returns True if it finds the result wrong, False if not, and None if the tool does not support the format. The
+data are canaryd's. gpu-burn and DCGM multiply larger, positive numbers, so their threshold 1e-3 is less than one bit of
+a float32 result there. The rules, their public repositories and files:
 
 - gpu-burn: |result - first result| > 1e-3, in float64 > 1e-7; a NaN compares false. (wilicc/gpu-burn, compare.cu)
 - DCGM: the diagnostic plugin, gpu-burn's rule also for float16, and a NaN fails. Targeted stress compares no result.
   (NVIDIA/DCGM, nvvs/plugin_src/diagnostic/compare.cu)
 - RVS: GST with both checks on, which are off by default and only logged: relative Frobenius norm of the difference to
-  the result before > 0; in float32 and float64 also a relative error above 10 epsilon against the host's product. What
-  a NaN does to norm and maximum is theirs. Its newest source can compare a CRC with the first run's and with other
-  GPUs, which is not judged here. (ROCm/ROCmValidationSuite, gst.so/src/gst_worker.cpp, src/rvs_blas.cpp)
+  the result before > 0; in float32 and float64 also a relative error above 10 epsilon against the host's product. A NaN
+  affects norm and maximum as in GST. Its newest source can compare a CRC with the first run's and with other GPUs;
+  this is not judged here. (ROCm/ROCmValidationSuite, gst.so/src/gst_worker.cpp, src/rvs_blas.cpp)
 - SuperBench: |result - reference| / |reference| / K > 1e-6, in float16 > 1e-3, against the host's product; a NaN
   compares false. (microsoft/superbenchmark, superbench/benchmarks/micro_benchmarks/cublas_function/cublas_benchmark.h)
 - ai-chip-integrity: the installed package judges two runs of the same product, the first and this one: bits of the
   first run, and a proven bound around the float64 product. (tech4biz-yasha/ai-chip-integrity, chip_integrity/screen.py)
 - relative L2: ||result - reference|| / ||reference|| >= 5e-3 against float64; NaN fails it.
   (cv700/scanprobe, ashiba_scanprobe/checks/matmul.py, where NaN passes)
-- not finite: NaN or infinity. (what a serving engine notices by itself)
+- not finite: NaN or infinity, which a serving engine notices without any test.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ Rule = Callable[[Trial, Struck, str], "bool | None"]
 FIRST = {"float32": 1e-3, "float64": 1e-7}
 PER_K = {"float32": 1e-6, "float16": 1e-3}
 SCREENED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn>float32": "fp8"}
-"""Format → its name in ai-chip-integrity."""
+"""Number format → its name in ai-chip-integrity."""
 
 
 def gpu_burn(_trial: Trial, struck: Struck, form: str) -> bool | None:
-    """Compare with the first result."""
+    """Return whether the result differs too much from the first result; None for other formats."""
     if form not in FIRST:
         return None
     return bool(((struck.result - struck.first).abs() > FIRST[form]).any())
 
 
 def dcgm(trial: Trial, struck: Struck, form: str) -> bool | None:
-    """Compare with the first result, and count NaN."""
+    """Return whether the result differs too much from the first one, or either has a NaN; None for other formats."""
     wrong = gpu_burn(trial, struck, "float32" if form == "float16" else form)
     nan = bool(torch.isnan(struck.result).any() or torch.isnan(struck.first).any())
     return None if wrong is None else wrong or nan
 
 
 def rvs(trial: Trial, struck: Struck, form: str) -> bool | None:
-    """Self-check and accuracy check of GST."""
+    """Return whether the self-check or the accuracy check of GST fails; None for other formats."""
     if form == "bfloat16":  # its bits are compared as integers there
         return bool((bits(struck.result) != bits(struck.first)).any())
     if form not in ("float64", "float32", "float16"):
@@ -74,7 +74,7 @@ def rvs(trial: Trial, struck: Struck, form: str) -> bool | None:
 
 
 def superbench(trial: Trial, struck: Struck, form: str) -> bool | None:
-    """Compare with the host's product."""
+    """Return whether the result differs too much from the host's product; None for other formats."""
     if form not in PER_K:
         return None
     seen, reference = struck.result.to(torch.float64), trial.problem.golden.to(torch.float64)
@@ -82,18 +82,18 @@ def superbench(trial: Trial, struck: Struck, form: str) -> bool | None:
 
 
 def relative_l2(trial: Trial, struck: Struck, _form: str) -> bool:
-    """Compare the whole with float64."""
+    """Return whether the relative L2 error of the whole result against float64 is too large."""
     seen, reference = struck.result.to(torch.float64), trial.problem.golden.to(torch.float64)
     return not float(torch.linalg.vector_norm(seen - reference) / torch.linalg.vector_norm(reference)) < 5e-3
 
 
 def not_finite(_trial: Trial, struck: Struck, _form: str) -> bool:
-    """Look for NaN and infinity."""
+    """Return whether the result has a NaN or an infinity."""
     return not bool(torch.isfinite(struck.result.to(torch.float32 if struck.result.element_size() < 8 else None)).all())
 
 
 def chip_integrity(trial: Trial, struck: Struck, form: str) -> bool | None:
-    """Let ai-chip-integrity screen the product, with these results in the place of what it computes."""
+    """Return whether ai-chip-integrity rejects the product, whose results replace its own; None for other formats."""
     if form not in SCREENED:
         return None
     screen = importlib.import_module("chip_integrity.screen")
@@ -121,7 +121,7 @@ def _screened(screen: Any, name: str, a: Any, b: Any, runs: list[Any]) -> bool:
 
 
 def chip_integrity_version() -> str:
-    """Return the installed version of ai-chip-integrity; "" where it is not installed."""
+    """Return the installed version of ai-chip-integrity, or "" if it is not installed."""
     try:
         return version("ai-chip-integrity")
     except PackageNotFoundError:
@@ -129,7 +129,7 @@ def chip_integrity_version() -> str:
 
 
 def rules() -> dict[str, Rule]:
-    """Return the rules by name; ai-chip-integrity only where it is installed."""
+    """Return name → rule. ai-chip-integrity is included only if it is installed."""
     real: dict[str, Rule] = {"ai-chip-integrity": chip_integrity} if chip_integrity_version() else {}
     return {
         "gpu-burn": gpu_burn,

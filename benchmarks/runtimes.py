@@ -1,10 +1,10 @@
-"""Runs the fixed goldens through every runtime on this host's processor: one table of what each met bit for bit.
+"""Run the fixed goldens with every runtime on this host's processor: a table of the goldens that each one gave exactly.
 
-Each column is a process of its own in a worker's environment: a runtime under one instruction set. Of torch a cell says
-which library computed it, as MKL and oneDNN themselves log it ("own": neither did). numpy and the two columns of
-Chromium compute a golden pack (docs/pack.md), which has some of the products alone; canaryd judges their result files.
-A cell counts the fixed cases whose result equals the golden that the host makes from integers and whose digest ships
-with canaryd. "none": no kernel. The last row is a control: a result with one bit flipped must be found wrong.
+Each column is a process with a worker's environment: a runtime with one instruction set. For torch a cell names the
+library that computed, as MKL and oneDNN log it ("own": neither of them). numpy and the two columns of Chromium compute
+a golden pack (docs/pack.md), which has some of the products only; canaryd judges their result files. A cell counts the
+fixed cases whose result equals the golden that the host makes from integers and whose digest ships with canaryd.
+"none": no kernel. The last row is a control: a result with one bit flipped must be found wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests import browser
 PROBES = {"product": exact_matmul, "attention": exact_attention, "integer": exact_integer}
 CONTROL = "one bit flipped on purpose: found"
 VERBOSE = {"MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1"}
-"""Both libraries then print a line for each call (oneMKL and oneDNN developer guides)."""
+"""Environment variables with which both libraries print a line for each call (oneMKL and oneDNN developer guides)."""
 LIBRARIES = {
     "MKL": re.compile(r"^MKL_VERBOSE [A-Z]*GEMM", re.MULTILINE),
     "oneDNN": re.compile(r"^onednn_verbose,.*exec,cpu,(?:matmul|inner_product)", re.MULTILINE),
@@ -52,7 +52,7 @@ WITHOUT_ONEDNN = "oneDNN off"
 
 
 def cases(device: Device) -> Iterator[tuple[str, Case, str]]:
-    """Yield the row, the case and the shipped digest of every fixed case of a device."""
+    """Yield (row of the table, case, shipped digest) for every fixed case of a device."""
     for family, probe in PROBES.items():
         shipped = json.loads(probe.GOLDEN.read_text())
         for case in probe.fixed_cases(device):
@@ -62,7 +62,7 @@ def cases(device: Device) -> Iterator[tuple[str, Case, str]]:
 
 
 def printed(work: Callable[[], Any]) -> tuple[Any, str]:
-    """Return what `work` returns, and what libraries wrote to standard output meanwhile."""
+    """Return (result of `work`, text that libraries wrote to standard output during `work`)."""
     sys.stdout.flush()
     library, held = ctypes.CDLL(None), os.dup(1)
     with tempfile.TemporaryFile() as file:
@@ -78,7 +78,7 @@ def printed(work: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def serve(name: str, instruction_set: str) -> None:
-    """Be one process: print each case with what became of it, then the stack, as lines of JSON."""
+    """Run all cases of one column; print a line of JSON for each case, then one for the software."""
     device = of_runtime(name)
     runtime = interface.of(device)
     without = instruction_set == WITHOUT_ONEDNN
@@ -106,23 +106,23 @@ def serve(name: str, instruction_set: str) -> None:
 
 
 class Column:
-    """One column: row → whether each case was right, row → the libraries that computed it, and the stack."""
+    """One column of the table: row → whether each case was right, row → libraries that computed it; the software."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Begin without any case."""
         self.rows: dict[str, list[bool]] = defaultdict(list)
         self.by: dict[str, list[str]] = defaultdict(list)
         self.stack: dict[str, Any] = {}
 
     def cell(self, row: str) -> str:
-        """Return the text of a cell."""
+        """Return the text of the cell in a row, e.g. "3 of 3, MKL", or "none"."""
         found = self.rows.get(row, [])
         by = f", {' and '.join(sorted(set(self.by[row])))}" if self.by[row] else ""
         return f"{sum(found)} of {len(found)}{by}" if found else "none"
 
 
 def column(python: str, runtime: str, instruction_set: str) -> Column:
-    """Run one process; return what it printed. Raises `RuntimeError` if it fails."""
+    """Run `serve` in a process and return its column. Raises `RuntimeError` if the process fails."""
     argv = [python, "-m", "benchmarks.runtimes", "--serve", runtime, "--instruction-set", instruction_set]
     env = common.worker_environment("native" if instruction_set == WITHOUT_ONEDNN else instruction_set)
     env |= VERBOSE if runtime == TORCH else {}
@@ -140,7 +140,7 @@ def column(python: str, runtime: str, instruction_set: str) -> Column:
 
 
 def judged(results: Path, directory: Path, software: str) -> Column:
-    """Return the column of a result file, as `canaryd pack verify` judges it."""
+    """Return the column for a result file of a pack, as `canaryd pack verify` judges it."""
     document, found = json.loads(results.read_text()), Column()
     verdict = pack.judge(results, directory)
     wrong = {case["name"] for case in verdict.wrong}
@@ -152,7 +152,7 @@ def judged(results: Path, directory: Path, software: str) -> Column:
 
 
 def packed(python: str) -> dict[str, Column]:
-    """Return the columns of a golden pack: numpy, and Chromium by WebAssembly and by WebGPU in software."""
+    """Return name → column for a golden pack: numpy, Chromium with WebAssembly, Chromium with WebGPU in software."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
         made, page = there / "pack", there / "pack" / "index.html"
@@ -178,7 +178,7 @@ def packed(python: str) -> dict[str, Column]:
 
 
 def main() -> None:
-    """Run every column, write the table; end with 1 unless everything was right and every control was found."""
+    """Run every column and write the report; exit with 1 unless all cases were right and all controls were found."""
     parser = common.options(__doc__)
     for name in RUNTIMES:
         parser.add_argument(f"--{name}", default=sys.executable, metavar="PYTHON", help="its Python, else this one")

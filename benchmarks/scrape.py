@@ -1,11 +1,11 @@
-"""What a scrape costs the scraper: 16 devices, all series, 5 scrapers at once, in each format and encoding.
+"""Measure the time of a scrape: 16 devices, all series, 5 scrapers at once, in each format and encoding.
 
-The page is that of the tests' node in trouble (tests/full_node.py): the largest there is. A process of its own serves
-it with the daemon's server and makes it anew every 5 s, which is as often as the daemon ever sweeps (every 15 s by
-default). What the daemon does besides, judging and storing, is not part of this. The scrapers are another process, each
-with a connection that it keeps, as Prometheus does; they ask at random moments, once a second on average. A scrape
-takes from the request's first byte to the answer's last; nothing is unpacked or parsed meanwhile. With `--beside DIR`,
-a checkout of another version: its page and server, as its own benchmark makes them, are scraped in turn.
+The page is the largest one: that of the tests' node in trouble (tests/full_node.py). A separate process serves it with
+the daemon's server and renders it again every 5 s, as often as the daemon can sweep at most (default: every 15 s). The
+daemon's other work, judging and storing, is not included. The scrapers are another process; each keeps its connection,
+as Prometheus does, and asks at random moments, once a second on average. The time of a scrape is that from the first
+byte of the request to the last byte of the answer; nothing is unpacked or parsed in it. `--beside DIR` names a checkout
+of another version: its page and server, as its own benchmark makes them, are scraped in turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from canaryd.web.server import Server
 from tests.full_node import node
 
 TARGET = 20.0
-"""Milliseconds, of 99 in 100 scrapes."""
+"""Largest 99th percentile of the times of scrapes, in milliseconds."""
 PERIOD = 1.0
 """Seconds between two scrapes of one scraper, on average."""
 FORMATS: dict[str, dict[str, str]] = {
@@ -48,7 +48,10 @@ FORMATS: dict[str, dict[str, str]] = {
 
 
 def serve(devices: int, pipe: Any) -> None:
-    """Serve, say where, make the page anew until told to end; then say how long each time took, in seconds."""
+    """Serve the page and send its port; render the page every `SWEEP` seconds until told to end; send the times.
+
+    `pipe`: a `Pipe` or a multiprocessing pipe. The times are seconds of each rendering.
+    """
     sys.setswitchinterval(daemon.SWITCH)
     snapshot = node(devices)
     pages = [families.render(snapshot)]
@@ -65,24 +68,24 @@ def serve(devices: int, pipe: Any) -> None:
 
 
 class Pipe:
-    """Standard input and output of a process that serves, as `serve` takes them: lines of JSON."""
+    """Standard input and output of a serving process, with the methods that `serve` needs; it sends lines of JSON."""
 
     @staticmethod
     def send(what: object) -> None:
-        """Write a line."""
+        """Write an object as a line of JSON."""
         print(json.dumps(what), flush=True)
 
     @staticmethod
     def poll(seconds: float) -> bool:
-        """Tell whether a line or the end comes within so many seconds."""
+        """Return whether a line or the end of input comes within `seconds`."""
         return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 class Served:
-    """A tree's server in a process of its own."""
+    """The server of a checkout in its own process."""
 
     def __init__(self, tree: Path, devices: int) -> None:
-        """Start it; end the program where it does not come up."""
+        """Start the server; exit the program if it does not start."""
         # The other tree's `benchmarks.scrape` has the function alone: `Pipe` is this one's, handed over as source.
         code = f"import json, select, sys\n{inspect.getsource(Pipe)}\nfrom benchmarks.scrape import serve\n"
         self._process = subprocess.Popen(
@@ -102,14 +105,14 @@ class Served:
         return json.loads(line)
 
     def end(self) -> list[float]:
-        """End it; return how long each making of the page took, in seconds."""
+        """Stop the server; return the seconds of each rendering of the page."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return list(self._said())
 
 
 def scrape(port: int, headers: dict[str, str], count: int, seed: int, into: list[tuple[float, int]]) -> None:
-    """Scrape `count` times at random moments; append seconds and bytes of each."""
+    """Scrape `count` times at random moments; append (seconds, bytes) of each scrape to `into`."""
     moments = random.Random(seed)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.connect()
@@ -125,7 +128,7 @@ def scrape(port: int, headers: dict[str, str], count: int, seed: int, into: list
 
 
 def block(port: int, headers: dict[str, str], scrapers: int, count: int) -> list[tuple[float, int]]:
-    """Return seconds and bytes of `count` scrapes by each of so many scrapers at once."""
+    """Return (seconds, bytes) of each scrape, for `count` scrapes by each of `scrapers` threads at once."""
     found: list[tuple[float, int]] = []
     seeds = [random.randrange(2**32) for _ in range(scrapers)]
     threads = [threading.Thread(target=scrape, args=(port, headers, count, seed, found)) for seed in seeds]
@@ -137,12 +140,12 @@ def block(port: int, headers: dict[str, str], scrapers: int, count: int) -> list
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least this share of all does not exceed."""
+    """Return the smallest value such that at least the fraction `share` of all values is not larger."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def row(name: str, version: str, blocks: list[list[tuple[float, int]]], note: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return the line of a table for a format of a version, and what it rests on."""
+    """Return (row of the table, its data) for one format and version. `note`: a warning that replaces the judgement."""
     times = [1e3 * seconds for each in blocks for seconds, _ in each]
     low, high = common.interval(times, lambda sample: percentile(list(sample), 0.99))
     p99 = percentile(times, 0.99)
@@ -157,7 +160,7 @@ def row(name: str, version: str, blocks: list[list[tuple[float, int]]], note: st
 
 
 def main() -> None:
-    """Serve, scrape in blocks, write; end with 1 where a format misses the target."""
+    """Serve, scrape in blocks and write the report; exit with 1 if a format misses the target."""
     parser = common.options(__doc__)
     parser.add_argument("--devices", type=int, default=16)
     parser.add_argument("--scrapers", type=int, default=5)

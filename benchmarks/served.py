@@ -1,13 +1,13 @@
-"""Endpoint canaries on a real server: false alarms over many clean runs, and how many flipped bits are seen.
+"""Measure endpoint canaries on a real server: false alarms over many clean runs, and the fraction of flipped bits seen.
 
-The server is one that others wrote, on the tests' tiny checkpoint, as `scripts/servers` installs it. Three parts:
+The server is third-party software, installed as scripts/servers does it, with the tests' tiny checkpoint. Three parts:
 
 clean: runs one after the other, then as many beside four clients with requests of other lengths. An alarm is a verdict
-that is suspect, faulty or degraded.
+suspect, faulty or degraded.
 faults: matrix products inside the server's process are wrong at 1 in 500, 1 in 50, and always. An error is a verdict
-that is healthy although recordings of the same check are unknown.
-flips: copies of the checkpoint with one exponent bit of one random weight flipped, each served and asked once, at the
-thresholds of the same baseline; the checkpoint is not named to canaryd, so that nothing but the answer can tell.
+healthy although recordings of the same check are unknown.
+flips: copies of the checkpoint with one exponent bit of one random weight flipped, each served and tested once against
+the same baseline and thresholds. canaryd does not know the checkpoint, so only the answer can show the flip.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.watched import NAMED, Watched
 
 FAULTY = common.ROOT / "tests/faulty_server"
 PYTHON = ("mlx", "transformers")
-"""Servers whose products `FAULTY` can break."""
+"""Servers in whose process `FAULTY` can make products wrong."""
 RATES = {"1 in 500": 1 / 500, "1 in 50": 1 / 50, "always": 1.0}
 ALARMS = (State.DEGRADED, State.SUSPECT, State.FAULTY)
 
 
 def clean(watched: Watched, runs: int) -> tuple[Counter[str], list[str]]:
-    """Ask so many times; return the states that the endpoint was in, with departures counted, and what alarmed."""
+    """Test the endpoint `runs` times; return (counts of states and of unknown vectors, lines about alarms)."""
     seen: Counter[str] = Counter()
     alarms = []
     for _ in range(runs):
@@ -51,7 +51,7 @@ def clean(watched: Watched, runs: int) -> tuple[Counter[str], list[str]]:
 
 
 def faults(watched: Watched, rate: float, checks: int) -> Counter[str]:
-    """Break one in `1 / rate` matrix products inside the server; return what so many checks made of it."""
+    """Make the fraction `rate` of the server's matrix products wrong; return the counts over `checks` checks."""
     watched.server.stop()
     sound = watched.server.environment
     watched.server.environment = sound | {"PYTHONPATH": str(FAULTY), "CANARYD_TEST_FAULT_RATE": str(rate)}
@@ -71,7 +71,7 @@ def faults(watched: Watched, rate: float, checks: int) -> Counter[str]:
 
 
 def flips(watched: Watched, count: int) -> list[dict[str, Any]]:
-    """Serve copies with one flipped bit each, and say what became of one run on each."""
+    """Serve `count` copies with one flipped bit each; return for each copy the flip and the outcome of one run."""
     keep = watched.checkpoint.with_name("kept")
     shutil.copytree(watched.checkpoint, keep)
     found = []
@@ -92,12 +92,12 @@ def flips(watched: Watched, count: int) -> list[dict[str, Any]]:
 
 
 def once(watched: Watched) -> Run:
-    """Return the first of the runs that one question makes; the others confirm it."""
+    """Return the first run of one test; its other runs are confirmations."""
     return watched.ask()[0]
 
 
 def main() -> None:
-    """Start a server, learn, measure, write; end with 1 on an alarm, a missed fault, or too few flips seen."""
+    """Measure and write the report; exit with 1 on an alarm, a missed fault, or too few flips seen."""
     parser = common.options(__doc__)
     parser.add_argument("--server", choices=KINDS, default="llama")
     parser.add_argument("--runs", type=int, default=500, help="clean runs of each kind (default: %(default)s)")

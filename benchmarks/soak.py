@@ -1,12 +1,11 @@
-"""Hours of a busy daemon, and whether anything grows.
+"""Run a busy daemon for hours and check that nothing grows.
 
-Runs `canaryd run` with a state directory of its own on 8 GPUs of the tests' stand-in for NVML, and lets much happen:
-three numeric probes in turn without a pause or a budget, telemetry every 15 s, a probe that hangs and one that crashes,
-lines in the kernel log, counters that rise, a GPU that falls off the bus, a scrape every 5 s, `canaryd status`, SIGHUP,
-drills. Every 30 s it looks at the daemon from outside. At the end each quantity is judged by its trend after the
-warm-up.
+`canaryd run` has its own state directory, and 8 GPUs from the tests' replacement for NVML. Much happens: three numeric
+probes in turn without a pause or a budget, telemetry every 15 s, a probe that hangs and one that crashes, lines in the
+kernel log, counters that rise, a GPU that falls off the bus, a scrape every 5 s, `canaryd status`, SIGHUP, drills.
+Every 30 s the daemon is measured from outside. At the end each quantity is judged by its trend after the warm-up.
 
-Ends with 1 where something grows or went wrong.
+Exits with 1 if something grows or goes wrong.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ PROBES = common.ROOT / "tests/probes"
 SAMPLE, SCRAPE = 30.0, 5.0
 """Seconds between two samples, and between two scrapes."""
 WARM_UP = 3600.0
-"""Seconds at the start that are not judged, in which the 50 runs that are kept of each probe and instruction set fill
-up: a round takes some 24 s, and three sets take turns. Half of a run that is shorter than twice that."""
+"""Seconds at the start that are not judged (or half of a shorter run). In this time the store fills up to the 50
+kept runs of each probe and instruction set: a round takes about 24 s, and three sets take turns."""
 STORE = 3 << 20
-"""Bytes that `store.max_size` allows the database here."""
+"""Maximum size of the database in bytes (`store.max_size`)."""
 GROWN_BY = 1.96
 """Standard normal quantile of the two-sided 95 % interval of a slope."""
 LEAVE = 20.0
-"""Seconds in which a stop must have ended."""
+"""Maximum seconds for the daemon's stop."""
 XID = "NVRM: Xid (PCI:0000:1{gpu:x}:00): {xid}, pid=4242, name=python3, Ch 00000008"
 XIDS = (31, 43, 13, 94)
 LOST = 3
-"""Index of the GPU that falls off the bus now and then."""
+"""Index of the GPU that falls off the bus repeatedly."""
 COUNTER = re.compile(r"^(canaryd_\w+_total(?:\{.*\})?) (\S+)$", re.MULTILINE)
 TROUBLE = re.compile(r"Traceback|the daemon goes on| CRITICAL | ERROR ")
 
@@ -66,14 +65,14 @@ TROUBLE = re.compile(r"Traceback|the daemon goes on| CRITICAL | ERROR ")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """Something that must not grow."""
+    """A measured quantity that must not grow."""
 
     name: str
     unit: str
     growth: float
-    """Most that it may grow in an hour, in its unit (ours)."""
+    """Largest allowed growth per hour, in units of the quantity (ours)."""
     most: float = math.inf
-    """Most that it may ever be."""
+    """Largest allowed value."""
     why: str = ""
 
 
@@ -114,7 +113,7 @@ QUANTITIES: tuple[Quantity, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """Growth an hour: the median of the slopes of all pairs, and its 95 % interval."""
+    """The growth per hour: median of the slopes of all pairs of samples, and its 95 % interval."""
 
     median: float
     low: float
@@ -122,10 +121,10 @@ class Slope:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> Slope:
-    """Return the trend of (seconds, value) points an hour, by Theil and Sen, with Sen's interval.
+    """Return the growth per hour of (seconds, value) points by the method of Theil and Sen, with Sen's interval.
 
-    The interval takes the ranks of the pairs' slopes that Kendall's variance gives (P. K. Sen, 1968; R. O. Gilbert,
-    1987, § 16.5). It takes samples for independent: of slowly varying ones it is rather too narrow.
+    The interval's ends are the pairs' slopes at the ranks that follow from Kendall's variance (P. K. Sen, 1968; R. O.
+    Gilbert, 1987, § 16.5). It assumes independent samples, so it is rather too narrow for slowly varying ones.
     """
     pairs = sorted(3600.0 * (b - a) / (after - before) for (before, a), (after, b) in itertools.combinations(points, 2))
     count = len(points)
@@ -136,7 +135,7 @@ def slope(points: Sequence[tuple[float, float]]) -> Slope:
 
 
 def judged(quantity: Quantity, found: Slope, largest: float) -> str:
-    """Return "holds", "grows", "too much", or "not resolved" where the interval holds the bound."""
+    """Return "too much", "holds" or "grows", or "not resolved" if the bound lies in the interval."""
     if largest > quantity.most:
         return "too much"
     if found.high <= quantity.growth:
@@ -148,7 +147,7 @@ def judged(quantity: Quantity, found: Slope, largest: float) -> str:
 
 
 def configure(folder: Path) -> Path:
-    """Write a configuration in which much happens; JSON is YAML."""
+    """Write a configuration with short periods and return its path. It is JSON, which is valid YAML."""
     probes = folder / "probes.d"
     probes.mkdir(mode=0o755)
     for name in ("hangs", "crashes"):
@@ -177,7 +176,7 @@ def configure(folder: Path) -> Path:
 
 @dataclass
 class Soak:
-    """The daemon, what is done to it, and what is seen of it."""
+    """The daemon, the actions on it, and the measurements of it."""
 
     folder: Path
     machine: StandIn
@@ -187,32 +186,32 @@ class Soak:
     samples: list[dict[str, float]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    """What went wrong, one sentence each."""
+    """Things that went wrong, one sentence each."""
     done: dict[str, int] = field(default_factory=dict)
-    """What was done → how often."""
+    """Kind of action → number of times."""
     scrapes: list[float] = field(default_factory=list)
     """Milliseconds of every scrape."""
     recent: list[float] = field(default_factory=list)
     commands: list[tuple[str, frozenset[int], subprocess.Popen[bytes]]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
-    """Counters that were there and are not on the newest page."""
+    """Counters that were on an earlier page but are not on the newest one."""
     zombies: frozenset[int] = frozenset()
     sequence: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        """Prepare the one scraper."""
+        """Create the only scraper."""
         self.scraper = Scraper(self.address)
 
     @property
     def state(self) -> Path:
-        """Its state directory."""
+        """The daemon's state directory."""
         return self.folder / "state"
 
     # -- what is done to it
 
     def scrape(self) -> None:
-        """Scrape once."""
+        """Scrape once and record the time, or the failure."""
         try:
             self.scraper.scrape()
         except (OSError, http.client.HTTPException) as error:
@@ -222,55 +221,55 @@ class Soak:
         self.recent.append(self.scraper.milliseconds[-1])
 
     def command(self, *words: str, good: frozenset[int]) -> None:
-        """Start another canaryd beside the daemon; `good` are the exit statuses that are right."""
+        """Start a canaryd command beside the daemon; `good`: the expected exit statuses."""
         argv = [sys.executable, "-m", "canaryd", *words, "--config", str(self.config), "--state-dir", str(self.state)]
         with (self.folder / "commands.log").open("ab") as log:
             started = subprocess.Popen(argv, cwd=common.ROOT, stdout=log, stderr=log)
         self.commands.append((words[0], good, started))
 
     def status(self) -> None:
-        """Let an operator look."""
+        """Start `canaryd status`, as an operator would."""
         self.command("status", good=frozenset({0, 1, 2, 3}))
 
     def drill(self) -> None:
-        """Inject a fault into the CPU's exact integers, as an operator would: it is to be found."""
+        """Start a drill on the CPU's exact integers; its fault must be found."""
         self.mark("drill")
         self.command("drill", "--device", "cpu:0", "--probe", "exact_integer", good=frozenset({2}))
 
     def reload(self) -> None:
-        """Send SIGHUP."""
+        """Send SIGHUP to the daemon."""
         self.mark("SIGHUP")
         self.process.send_signal(signal.SIGHUP)
 
     def hear(self) -> None:
-        """Let the kernel report an Xid."""
+        """Write a line about an Xid to the kernel log."""
         number = next(self.sequence)
         text = XID.format(gpu=number % len(self.machine.uuids), xid=XIDS[number % len(XIDS)])
         with (self.folder / "kmsg").open("a") as log:
             log.write(f"4,{number},{int(time.monotonic() * 1e6)},-;{text}\n")
 
     def weather(self) -> None:
-        """Let temperatures vary, and now and then a corrected memory error be counted."""
+        """Set random temperatures of all GPUs."""
         for gpu in range(len(self.machine.uuids)):
             self.machine.set(gpu, "temperature", random.randint(40, 80))
 
     def lose(self) -> None:
-        """Let a GPU fall off the bus until the next `regain`."""
+        """Remove one GPU from the bus until the next `regain`."""
         self.mark("GPU lost")
         self.machine.lose(LOST)
 
     def regain(self) -> None:
-        """Bring it back."""
+        """Return the removed GPU to the bus."""
         self.machine.unset(LOST, "lost")
 
     def mark(self, label: str) -> None:
-        """Remember when something was done."""
+        """Record the present time of an action, under a label."""
         self.marks.append((time.time(), label))
 
     # -- what is seen of it
 
     def reap(self) -> None:
-        """Take note of the commands that ended."""
+        """Check the exit status of each command that has ended."""
         for entry in list(self.commands):
             name, good, process = entry
             if (code := process.poll()) is not None:
@@ -279,7 +278,7 @@ class Soak:
                     self.wrong.append(f"canaryd {name} ended with {code}")
 
     def sample(self) -> None:
-        """Look at everything once."""
+        """Measure every quantity once."""
         pid, recent, self.recent = self.process.pid, self.recent, []
         self.scrapes += recent
         memory = footprint.memory(pid)
@@ -309,9 +308,9 @@ class Soak:
         self.zombies = zombies
 
     def _count(self) -> None:
-        """Hold the counters of the newest page against those seen before: none falls, and none goes.
+        """Compare the counters of the newest page with earlier ones: no counter falls, and none disappears.
 
-        What a lost GPU counts itself is unknown until it is back, as all must be at the end; it must not fall either.
+        Counters of the lost GPU may be missing until it is back; at the end none may be missing.
         """
         now = {name: float(value) for name, value in COUNTER.findall(self.scraper.page)}
         for name, before in self.counters.items():
@@ -325,7 +324,7 @@ class Soak:
         self.counters |= now
 
     def finish(self) -> None:
-        """Stop the daemon, and hold its log against what must not stand in it."""
+        """Stop the daemon, and search its log for lines that must not be there."""
         self.wrong += [f"{name} went with the lost GPU and did not come back" for name in sorted(self.gone)]
         for _, _, command in self.commands:
             command.kill()
@@ -363,7 +362,7 @@ def _status(process: psutil.Process) -> str:
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[Soak]:
-    """Start the daemon, wait until it answers, and stop it at the end."""
+    """Start the daemon, wait until it answers, and yield it; stop it at the end."""
     machine = StandIn(folder)
     os.environ.update(machine.environment)
     config = configure(folder)
@@ -395,7 +394,7 @@ def started(folder: Path) -> Iterator[Soak]:
 
 
 def watch(soak: Soak, duration: float) -> None:
-    """Do to the daemon what is to be done, and sample it, for `duration` seconds."""
+    """Act on the daemon and sample it for `duration` seconds."""
     acts: list[tuple[str, float, float, Callable[[], None]]] = [
         # name, first after, then every: seconds
         ("scrapes", 0.0, SCRAPE, soak.scrape),
@@ -432,13 +431,13 @@ def watch(soak: Soak, duration: float) -> None:
 
 
 class TooFewError(Exception):
-    """There is too little to judge; the message says what went wrong before."""
+    """Raised if there are too few samples to judge; the message also says what went wrong before."""
 
 
 def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], bool]:
-    """Return the report, its data and whether all is well.
+    """Return (body of the report, its data, whether all is well).
 
-    Raises `TooFewError` where there is too little to judge: the soak was short, or the daemon ended early.
+    Raises `TooFewError` if there are too few samples: the soak was short, or the daemon ended early.
     """
     warm_up = min(WARM_UP, duration / 2)
     judged_from = (soak.samples[0]["at"] if soak.samples else 0.0) + warm_up
@@ -492,7 +491,7 @@ def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], bool]:
 
 
 def main() -> None:
-    """Start, soak, judge, write; end with 1 where something grows or went wrong."""
+    """Run the soak and write the report; exit with 1 if something grows or went wrong."""
     parser = common.options(__doc__)
     parser.add_argument("--for", dest="duration", type=_duration, default=7200.0, help="e.g. 2h (default: 2h)")
     arguments = parser.parse_args()

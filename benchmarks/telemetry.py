@@ -1,10 +1,10 @@
-"""What telemetry costs: a sweep over 8 GPUs and the host part by part, the daemon around it, and a scrape of it all.
+"""Measure what telemetry costs: the parts of a sweep over 8 GPUs and the host, the whole daemon, and a scrape.
 
-The GPUs are those of the tests' stand-in for NVML, compiled here and read through NVIDIA's own binding. Three parts:
+The GPUs are those of the tests' replacement for NVML, compiled here and read through NVIDIA's own binding. Three parts:
 
-sweep: workers that do less and less of a sweep, in turn; what one does more than the one before is the cost of that.
-daemon: `canaryd run` at the default period, exact probes off, watched sweep by sweep, then scraped many times.
-account: the same daemon in this process, with a clock around what it does, for the largest items of its own cost.
+sweep: workers that do more and more of a sweep; the difference between two neighbours is the cost of one part.
+daemon: `canaryd run` at the default period, exact probes off, measured sweep by sweep, then scraped many times.
+account: the same daemon in this process, with a clock around its functions, to find the largest items of its own cost.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ from tests.nvml_stand_in import StandIn
 PERIOD = 15.0
 """Seconds between two sweeps by default."""
 DAEMON_TARGET, WORKERS_TARGET = 0.5, 1.0
-"""Percent of one core, averaged."""
+"""Largest average processor time in percent of one core: of the daemon itself, and of its workers."""
 SCRAPE_TARGET = 20.0
-"""Milliseconds: the 99th percentile."""
+"""Largest 99th percentile of a scrape's time, in milliseconds."""
 SCRAPE_PAUSE = 0.12
-"""Seconds between two of the many scrapes, so that they meet sweeps as well as rest."""
+"""Seconds between two scrapes, so that some scrapes happen during a sweep and some do not."""
 BLOCK = 50
-"""Scrapes that are kept or dropped together, as others used little of the machine meanwhile or much."""
+"""Number of scrapes that are kept or dropped together, depending on how much processor time others used."""
 LASTING = 3.0
-"""Seconds after which a worker is the log's reader: a sweep's has gone by then."""
+"""Age in seconds from which a worker counts as the log's reader, because a sweep's worker ends earlier."""
 PATIENCE = 120.0
-"""Seconds that the daemon has for its inventory and the first sweep."""
+"""Maximum seconds for the daemon's inventory and first sweep."""
 
 SPEC = """from canaryd.probe import ProbeSpec
 SPEC = ProbeSpec(name="{name}", summary="part of a sweep", numeric=False)
@@ -84,7 +84,7 @@ PROBES = {
         for vendor in ("nvidia", "host")
     },
 }
-"""Probes that do part of what telemetry does: name → what follows its SPEC."""
+"""Name of a probe that does a part of telemetry's work → its code after `SPEC`."""
 
 
 # --- A sweep, part by part --------------------------------------------------------------------------------------------
@@ -92,29 +92,29 @@ PROBES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A worker that does so much of a sweep."""
+    """A worker that does a part of a sweep."""
 
     adds: str
-    """What it does more than the step before."""
+    """The work that this step does in addition to that of the step before."""
     host: Path | None
-    """Probe of the host; None for no worker at all, only an interpreter."""
+    """Probe for the host; None if the step starts only an interpreter and no worker."""
     gpus: Path | None
-    """Probe of the GPUs; None to leave them out."""
+    """Probe for the GPUs; None if the step leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Processor time in milliseconds."""
+    """The processor time of one step, in milliseconds."""
 
     worker: float
     caller: float
-    """What it cost the thread that asked: the daemon's side of a sweep."""
+    """Time of the thread that starts and asks the worker: the daemon's part of a sweep."""
 
 
 def copy(folder: Path) -> None:
-    """Make two copies of canaryd: as pip leaves it, and as a checkout is, whose workers have no byte code.
+    """Make two copies of canaryd: one as pip installs it, and one as a checkout, whose workers have no byte code.
 
-    The daemon imports the modules at the top itself, and so compiles them; a worker never writes byte code.
+    The daemon imports the top-level modules itself, and so compiles them; a worker never writes byte code.
     """
     installed, checkout = folder / "installed", folder / "checkout"
     for tree in (installed, checkout):
@@ -125,7 +125,7 @@ def copy(folder: Path) -> None:
 
 
 def steps(folder: Path, tree: Path) -> list[Step]:
-    """Return the steps from an empty interpreter to the whole sweep; the first four send nothing but questions."""
+    """Return the steps from an empty interpreter to the whole sweep; before the last one no reading is sent."""
     paths = {}
     for name, body in PROBES.items():
         paths[name] = folder / f"{name}.py"
@@ -149,7 +149,7 @@ def steps(folder: Path, tree: Path) -> list[Step]:
 
 
 def work(step: Step, tree: Path, host: Device, gpus: Sequence[Device]) -> Cost:
-    """Carry one step out with the workers of one copy of canaryd; ends the benchmark when a poll does not complete."""
+    """Do one step with the workers of the copy `tree`; return its cost. Exits the program if a poll fails."""
     todo = [(step.host, host), *((step.gpus, gpu) for gpu in gpus)]
     before, began = _children(), time.thread_time()
     if step.host is None:
@@ -175,14 +175,14 @@ def _children() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A figure with its 95 % interval."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
     high: float
 
     def against(self, target: float, disturbed: str) -> str:
-        """Return "reached" or "missed" where the whole interval lies on that side of the upper limit `target`."""
+        """Return "reached" or "missed" if the whole interval is on that side of `target`, else "not resolved"."""
         if disturbed:
             return f"not resolved (≤ {target:g})"
         word = "reached" if self.high <= target else "missed" if self.low > target else "not resolved"
@@ -193,19 +193,19 @@ class Estimate:
 
 
 def median(values: Sequence[float]) -> Estimate:
-    """Return the median of values."""
+    """Return the median of values with its interval."""
     low, high = common.interval(values)
     return Estimate(value=statistics.median(values), low=low, high=high)
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Return the mean of values: what an average over time is about."""
+    """Return the mean of values with its interval, for averages over time."""
     low, high = common.interval(values, statistics.fmean)
     return Estimate(value=statistics.fmean(values), low=low, high=high)
 
 
 def sweep(folder: Path, rounds: int) -> tuple[str, dict[str, Any]]:
-    """Take a sweep apart; return a report and its data."""
+    """Measure the parts of a sweep over `rounds` rounds; return a report and its data."""
     installed, checkout = folder / "installed", folder / "checkout"
     with Series(WorkerSpec()) as series:
         listing = series.inventory({"host": {}, "nvidia": {}})
@@ -268,11 +268,11 @@ def sweep(folder: Path, rounds: int) -> tuple[str, dict[str, Any]]:
 
 
 HOST = Device(uuid="HOST", backend="cpu", index=0, model="host")
-"""Stands for the host where its module lists no device: it is asked about the machine, whatever the device is."""
+"""Device that stands for the host if its module lists no device: the module reads the machine, whatever the device."""
 
 
 def _told(disturbed: str) -> str:
-    """Say whether the machine did other things meanwhile."""
+    """Return a sentence that says whether other processes disturbed the measurement (`disturbed`: a warning or "")."""
     return f"**The machine was {disturbed}: repeat.**\n" if disturbed else QUIET
 
 
@@ -283,7 +283,7 @@ QUIET = f"Others used less than {100 * common.DISTURBED:g} % of the machine's pr
 
 
 def configure(folder: Path, period: float) -> Path:
-    """Write a configuration: exact probes off, an interpreter without torch for workers; return its path."""
+    """Write a configuration without exact probes, with an interpreter without torch for workers; return its path."""
     venv.create(folder / "bare", with_pip=False, symlinks=True)
     probes = [path.stem for path in (folder / "installed" / PROBE_DIRECTORY).glob("*.py")]
     off = [f"  {name}: {{enabled: false}}" for name in probes if not name.endswith("_telemetry")]
@@ -296,19 +296,19 @@ def configure(folder: Path, period: float) -> Path:
 
 @dataclass
 class Scraper:
-    """Scrapes as Prometheus does, over one connection that is kept."""
+    """A client that scrapes as Prometheus does, over one connection that it keeps."""
 
     address: str
     milliseconds: list[float] = field(default_factory=list)
     page: str = ""
 
     def __post_init__(self) -> None:
-        """Connect at the first scrape."""
+        """Prepare the connection; the first scrape opens it."""
         where = urlsplit(self.address)
         self._connection = http.client.HTTPConnection(where.netloc, timeout=10)
 
     def scrape(self) -> None:
-        """Read the page once."""
+        """Read the page once and record the time."""
         begun = time.perf_counter()
         self._connection.request("GET", "/metrics")
         self.page = self._connection.getresponse().read().decode()
@@ -316,19 +316,19 @@ class Scraper:
 
     @property
     def series(self) -> int:
-        """Samples on the newest page."""
+        """Number of series on the newest page."""
         return sum(bool(line) and not line.startswith("#") for line in self.page.splitlines())
 
     @property
     def polls(self) -> int:
-        """Completed polls of GPUs on the newest page."""
+        """Number of completed polls of GPUs on the newest page."""
         wanted = ("canaryd_probe_runs_total{", 'probe="nvidia_telemetry"', 'outcome="completed"')
         lines = [line for line in self.page.splitlines() if all(part in line for part in wanted)]
         return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 
 def wait_for_first_sweep(process: psutil.Process, address: str) -> list[psutil.Process]:
-    """Wait until 8 GPUs have been polled and only lasting workers are left; return these: the log's reader, or none."""
+    """Wait until 8 GPUs have been polled and no sweep's worker runs; return the log's reader as [process], or []."""
     started = time.monotonic()
     while time.monotonic() - started < PATIENCE:
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -344,7 +344,7 @@ def wait_for_first_sweep(process: psutil.Process, address: str) -> list[psutil.P
 
 
 def wait_for_sweep(process: psutil.Process, lasting: int, patience: float) -> None:
-    """Return when the next sweep's worker has come and gone."""
+    """Wait until the worker of the next sweep has started and ended; `lasting`: number of workers that stay."""
     deadline, busy = time.monotonic() + patience, False
     while time.monotonic() < deadline:
         count = len(process.children())
@@ -356,7 +356,7 @@ def wait_for_sweep(process: psutil.Process, lasting: int, patience: float) -> No
 
 
 def serve(folder: Path, sweeps: int, scrapes: int, period: float) -> tuple[str, dict[str, Any]]:
-    """Watch a real daemon over `sweeps` sweeps, then scrape it `scrapes` times; return a report and its data."""
+    """Measure a real daemon over `sweeps` sweeps, then scrape it `scrapes` times; return a report and its data."""
     with patch.object(common, "ROOT", folder / "installed"), footprint.daemon(folder / "canaryd.yaml") as started:
         process, address = started
         readers = wait_for_first_sweep(process, address)
@@ -435,7 +435,7 @@ def serve(folder: Path, sweeps: int, scrapes: int, period: float) -> tuple[str, 
 
 
 def _mark(process: psutil.Process, readers: Sequence[psutil.Process]) -> tuple[float, float, float, float]:
-    """Return the monotonic time, and the processor seconds so far of the daemon, its ended workers and the readers."""
+    """Return (monotonic time, processor seconds so far of the daemon, of its ended workers, of the log's readers)."""
     own = process.cpu_times()
     reading = [reader.cpu_times() for reader in readers]
     return (
@@ -473,11 +473,12 @@ ITEMS: Sequence[tuple[str, Any, str]] = (
     ("asking each device's queue what is due", rounds.Rounds, "tick"),
     ("looking for a release", release.Releases, "check"),
 )
-"""What a clock is put around: name, where it stands, its name there. Each is charged for what none within it is."""
+"""Functions around which a clock is put: (item, module or class, name of the function). The time of a function
+excludes that of other such functions which it calls."""
 
 
 class Account:
-    """Processor seconds of this process by item and thread."""
+    """The processor seconds of this process, by item and thread."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[int, str], float] = defaultdict(float)
@@ -485,7 +486,7 @@ class Account:
         self._local = threading.local()
 
     def clock(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with a clock around it that stops while another one runs within."""
+        """Return `function` with a clock around it, which stops while another function with a clock runs inside."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             stack: list[float] = self._local.__dict__.setdefault("stack", [])
@@ -505,14 +506,14 @@ class Account:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Put a clock around every item."""
+        """Put a clock around every item of `ITEMS` within this context."""
         with contextlib.ExitStack() as patches:
             for name, place, attribute in ITEMS:
                 patches.enter_context(patch.object(place, attribute, self.clock(name, getattr(place, attribute))))
             yield
 
     def snapshot(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Return seconds and calls by item; what a thread did under no clock stands under the thread's name."""
+        """Return (item → seconds so far, item → calls). A thread's time outside of all clocks has the thread's name."""
         seconds: dict[str, float] = defaultdict(float)
         calls: dict[str, int] = defaultdict(int)
         known: dict[int, float] = defaultdict(float)
@@ -533,7 +534,7 @@ def _kind(name: str) -> str:
 
 
 def account(folder: Path, settled: float, duration: float) -> tuple[str, dict[str, Any]]:
-    """Run the daemon in this process for `duration` seconds after `settled`; return a report and its data."""
+    """Run the daemon in this process; measure `duration` seconds after the first `settled`; return report and data."""
     settings = replace(load.load(folder / "canaryd.yaml"), listen=("127.0.0.1", 0), state_dir=folder / "account")
     store = Store.open(
         settings.state_dir,
@@ -616,7 +617,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure the three parts and write them down."""
+    """Measure the three parts and write the report."""
     arguments = _options()
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         sys.exit("no C compiler here: the stand-in for NVML cannot be built; install cc")

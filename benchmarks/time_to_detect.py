@@ -1,11 +1,12 @@
-"""How soon an intermittent fault of one core is found, and its core named: campaigns through the real judge.
+"""Measure how soon an intermittent fault of one core is found and the core named: campaigns through the real judge.
 
-In each campaign one of this machine's cores errs at a rate p per product in which it takes part. Products are computed,
-gathered, compared and placed as a check does it, and every round goes to the judge as one run. A campaign ends when the
-judge names the core, or after `PATIENCE` / p products of it. Before the fault, one round runs without it.
+In each campaign one of this machine's cores makes an error with probability p in each product in which it takes part.
+Products are computed, gathered, compared and placed as in a check, and the judge gets each round as one run. A campaign
+ends when the judge names the core, or after `PATIENCE` / p products of the core. Its first round runs without the
+fault.
 
-Below `SIMULATED` the clock of the fault is simulated: every computed product stands for many, so that a campaign does
-not compute millions of clean ones.
+For rates below `SIMULATED` the fault has a simulated clock: every computed product counts as many, so that a campaign
+does not compute millions of clean products.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from canaryd.worker.runtime.interface import Operation
 
 RATES = (1e-1, 1e-2, 1e-3, 1e-4)
 SIMULATED = 1e-3
-"""Rates below it have a simulated clock."""
+"""Rate below which the clock of the fault is simulated."""
 STANDS_FOR = 100
 PATIENCE = 40
-"""Times 1/p: products of the core after which a campaign gives up naming it."""
+"""Number of products of the core, in units of 1/p, after which a campaign ends without naming it."""
 FORMS = ("float32", "bfloat16", "float16", "float64")
-"""Formats of the cases of a round."""
+"""Number formats of the cases in a round."""
 SIZE = 32, 32, 64
 START, PERIOD = 1_700_000_000.0, 3600.0
 NEVER = 1e-18
@@ -50,10 +51,10 @@ NEVER = 1e-18
 
 
 class OneCore(Faulty):
-    """Products in which one core takes part err at a rate: one bit of one element flips."""
+    """A runtime in which products with one chosen core are wrong at a rate: one bit of one element flips."""
 
     def __init__(self, choice: int, core: int, rate: float, stands_for: int = 1) -> None:
-        """`rate`: chance of a product, above 0 and below 1; `stands_for`: products that each computed one counts as."""
+        """Prepare the fault. `rate`: probability per product, above 0, below 1; `stands_for`: weight of a product."""
         super().__init__(choice)
         self.core, self.rate, self.stands_for = core, rate, stands_for
         self.computed = 0
@@ -64,12 +65,12 @@ class OneCore(Faulty):
         """The number of the product that errs next."""
 
     def _wait(self) -> int:
-        """Draw how many products come until one errs: geometrically distributed."""
+        """Return a random number of products until the next error, from the geometric distribution."""
         self.choice = derive(self.choice, "wait")
         return max(1, math.ceil(math.log((self.choice + 1) / 2**63) / math.log1p(-self.rate)))
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """See `Runtime.run`."""
+        """Compute as `Runtime.run` does; make the result wrong if the fault is due."""
         done = super().run(operation, operands, out)
         if operation.name == "matmul":
             self.computed += 1
@@ -84,35 +85,35 @@ class OneCore(Faulty):
 
 @dataclass
 class Campaigns:
-    """All campaigns at one rate."""
+    """The results of all campaigns at one rate."""
 
     rate: float
     simulated: bool
     waits: list[int]
-    """Products of the core until the first wrong result that was found."""
+    """For each campaign, the number of products of the core up to the first wrong result that was found."""
     named_after: list[int]
-    """The same until the judge named the core; campaigns in which it did not are missing."""
+    """For each campaign that named one core, the number of products of the core up to then."""
     wrongly_named: int = 0
-    """Campaigns in which the judge named another core."""
+    """Number of campaigns in which the judge named another core."""
     false_alarms: int = 0
-    """Rounds without the fault after which the device was not healthy."""
+    """Number of rounds without the fault after which the device was not healthy."""
     missed: int = 0
-    """Products that erred and were not found."""
+    """Number of wrong products that were not found."""
     products: int = 0
-    """Products computed."""
+    """Number of computed products."""
 
     @property
     def limit(self) -> int:
-        """Products within which 95 % are to be found."""
+        """Number of products within which 95 % of the campaigns must find the fault."""
         return math.ceil(3 / self.rate)
 
     @property
     def in_time(self) -> float:
-        """Share of the campaigns that found the fault within the limit."""
+        """Fraction of the campaigns that found the fault within the limit."""
         return sum(wait <= self.limit for wait in self.waits) / len(self.waits)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is kept."""
+        """Return the results as JSON data."""
         return {**asdict(self), "limit": self.limit, "in_time": self.in_time}
 
 
@@ -124,7 +125,7 @@ def _case(runtime: OneCore, form: str) -> Case:
 
 
 def _round(runtime: OneCore, seed: int, results: int) -> tuple[Comparison, ...]:
-    """Verify one case of each format, each over this many results; the clock shows the products computed."""
+    """Return the comparisons of one round: a case of each format, each with about `results` products."""
     clock = partial(getattr, runtime, "computed")
     session = Session(Context(device=cpu(), level="quick", seed=seed, budget=float(results), clock=clock))
     session.runtime = runtime
@@ -147,13 +148,13 @@ def _judge(runs: list[Run]) -> Verdict:
 
 
 def _named(verdict: Verdict) -> list[Place]:
-    """Return the cores on which results were wrong, as the first incident tells it."""
+    """Return the cores with wrong results, according to the verdict's first incident about wrong results."""
     told = [i.wrong for i in incidents(verdict) if i.wrong is not None]
     return [p.place for p in told[0].places if p.wrong] if told else []
 
 
 def _campaign(into: Campaigns, seed: int) -> None:
-    """One campaign: a round without the fault, then rounds with it until the judge names one core."""
+    """Run one campaign and add its results to `into`."""
     cores = visible_cores()
     stands_for = STANDS_FOR if into.simulated else 1
     core = cores[seed % len(cores)]
@@ -184,7 +185,7 @@ def _campaign(into: Campaigns, seed: int) -> None:
 
 
 def run(campaigns: int, seed: int) -> list[Campaigns]:
-    """Run this many campaigns at each rate."""
+    """Return the results of `campaigns` campaigns at each rate."""
     found = []
     for rate in RATES:
         into = Campaigns(rate, rate < SIMULATED, [], [])

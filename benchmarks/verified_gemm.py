@@ -1,9 +1,9 @@
-"""Throughput of verified products over the same products unverified, and an account of what verification costs.
+"""Measure the throughput of verified products relative to unverified ones, and the parts of the difference.
 
-Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per trial, its own `compute` and the comparison
-of every result with the golden where both lie, and fresh operands and golden that the device gathers for every eighth
-product. A GPU repeats both sides by itself, as in exact_matmul. What happens once per upload (the pools are made twice
-and uploaded, the first result compared by the host) is measured apart, and so is the digest, taken of fixed cases only.
+Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per trial: its own `compute`, the comparison of
+every result with the golden on the device, and new operands and golden, which the device gathers for every eighth
+product. A GPU repeats both sides itself, as in exact_matmul. The cost per upload (the pools are made twice and
+uploaded, the host compares the first result) is measured separately, and so is the digest, which only fixed cases need.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
 
 SAMPLE = 0.2
-"""Seconds that one side of a pair lasts at least: small products are repeated."""
+"""Minimum seconds of one side of a pair: small products are repeated."""
 TARGETS = {1024: 0.95, 2048: 0.98, 4096: 0.98}
-"""Least ratio of the throughputs by size; from 2048 up it stays 0.98. None is set below 1024."""
+"""Size → smallest ratio of the throughputs. Larger sizes have the last target; sizes below 1024 have none."""
 FEWER = 10
-"""Pairs from 4096 up unless --pairs says otherwise: one product takes seconds there."""
+"""Number of pairs for sizes from 4096 on, unless --pairs is given: one product takes seconds there."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What one size costs, in seconds (medians)."""
+    """The costs at one size, in seconds (medians)."""
 
     product: float
     """One unverified product."""
     comparison: float
     """One comparison with the golden on the device; part of every trial."""
     spoiling: float
-    """Overwriting one compared result, so that the next is not found in its memory; part of every trial."""
+    """Overwriting one compared result, so that an old result cannot pass for the next one; part of every trial."""
     making: float
-    """The pools and their answers, made twice; once per upload."""
+    """Making the pools and their answers, twice; once per upload."""
     upload: float
-    """Operands and golden into new allocations; once per upload."""
+    """Copying operands and golden into new allocations on the device; once per upload."""
     host: float
-    """The first result fetched and compared by the host; once per upload."""
+    """Copying the first result to the host, and its comparison there; once per upload."""
     digest: float
-    """Digest of one result; fixed cases only."""
+    """Computing the digest of one result; only for fixed cases."""
 
     @property
     def trial(self) -> float:
-        """Seconds of one verified product."""
+        """Seconds that one verified product takes."""
         return self.product + self.comparison + self.spoiling
 
     @property
     def per_upload(self) -> float:
-        """Seconds spent once per upload."""
+        """Seconds of work that is done once per upload."""
         return self.making + self.upload + self.host
 
 
 @dataclass(frozen=True)
 class Row:
-    """One size."""
+    """The measurements at one size."""
 
     size: int
     repeats: int
     ratio: common.Ratio
     others: float
-    """Share of the processor time that other processes took meanwhile."""
+    """Fraction of the processor time that other processes used during the measurement."""
     account: Account
 
     @property
     def judged(self) -> str:
-        """The interval against the target in words."""
+        """The comparison of the interval with the target, in words."""
         target = TARGETS.get(min(self.size, 4096))
         if target is None:
             return "no target"
@@ -89,7 +89,7 @@ class Row:
 
 
 def measure(device: Device, form: str, size: int, pairs: int) -> Row:
-    """Measure one size; end the program if a result is wrong."""
+    """Measure one size with `pairs` pairs; exit the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
     session = Session(context)
     case = product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
@@ -167,7 +167,7 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
 
 
 def report(rows: list[Row]) -> str:
-    """Return the tables."""
+    """Return the body of the report."""
     speed = common.table(
         ["size", "pairs", "products per side", "verified / unverified (95 %)", "target", "others", "Gflop/s"],
         [
@@ -220,7 +220,7 @@ def report(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure every size in one run."""
+    """Measure every size in one process and write the report."""
     parser = common.options(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32")

@@ -29,7 +29,7 @@ from tools.grafana_queries import Api, Json, Line, Window
 
 DASHBOARDS = Path(__file__).resolve().parents[1] / "grafana" / "dashboards"
 WIDTH, MARGIN, UNIT, GAP = 1440, 12, 38, 8
-"""Pixels: page, its margin, one unit of height, between panels. 1440 is a laptop."""
+"""Sizes in pixels: width of the page (a laptop's screen), its margin, one unit of height, gap between panels."""
 PALETTE = ("#73bf69", "#f2cc0c", "#8ab8ff", "#ff9830", "#f2495c", "#b877d9", "#5794f2", "#ffa6b0", "#96d98d", "#ca95e5")
 PAPER, CARD, INK, FAINT, RULE = "#111217", "#181b1f", "#ccccdc", "#8e8e9b", "#2c3036"
 STYLE = f"""
@@ -80,7 +80,7 @@ SIZES: Mapping[str, Sequence[tuple[float, str]]] = {
 
 
 def spoken(value: float, unit: str, decimals: int | None, now: float) -> str:
-    """Return a value with its unit, about as Grafana writes it."""
+    """Return a value with its unit, nearly as Grafana writes it. `now` (epoch s) is needed for relative times."""
     if math.isinf(value) or math.isnan(value):
         return {math.inf: "∞", -math.inf: "-∞"}.get(value, "NaN")
     if unit in SIZES:
@@ -96,7 +96,7 @@ def spoken(value: float, unit: str, decimals: int | None, now: float) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two values, at most six of them."""
+    """Return at most six round numbers between two values, for an axis."""
     size = 10 ** math.floor(math.log10((high - low) / 4))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (size * factor) <= 5)
     return [step * n for n in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
@@ -106,7 +106,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 class Drawing:
-    """One dashboard over one window."""
+    """A preview of one dashboard for one time range."""
 
     def __init__(self, dashboard: Json, api: Api, window: Window, wanted: Mapping[str, str]) -> None:
         self.dashboard = dashboard
@@ -124,7 +124,7 @@ class Drawing:
         ]
 
     def page(self) -> str:
-        """Return it as HTML."""
+        """Return the preview as an HTML page."""
         drawn = [self._placed(panel) for panel in self.dashboard["panels"]]
         height = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in self.dashboard["panels"]) * UNIT + 80
         values = ", ".join(f"{k} = {'All' if v == '.+' else v}" for k, v in self.chosen.items())
@@ -396,7 +396,7 @@ class Drawing:
 
 
 def shoot(page: Path, *, height: int) -> bool:
-    """Write a PNG beside an HTML page; False where chromium is not installed."""
+    """Write a PNG beside an HTML page and return True, or return False if chromium is not installed."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         return False
@@ -407,7 +407,7 @@ def shoot(page: Path, *, height: int) -> bool:
 
 
 def main() -> int:
-    """Draw the dashboards that are named, or all; exit 1 where Prometheus does not answer."""
+    """Draw the named dashboards, or all of them; return 1 if Prometheus does not answer, else 0."""
     parser = argparse.ArgumentParser(description="previews of the dashboards from their JSON")
     parser.add_argument("uids", nargs="*", metavar="UID", help="default: all")
     parser.add_argument("--prometheus", required=True, metavar="URL")

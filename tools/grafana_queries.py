@@ -1,6 +1,6 @@
-"""What the JSON of a dashboard asks Prometheus, with its variables filled in as Grafana would. Standard library alone.
+"""Read the queries of a dashboard's JSON, and send them to Prometheus with variables filled in as Grafana would.
 
-The tests and the previews read dashboards through this; it knows only what our own dashboards use.
+The tests and the previews use this. It needs the standard library alone, and knows only what our dashboards use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Json = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """Prometheus does not take a query; the message is its own."""
+    """Raised if Prometheus refuses a query; the message contains the text of Prometheus."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Api:
     url: str
 
     def get(self, path: str, **parameters: Any) -> Any:
-        """Return the data of one answer. Raises `Refused`, or `OSError` where nobody answers."""
+        """Return the "data" of one answer. Raises `Refused`, or `OSError` if no server answers."""
         query = urllib.parse.urlencode(parameters, doseq=True)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as answer:  # noqa: S310  as told
@@ -41,23 +41,23 @@ class Api:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The time range that is looked at, in seconds since the epoch, and the resolution."""
+    """The time range of a dashboard in seconds since the epoch, and its resolution in seconds."""
 
     start: float
     end: float
     step: float
     scrape: float
-    """The scrape interval that the data source is told."""
+    """The scrape interval in the settings of the data source, in seconds."""
 
     def of(self, panel: Json) -> Window:
-        """Return the window for a panel, which may ask for coarser steps."""
+        """Return the window for a panel; its step is the panel's minimum interval if that is larger."""
         least = panel.get("interval", "0s")
         seconds = float(least[:-1]) * {"s": 1, "m": 60, "h": 3600}[least[-1]]
         return replace(self, step=max(self.step, seconds))
 
     @property
     def times(self) -> Mapping[str, str]:
-        """Grafana's own variables."""
+        """The values of Grafana's own variables, such as `__rate_interval`."""
         span = round(self.end - self.start)
         return {
             "__rate_interval": f"{max(self.step + self.scrape, 4 * self.scrape):.0f}s",
@@ -70,15 +70,15 @@ class Query(NamedTuple):
     """One query of a dashboard."""
 
     where: str
-    """Dashboard, panel and reference, for messages."""
+    """Dashboard and panel (or variable, annotation) of the query, for messages."""
     text: str
-    """With variables still in it; of a variable the PromQL in it."""
+    """The PromQL, in which variables are not filled in yet."""
     kind: str
     """"panel", "annotation" or "variable"."""
 
 
 def panels(dashboard: Json) -> Iterator[Json]:
-    """Yield panels, those of folded rows among them; rows themselves are left out."""
+    """Yield all panels of a dashboard, also those in folded rows, but not the rows themselves."""
     for panel in dashboard["panels"]:
         if panel["type"] == "row":
             yield from panel.get("panels", ())
@@ -87,7 +87,7 @@ def panels(dashboard: Json) -> Iterator[Json]:
 
 
 def queries(dashboard: Json) -> Iterator[Query]:
-    """Yield everything that a dashboard asks."""
+    """Yield all queries of a dashboard: of its variables, annotations and panels."""
     title = dashboard["title"]
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
@@ -100,7 +100,7 @@ def queries(dashboard: Json) -> Iterator[Query]:
 
 
 def _inner(variable: Json) -> tuple[str, str]:
-    """Return the PromQL in a variable's query, and the label that it wants ("" for whole series)."""
+    """Return the PromQL in a variable's query, and the label whose values it lists ("" for whole series)."""
     text = variable["query"]["query"]
     if found := re.fullmatch(r"label_values\((.+), (\w+)\)", text):
         return found[1], found[2]
@@ -110,7 +110,7 @@ def _inner(variable: Json) -> tuple[str, str]:
 
 
 def options(variable: Json, chosen: Mapping[str, str], api: Api, window: Window) -> list[tuple[str, str]]:
-    """Return what a variable offers: (text, value)."""
+    """Return the options of a variable as (text, value); `chosen`: values of the variables before it."""
     text, label = _inner(variable)
     text = fill(text, chosen, window)
     if label:
@@ -128,7 +128,7 @@ def options(variable: Json, chosen: Mapping[str, str], api: Api, window: Window)
 
 
 def choices(dashboard: Json, api: Api, window: Window, **wanted: str) -> dict[str, str]:
-    """Choose a value for each variable: the one wanted, by text or value, else all, else the first."""
+    """Return a value for each variable: the `wanted` one (by text or value), else all values, else the first option."""
     chosen: dict[str, str] = {}
     for variable in dashboard["templating"]["list"]:
         name = variable["name"]
@@ -146,20 +146,20 @@ def choices(dashboard: Json, api: Api, window: Window, **wanted: str) -> dict[st
 
 
 def fill(text: str, chosen: Mapping[str, str], window: Window) -> str:
-    """Put values in the place of `$name` and `${name}`; raises `KeyError` for a variable that nobody has."""
+    """Return the text with values in place of `$name` and `${name}`. Raises `KeyError` for an unknown variable."""
     values = {**chosen, **window.times}
     return re.sub(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", lambda found: values[found[1] or found[2]], text)
 
 
 class Line(NamedTuple):
-    """One series: its labels and (seconds, value) in order."""
+    """One series: its labels, and its points (epoch s, value) in order."""
 
     labels: Labels
     points: Sequence[tuple[float, float]]
 
 
 def over_time(api: Api, text: str, chosen: Mapping[str, str], window: Window) -> list[Line]:
-    """Ask for a range."""
+    """Return the series of the query `text` over the whole window."""
     found = api.get(
         "query_range", query=fill(text, chosen, window), start=window.start, end=window.end, step=window.step
     )
@@ -167,13 +167,13 @@ def over_time(api: Api, text: str, chosen: Mapping[str, str], window: Window) ->
 
 
 def now(api: Api, text: str, chosen: Mapping[str, str], window: Window) -> list[Line]:
-    """Ask for the end of the window."""
+    """Return the series of the query `text` at the end of the window, with one point each."""
     found = api.get("query", query=fill(text, chosen, window), time=window.end)
     return [Line(one["metric"], [(float(one["value"][0]), float(one["value"][1]))]) for one in found["result"]]
 
 
 def legend(form: str, labels: Labels) -> str:
-    """Return how a series is called."""
+    """Return the name of a series in a legend. `form` is Grafana's format, such as "{{device}}"."""
     if form == "__auto":
         return ", ".join(f'{k}="{v}"' for k, v in sorted(labels.items()) if k != "__name__")
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1], ""), form)
@@ -181,15 +181,15 @@ def legend(form: str, labels: Labels) -> str:
 
 @dataclass
 class Rows:
-    """A table after its transformations."""
+    """A table after the transformations of its panel."""
 
     columns: list[str]
-    """As they are called above the table."""
+    """Titles of the columns."""
     rows: list[dict[str, str | float]] = field(default_factory=list)
 
 
 def table(panel: Json, answers: Mapping[str, Sequence[Line]]) -> Rows:
-    """Make a table's rows from the answers by reference, as "merge", "filterFieldsByName" and "organize" do."""
+    """Return a panel as a table after "merge", "filterFieldsByName" and "organize". `answers`: query → series."""
     several = len(panel["targets"]) > 1
     rows: list[dict[str, str | float]] = []
     for ref, lines in answers.items():
@@ -223,7 +223,7 @@ def _sortable(value: str | float | None) -> tuple[int, float, str]:
 
 
 def mapping(config: Json, value: object) -> Json | None:
-    """Return text and colour that value mappings give a value."""
+    """Return the text and colour that a panel's value mappings give to a value, or None if no mapping matches."""
     key = f"{value:g}" if isinstance(value, float) else str(value)
     for one in config.get("mappings", ()):
         if one["type"] == "value" and key in one["options"]:
@@ -233,7 +233,7 @@ def mapping(config: Json, value: object) -> Json | None:
 
 
 def threshold(config: Json, value: float) -> str:
-    """Return the colour of a value by thresholds."""
+    """Return the colour that a panel's thresholds give to a value."""
     color = "text"
     for step in config.get("thresholds", {}).get("steps", ()):
         if step["value"] is None or value >= step["value"]:

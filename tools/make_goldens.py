@@ -1,7 +1,7 @@
 """Recompute every fixed golden in plain Python integers and write the digests that the package ships.
 
 Run it from the root of a checkout, with torch: `python tools/make_goldens.py`. Operands come from the probes' own
-builders. Everything after that is independent of them: this script decodes values from their bits, adds them as Python
+builders. The rest is independent of the builders: this script decodes values from their bits, adds them as Python
 integers, rounds, encodes and digests. A golden that differs in one bit ends the run with an error.
 """
 
@@ -68,16 +68,17 @@ LAYOUT = {
     "float8_e5m2fnuz": (3, 5),
 }
 VANISHES = {"float64": 746, "float32": 104, "bfloat16": 104, "float16": 104}
-"""exp(-x) rounds to zero in the format that softmax works in (float32 for the narrow ones) from this x on."""
+"""Number format of values → smallest x for which exp(-x) rounds to zero in the format that softmax works in. That is
+float32 for narrow formats."""
 _MASK64 = (1 << 64) - 1
 
 
 class Wrong(Exception):
-    """A golden that the recomputation does not confirm."""
+    """Raised for a golden that the recomputation does not confirm."""
 
 
 def decode(raw: int, form: str) -> tuple[int, int]:
-    """Return (m, e) with value m * 2**e of one bit pattern of `form`; raise `Wrong` for NaN and infinity."""
+    """Return (m, e) for a bit pattern of `form`, whose value is m * 2**e; raise `Wrong` for NaN and infinity."""
     precision, width = LAYOUT[form]
     fraction = precision - 1
     mantissa, exponent = raw & ((1 << fraction) - 1), raw >> fraction & ((1 << width) - 1)
@@ -92,7 +93,7 @@ def decode(raw: int, form: str) -> tuple[int, int]:
 
 
 def round_to(value: int, precision: int) -> int:
-    """Round an integer to `precision` significant bits, to nearest, ties to even."""
+    """Return an integer rounded to `precision` significant bits, to nearest, ties to even."""
     shift = abs(value).bit_length() - precision
     if shift <= 0:
         return value
@@ -118,7 +119,7 @@ def encode(value: int, scale: int, form: str) -> int:
 
 
 def mix(z: int) -> int:
-    """SplitMix64's finaliser."""
+    """Return a 64-bit integer mixed by the last step of SplitMix64."""
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK64
     return z ^ z >> 31
@@ -136,18 +137,21 @@ def digest_of(raw: Sequence[int], width: int) -> str:
 
 
 def form_of(tensor: Any) -> str:
-    """Name a tensor's dtype: "float32", "int64"."""
+    """Return the name of a tensor's dtype: "float32", "int64"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def raw_of(tensor: Any) -> list[int]:
-    """Return the elements' unsigned bit patterns, in order."""
+    """Return the unsigned bit patterns of a tensor's elements, in order."""
     mask = (1 << tensor.element_size() * 8) - 1
     return [v & mask for v in bits(tensor.contiguous()).reshape(-1).tolist()]
 
 
 def integers_of(tensor: Any, precision: int = 64) -> tuple[list[int], int]:
-    """Return (values, scale) with element i exactly values[i] * 2**scale, and at most `precision` bits in each."""
+    """Return (values, scale): element i is exactly values[i] * 2**scale.
+
+    Raises `Wrong` if an element has more than `precision` significant bits.
+    """
     pairs = [decode(raw, form_of(tensor)) for raw in raw_of(tensor)]
     for m, _ in pairs:
         if m and (abs(m) // (m & -m)).bit_length() > precision:
@@ -161,7 +165,7 @@ def _rows(values: Sequence[int], length: int) -> list[tuple[int, ...]]:
 
 
 def product(problem: Problem, precision: int = 64) -> list[int]:
-    """Recompute a product (…, M, K) x (…, K, N): the golden's unsigned bit patterns in order."""
+    """Return the bit patterns of a product (…, M, K) x (…, K, N), in order, computed from the operands alone."""
     a, b = problem.operands
     K = a.shape[-1]
     if form_of(a) in ("int8", "uint8"):
@@ -179,7 +183,10 @@ def product(problem: Problem, precision: int = 64) -> list[int]:
 
 
 def quantized(problem: Problem, packing: str) -> list[int]:
-    """Recompute a product with quantised weights, stored as the columns of W: the golden's unsigned bit patterns."""
+    """Return the bit patterns of a product with quantised weights, computed from the operands alone.
+
+    `packing`: the weights' form, such as "mxfp8"; the columns of the weight matrix are stored as rows.
+    """
     x, words, scales, *offsets = problem.operands
     (xv, x_scale), K, N = integers_of(x), x.shape[-1], words.shape[0]
     width = 8 if packing.startswith(("affine8", "mxfp8")) else 4
@@ -207,10 +214,10 @@ def _fraction(raw: int, form: str) -> Fraction:
 
 
 def attention(problem: Problem, *, causal: bool = False) -> list[int]:
-    """Recompute attention from its definition: scores, mask, softmax where it is exact, mean of the winners' values.
+    """Return the bit patterns of attention, computed from its definition: scores, mask, softmax, mean of values.
 
-    Raises `Wrong` unless each query's best live score is exactly 0, shared by 2**k keys, and every other live score is
-    so far below that its exponential is zero.
+    Raises `Wrong` unless 2**k keys give each query its best allowed score, which is exactly 0, and all other allowed
+    scores are so far below 0 that their exponentials are zero: only then the softmax is exact.
     """
     query, key, value, mask = problem.operands
     B, H, L, D = query.shape
@@ -242,7 +249,7 @@ def attention(problem: Problem, *, causal: bool = False) -> list[int]:
 
 
 def index_operation(problem: Problem, name: str) -> list[int]:
-    """Recompute an integer or index operation from its operands alone."""
+    """Return the bit patterns of the integer or index operation `name`, computed from the operands alone."""
     lists = [t.tolist() for t in problem.operands]
     first, second = lists[0], lists[-1]
     n = len(first)
@@ -269,7 +276,7 @@ def index_operation(problem: Problem, name: str) -> list[int]:
 
 
 def recompute(probe: str, case: str, problem: Problem) -> list[int]:
-    """Return the golden's unsigned bit patterns of one case of one probe, made without its builder."""
+    """Return the unsigned bit patterns of one case's golden, computed without the code of its builder."""
     parts = case.partition("@")[0].split("/")
     if probe == "exact_integer":
         return index_operation(problem, parts[1])
@@ -281,7 +288,7 @@ def recompute(probe: str, case: str, problem: Problem) -> list[int]:
 
 
 def confirm(probe: str, case: str, problem: Problem) -> str:
-    """Return the digest of a golden that the recomputation confirms bit for bit; raise `Wrong` naming the case."""
+    """Return the digest of a golden, if the recomputation gives the same bits; else raise `Wrong` with the case."""
     raw = raw_of(problem.golden)
     try:
         expected = recompute(probe, case, problem)
@@ -298,7 +305,7 @@ def confirm(probe: str, case: str, problem: Problem) -> str:
 
 
 def load(probe: str) -> Any:
-    """Import a probe by its path, as the worker does."""
+    """Return the module of a probe, imported by its path as the worker does."""
     spec = importlib.util.spec_from_file_location(f"canaryd_golden_{probe}", ROOT / "probes" / f"{probe}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -308,7 +315,7 @@ def load(probe: str) -> Any:
 
 
 def fixed_cases(probe: str) -> Iterator[Case]:
-    """Yield every fixed case that any device may run, each name once."""
+    """Yield every fixed case of a probe on any of `DEVICES`, each name once."""
     module, seen = load(probe), set()
     for device in DEVICES:
         for case in module.fixed_cases(device):
@@ -318,7 +325,7 @@ def fixed_cases(probe: str) -> Iterator[Case]:
 
 
 def digests(probe: str) -> dict[str, str]:
-    """Return case name → digest for every fixed case of a probe, each recomputed; raise `Wrong` at the first doubt."""
+    """Return case name → digest for every fixed case of a probe; raise `Wrong` at the first golden not confirmed."""
     made: dict[str, str] = {}
     known: dict[Any, str] = {}  # kernels share problems: recompute each problem once
     for case in fixed_cases(probe):

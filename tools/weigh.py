@@ -1,7 +1,7 @@
-"""Weigh the house: `python tools/weigh.py` prints its figures, `--check` fails where one grew, `--write` lowers them.
+"""Measure the size of the source: `weigh.py` prints the figures, `--check` fails if one grew, `--write` lowers them.
 
-tools/weight.json holds what each figure may be at most. A commit that makes the house lighter writes the new figures; a
-commit that makes it heavier fails, unless it edits that file by hand and its body names the budget that it uses.
+tools/weight.json holds the largest allowed value of each figure. A commit that makes a figure smaller writes the new
+figures; a commit that makes one larger fails, unless it edits that file by hand and its message names the budget.
 
 Physical lines are those of `.py` files, code lines those without comments, docstrings and blank lines. Complexity is
 McCabe's, as radon counts it: one for each branch, loop, handler, boolean operator, comprehension and conditional
@@ -27,7 +27,7 @@ PARTS = ("canaryd", "lab/canaryd_lab", "probes", "tests", "lab/tests", "benchmar
 OURS = ("canaryd", "lab", "probes")
 """Folders whose functions, classes and numbers are counted."""
 SLACK = 200
-"""Lines by which a part may be lighter than its figure says: not every commit has to touch the file."""
+"""Lines by which a part can be below its figure, so that not every commit has to change tools/weight.json."""
 COMPLEX = 12
 """Cyclomatic complexity above which a function is counted."""
 RULE = re.compile(r"[a-z]+(-[a-z]+)+")
@@ -37,26 +37,26 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def files(part: str) -> list[Path]:
-    """Return the Python files of a part, sorted."""
+    """Return the Python files of a part (one of `PARTS`), sorted."""
     return sorted(path for path in (ROOT / part).rglob("*.py") if "__pycache__" not in path.parts)
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Return the numbers of lines that belong to strings which stand as statements."""
+    """Return the numbers of the lines of all docstrings: strings that are statements of their own."""
     texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
     found = [range(t.lineno, (t.end_lineno or t.lineno) + 1) for t in texts if isinstance(t.value, str)]
     return {line for lines in found for line in lines}
 
 
 def code_lines(source: str, tree: ast.Module) -> int:
-    """Return the number of lines that hold code."""
+    """Return the number of lines with code: without comments, docstrings and blank lines."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     spans = [range(t.start[0], t.end[0] + 1) for t in tokens if t.type not in SILENT and t.string]
     return len({line for span in spans for line in span} - docstring_lines(tree))
 
 
 def complexity(function: ast.AST) -> int:
-    """Return the cyclomatic complexity of a function; functions inside it count as their own."""
+    """Return the cyclomatic complexity of a function without the functions inside it."""
 
     def points(node: ast.AST) -> int:
         own = isinstance(node, BRANCHES) + (len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0)
@@ -68,7 +68,7 @@ def complexity(function: ast.AST) -> int:
 
 
 def rules(trees: dict[Path, ast.Module]) -> set[str]:
-    """Return the names that the judge gives to findings: texts in kebab case beside a state, or as keys of a table."""
+    """Return the names of the judge's rules: all texts in kebab case in the files of canaryd/judge."""
     found: set[str] = set()
     for path, tree in trees.items():
         if ROOT / "canaryd" / "judge" in path.parents:
@@ -78,7 +78,7 @@ def rules(trees: dict[Path, ast.Module]) -> set[str]:
 
 
 def figures() -> dict[str, int]:
-    """Return every figure of the working tree."""
+    """Return name → value of every figure of the working tree."""
     found: dict[str, int] = {}
     trees: dict[Path, ast.Module] = {}
     for part in PARTS:
@@ -102,12 +102,12 @@ def figures() -> dict[str, int]:
 
 
 def public_classes(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of the classes that a module defines at its top without a leading underscore."""
+    """Yield the names of a module's top-level classes without a leading underscore."""
     yield from (n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))
 
 
 def complaints(now: dict[str, int], most: dict[str, int]) -> Iterator[str]:
-    """Yield what grew, and what fell without being written down."""
+    """Yield a message for each figure that grew, and for each that fell but is not written down yet."""
     for name, value in now.items():
         limit = most.get(name, 0)
         slack = SLACK if name.partition(" ")[0] in ("lines", "code") else 0
@@ -119,7 +119,7 @@ def complaints(now: dict[str, int], most: dict[str, int]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print, check or write the figures; return 1 where a check failed."""
+    """Print, check or write the figures; return 1 if a check failed, else 0."""
     parser = argparse.ArgumentParser(prog="tools/weigh.py", description="Weigh the house.")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="fail where a figure grew, or fell without being written")

@@ -16,7 +16,7 @@ class Room:
     """Admits a series of runs if enough memory is free for it, or if no other series runs."""
 
     def __init__(self, available: Callable[[], int | None]) -> None:
-        """Begin empty. `available` returns the bytes that could be taken now; None if unknown, which limits nothing."""
+        """Begin without reservations. `available` returns the bytes that are free now; None (unknown) sets no limit."""
         self._available = available
         self._left = threading.Condition()
         self._inside = 0

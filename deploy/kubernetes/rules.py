@@ -1,6 +1,6 @@
 """Write components/prometheus-operator/prometheusrule.yaml from deploy/prometheus; `--check` only compares.
 
-The rules have one source, the files that promtool checks and tests.
+The rules have a single source: the files that promtool checks and tests.
 """
 # ruff: noqa: INP001  a script beside what it writes
 
@@ -19,7 +19,7 @@ HEAD = "# Written by deploy/kubernetes/rules.py from deploy/prometheus: change i
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block, so that an expression can be read."""
+    """A YAML writer that writes text of several lines as a block, so that people can read an expression."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -30,7 +30,7 @@ _Dumper.add_representer(str, _text)
 
 
 def document(path: Path) -> dict[str, Any]:
-    """Return the PrometheusRule of one file of rules."""
+    """Return the PrometheusRule object for one file of rules."""
     name = path.name.removesuffix(".rules.yml")
     groups = yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
     head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule"}
@@ -38,7 +38,7 @@ def document(path: Path) -> dict[str, Any]:
 
 
 def render() -> str:
-    """Return the whole file."""
+    """Return the text of the whole output file."""
     documents = [document(path) for path in sorted(SOURCE.glob("*.rules.yml"))]
     return HEAD + yaml.dump_all(
         documents, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True, explicit_start=True
@@ -46,7 +46,7 @@ def render() -> str:
 
 
 def main() -> int:
-    """Write, or compare; 1 where the file is not what the rules make."""
+    """Write the file, or compare it; return 1 if a comparison finds a difference, else 0."""
     text = render()
     if sys.argv[1:] == ["--check"]:
         if OUT.exists() and OUT.read_text(encoding="utf-8") == text:
