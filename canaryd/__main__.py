@@ -1,4 +1,4 @@
-"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with `UNKNOWN`, not with Python's 1."""
+"""Entry point of `canaryd` and `python -m canaryd`. An internal error exits with status 3, not with Python's 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNKNOWN = 3
 
 
 class Lossy(io.FileIO):
-    """A standard stream whose writes never raise: data that cannot be written is dropped. `error`: the first error."""
+    """A standard stream whose writes never raise. Data that cannot be written is dropped; `error`: the first error."""
 
     error: OSError | None = None
 

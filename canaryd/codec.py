@@ -58,7 +58,7 @@ def _encoder(kind: Any, sparse: bool) -> Callable[[Any], Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field, or `MISSING`, which equals no value, if the field has no default."""
+    """Return the default of a field, or `MISSING` if the field has none. No value equals `MISSING`."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

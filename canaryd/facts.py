@@ -55,7 +55,8 @@ class Exactness(str, enum.Enum):
     ROUNDED = "R"
     """The sum is exact and is rounded once to the output type. The device must round to nearest, ties to even."""
     MARGIN = "M"
-    """The answer is decided by a margin that no healthy device's rounding crosses. The computed bits can differ."""
+    """The margin of the right answer is larger than any healthy device's rounding error. The computed bits can
+    differ."""
 
 
 TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
@@ -220,7 +221,8 @@ class WrongMemory:
     physical: int | None = None
     """Physical address of the first wrong word on the host, or None if the system does not reveal it."""
     partner: int | None = None
-    """Bytes from the first wrong word to the word that it is coupled with or an alias of, or None if none was found."""
+    """Distance in bytes from the first wrong word to the word with which it is coupled, or whose alias it is; None
+    if no such word was found."""
 
 
 class Way(str, enum.Enum):
@@ -287,7 +289,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The comparison of one golden with the results from one upload of operands to the device. It judges nothing."""
+    """The comparison of one golden with the results from one upload of operands to the device, without a judgement."""
 
     case: str
     """Stable name of the test case, e.g. "bfloat16/cancel/decode/nt"."""

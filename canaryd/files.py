@@ -86,7 +86,7 @@ def _library() -> Any:
 
 
 def _switch(name: str, number: int) -> int:
-    """Set this thread's user or group id for files; return the former id, or 0 if the C library has no function."""
+    """Set this thread's user or group id for files; return the former id, or 0 if no function has this `name`."""
     call = getattr(_library(), name, None)
     return call(number) & 0xFFFFFFFF if call else 0
 
@@ -117,7 +117,7 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def recall(directory: str, name: str) -> Any:
-    """Return the value that `keep` stored under `name`, or None if there is no value or the file is damaged."""
+    """Return the value that `keep` stored under `name` in `directory`, or None if there is none or it is damaged."""
     path = Path(directory) / _file_name(name)
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if directory:

@@ -67,7 +67,7 @@ def did_you_mean_device(word: str, known: Iterable[str]) -> str:
 
 
 def format_time(at: float, *, seconds: bool = True) -> str:
-    """Return a time (seconds since the epoch) as local time, or as a number if it is outside the calendar."""
+    """Return a time (epoch s) as local time, with or without `seconds`; as a number if it is outside the calendar."""
     return _calendar(at, seconds, lambda utc: utc.astimezone())
 
 

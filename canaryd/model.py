@@ -27,7 +27,7 @@ class Outcome(str, enum.Enum):
     CRASHED = "crashed"
     """The worker died (signal, abort, unexpected exit) before it answered."""
     TIMED_OUT = "timed_out"
-    """The worker overran its deadline and was killed with its group."""
+    """The worker overran its deadline and was killed with its process group."""
     OUT_OF_MEMORY = "out_of_memory"
     """Host or device memory ran out."""
     DEVICE_ERROR = "device_error"
@@ -231,8 +231,9 @@ class Event:
 
 
 MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
-"""`Run.environment` keys. MPS_CLIENT: the worker shared its GPU through NVIDIA's MPS. IN_USE: how busy others kept the
-device just before a run that timed out. IN_USE_ALONE: the same value, set only if no identical device was as busy."""
+"""`Run.environment` keys. MPS_CLIENT: the worker shared its GPU through NVIDIA's MPS. IN_USE: the load of other
+processes on the device just before a run that timed out. IN_USE_ALONE: the same value, set only if no identical
+device was as busy."""
 
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -449,7 +450,8 @@ class ProbeTally:
     retests: Tally
     """Tally of the completed retests of these runs: how many there were, and how many failed too."""
     places: tuple[PlaceTally, ...] = ()
-    """Single cores or SMs that computed in these runs, right ones too, in order of number; empty if none is known."""
+    """Single cores or SMs that computed in these runs, also those without a wrong result, in order of number; empty
+    if none is known."""
     bits: tuple[int, ...] = ()
     """Positions of all bits that were seen flipped (0 = lowest), ascending."""
     cells: tuple[Cell, ...] = ()
@@ -505,7 +507,7 @@ class WrongResults:
 
     @property
     def places(self) -> tuple[PlaceTally, ...]:
-        """Single cores or SMs that computed in these runs, right ones too, in order of number."""
+        """Single cores or SMs that computed in these runs, also those without a wrong result, in order of number."""
         at: dict[Place, list[PlaceTally]] = {}
         for found in (p for t in self.probes.values() for p in t.places):
             at.setdefault(found.place, []).append(found)
@@ -616,5 +618,5 @@ class Verdict:
 
     @property
     def doubted(self) -> bool:
-        """Whether any finding, acknowledged or not, speaks against the device. It is then no reference for others."""
+        """Whether a finding, even an acknowledged one, accuses the device. Then it is no reference for others."""
         return self.state.severity >= State.SUSPECT.severity or any(f.acknowledged for f in self.findings)

@@ -117,7 +117,11 @@ def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baselin
 
 
 def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
-    """Add the selected results that are in no baseline to their baselines; return (device, baseline, number added)."""
+    """Add the selected results that are in no baseline to their baselines; return (device, baseline, number added).
+
+    The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because the
+    chain (model, settings, server and so on) changed is accepted even if no result is added.
+    """
     changed = []
     for device in (r.device for r in store.devices()):
         known = {b.key: b for b in store.baselines(device.uuid)}
@@ -191,7 +195,7 @@ def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
 
 
 def met_by(store: Store, selection: Selection) -> list[Met]:
-    """Return the records of the selected devices and probes: the classes of test cases with the exact right answer."""
+    """Return the selected records of the classes of test cases for which a device gave the exact right answer."""
     named = {r.device.uuid: r.device.name for r in store.devices()}
     return [
         met

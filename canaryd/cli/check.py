@@ -202,7 +202,7 @@ def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinte
 
 
 def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter, *, stopped: bool) -> int:
-    """Print the results of a check and write the requested files; return the exit code. `stopped`: by a signal."""
+    """Print the results and write the requested files; return the exit code. `stopped`: a signal ended the check."""
     if options.case and result.without_case:
         printer.clear()
         complain(_no_case(options.case, result.without_case))

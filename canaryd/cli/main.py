@@ -41,7 +41,7 @@ MODULES = {
     "probes": "listing",
     "config": "listing",
 }
-"""Command → the module that has it. Only this one is loaded: loading all takes a quarter of a short command's time."""
+"""Command → its module. Only this module is loaded: loading all modules takes a quarter of a short command's time."""
 GROUP = "canaryd.commands"
 """Entry-point group of other distributions: command → a module with `add_parsers`."""
 LAB = ("canary", "capture", "characterise", "compare", "pack")

@@ -31,7 +31,7 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes with their lines, without YAML 1.1's aliases, tags, dates, octal and base-60 numbers."""
+    """A YAML loader without the parts of YAML 1.1 that settings do not need: aliases, tags, dates, octal numbers."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML's own attribute
     depth = 0
@@ -113,11 +113,11 @@ class Notes:
         self.lines: dict[str, int] = {}
 
     def add(self, node: yaml.Node, where: str, message: str) -> None:
-        """Note a mistake at the node's line."""
+        """Note a mistake in the setting `where`, at the node's line."""
         self.problems.append((node.start_mark.line + 1, where, message))
 
     def add_at(self, where: str, message: str) -> None:
-        """Note a mistake at the line of a setting, or at the line of its section if the setting is not in the file."""
+        """Note a mistake at the line of the setting `where`, or of its section if the setting is not in the file."""
         places = (where, where.rpartition(".")[0], where.partition(".")[0])
         line = next((self.lines[place] for place in places if place in self.lines), 1)
         self.problems.append((line, where, message))
@@ -175,7 +175,7 @@ class _Kind(Protocol):
     """The type of a setting. Subclasses read and describe values."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Return the setting's value from its YAML node; note any mistake, and return None if no value is usable."""
+        """Return the value of the setting `where` from its YAML node, None if it is unusable; note each mistake."""
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON Schema of the allowed values."""

@@ -111,7 +111,7 @@ def _program(text: str) -> str:
 
 
 def choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
-    """Return the type of a setting that accepts only the words `known`; `what` names them in messages."""
+    """Return the type of a setting that accepts only the words `known`; `what` describes such a word in messages."""
 
     def parse(text: str) -> str:
         if text not in known:

@@ -10,7 +10,7 @@ log = logging.getLogger("canaryd")
 
 
 class Warnings:
-    """Logs each problem once."""
+    """A log of problems in which each problem appears only once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()

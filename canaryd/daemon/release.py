@@ -40,7 +40,7 @@ class Releases:
                 self.check()
 
     def check(self) -> None:
-        """Release every device or use them again, as `canaryd release` requests; store an answer when this is done."""
+        """Release all devices, or use them again, as `canaryd release` requests; store an answer when this is done."""
         engine, until = self._engine, self._store.note_time(RELEASE_NOTE)
         self._until = until = self._until if self._store.unreadable else until  # what was asked for last still holds
         if until > time.time():

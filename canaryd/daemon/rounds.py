@@ -1,4 +1,4 @@
-"""The rounds of each device: which probes are due, which of them the budget allows, and their runs.
+"""The rounds of tests of each device: the probes that are due run as soon as the budget allows.
 
 A tick finds what is due on one device and runs it as one series per instruction set, so that no device ever runs two
 probes at once and no runs pile up.
@@ -220,7 +220,7 @@ class Rounds:
                 engine.account.recall(uuid, budget.worked(run.seconds), age)
 
     def _is_first(self, uuid: str, probe: str) -> bool:
-        """Return whether a probe has level quick and has not run on a device in this process yet."""
+        """Return whether a probe runs at level quick and has not run on a device in this process yet."""
         return (uuid, probe) not in self._last and self._engine.levels()[probe] == "quick"
 
     def _since(self, uuid: str, probe: str) -> float:

@@ -127,7 +127,7 @@ class Happening:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The names and numbers that identify the part, and where it is built in."""
+    """The names and numbers that identify the part and the machine that contains it."""
 
     name: str
     uuid: str

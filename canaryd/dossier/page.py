@@ -1,7 +1,7 @@
 """The page of a dossier: one HTML file from one template, without scripts or links to other files.
 
-Its first two sheets are a summary, the rest are details. It is made from the JSON alone, so both always agree. The
-template escapes every text.
+The first two sheets are a summary, the rest are details. The page is made from the JSON alone, so page and JSON always
+agree. The template escapes every text.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class _Folder:
     absent: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, what: str, text: str) -> None:
-        """Write a text to a file, with secrets and users removed."""
+        """Write a text, without secrets and users, to the file `name`; `what` describes it in the list of files."""
         (self.path / name).write_text(self.sanitise(text), encoding="utf-8")
         self.contents[name] = what
 
@@ -285,7 +285,7 @@ def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
 
 
 def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
-    """Return (output of a tool, reason why there is none or ""). A tool that hangs in the driver is left behind."""
+    """Return (output of a tool, reason why there is none or ""). A tool that hangs in the driver is not waited for."""
     name = Path(argv[0]).name
     try:
         process = subprocess.Popen(

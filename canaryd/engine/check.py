@@ -89,7 +89,7 @@ def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
 
 
 def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
-    """Return a gap for each part in `ONLY` that some device lacks a test of; `done`: device → probes with results."""
+    """Return a gap for each part in `ONLY` not tested on every device; `done`: device → probes that gave results."""
     gaps = []
     for probe, what in ONLY.items():
         without = [name for name, probes in done.items() if probe not in probes]
@@ -430,7 +430,7 @@ def _why(run: Run) -> tuple[str, str]:
 
 
 def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
-    """Return the name of each telemetry probe that could not be read, with the reason."""
+    """Return (name, reason) for each telemetry probe that could not be read."""
     return [
         (probe, Skipped(case="*", reason=": ".join(filter(None, _why(poll.newest)))))
         for probe, poll in polls.items()
@@ -448,7 +448,7 @@ def _incomplete(result: Result, uuid: str) -> str:
 
 
 def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Verdict:
-    """Return the verdict, with an unknown finding if `why` is not "": old evidence does not replace a missed test."""
+    """Return the verdict, with a finding of state unknown if `why` is not "": old evidence replaces no missed test."""
     if not why:
         return verdict
     finding = Finding(

@@ -400,7 +400,7 @@ class Engine(Host):
         return request, self.timeout(spec, level) - spec.budget[level] + seconds + pauses
 
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
-        """Return a probe's settings, with those of an endpoint, or with the served models for a probe in `SHAPED`."""
+        """Return a probe's settings: for an endpoint with its own, for a probe in `SHAPED` with the served models."""
         own = self.settings(probe).settings
         if device.is_endpoint:
             return {**own, **endpoints.settings(self.endpoint(device))}

@@ -41,7 +41,7 @@ class Host:
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Uuid of a device → (number of results in a check of a whole level, least number required); empty for a daemon."""
     problems: list[str] = field(default_factory=list)
-    """Problems of the probes or of the stack under test, one sentence each."""
+    """Problems of the probes or of the software under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
     """Vendor whose software is installed, or "torch" → the reason why its devices could not be listed."""
     unloaded: frozenset[str] = frozenset()

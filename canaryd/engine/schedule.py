@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A series: steps on one device that share one worker, so that the stack under test starts only once."""
+    """A series: steps on one device that share one worker, so that torch starts only once."""
 
     device: Device
     instruction_set: str
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def numeric(self) -> bool:
-        """Whether the probes need the stack under test; other probes run under canaryd's own interpreter."""
+        """Whether the probes need the software under test (torch, …); others run under canaryd's own interpreter."""
         return all(step.entry.spec.numeric for step in self.steps)
 
 

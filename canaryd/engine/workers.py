@@ -53,9 +53,9 @@ class Workers:
         uses_device: bool = True,
         nice: int = 0,
     ) -> Series:
-        """Return a new series of runs. It uses the stack under test if `numeric`, else canaryd's own interpreter.
+        """Return a new series of runs. It uses the software under test if `numeric`, else canaryd's own interpreter.
 
-        The stack under test is that of the `device`, or of the `runtime` if no device is given.
+        The software under test is that of the `device`, or of the `runtime` if no device is given.
         """
         settings = self._host.config.worker
         spec = WorkerSpec()

@@ -175,7 +175,7 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (), "When the configuration in use was read, since the epoch."
     ),
 }
-"""Every metric that `render` can write, in this order. docs/metrics.md repeats them; a test compares the two."""
+"""Every metric that `render` can write, in this order. docs/metrics.md lists the same metrics; a test compares both."""
 
 
 XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", "95", "119", "120", "140", "143", "154")
@@ -281,7 +281,7 @@ class Snapshot:
 def render(snapshot: Snapshot) -> Exposition:
     """Return `snapshot` as a page in both formats.
 
-    A missing device keeps its presence, its identity and its verdict, because an alarm must not end when the part is
+    A missing device keeps its series of presence, identity and verdict, because an alarm must not end when the part is
     gone. Counters of devices that are not in the snapshot are left out.
     """
     page = Page(FAMILIES)

@@ -133,7 +133,7 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
 def silenced(settings: Config, environ: Mapping[str, str]) -> str:
     """Return the reason why enforcement is off, or "" if it is on.
 
-    A switch file that cannot be checked also turns it off, because the file may exist.
+    A switch file that cannot be checked also turns enforcement off, because the file may exist.
     """
     if (value := environ.get(VARIABLE, "act")) != "act":
         return f"{VARIABLE}={printable(value)} in the environment"

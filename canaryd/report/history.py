@@ -28,7 +28,8 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/2"
 RUNS, FAILED = 400, 500
-"""Largest numbers of runs and of failed runs that are read for all devices together (ours): about three seconds."""
+"""Largest numbers of runs and of failed runs that are read for all devices together (ours); this takes about 3
+seconds."""
 LEAST_READ = 50
 """Smallest number of runs that are read for one device."""
 MOST_ITEMS = 25

@@ -127,7 +127,7 @@ def step(incident: Incident, *devices: Device) -> Step:
 
 
 def awaits_tests(incident: Incident) -> bool:
-    """Return whether the device is unknown only because a test or a judgement is still to come."""
+    """Return whether the incident only says that a test or a judgement is still to come."""
     return incident.lead.rule in (NO_EVIDENCE, NOT_EXAMINED, UNJUDGED_RULE, UNTENDED_RULE)
 
 

@@ -104,7 +104,7 @@ class DeviceStatus:
 
     @property
     def stalest(self) -> tuple[str, float | None] | None:
-        """The probe whose newest run is oldest, with that run's start (None for no run); None if there is no probe."""
+        """The probe that ran least recently and the start of its newest run (None: no run), or None without probes."""
         return min(self.evidence.items(), key=lambda item: (item[1] or 0.0, item[0]), default=None)
 
 

@@ -170,7 +170,7 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 
 
 def _last_lines(status: Status) -> Iterator[Line]:
-    """Yield the last lines: whether the daemon runs, the probe with the oldest newest result, time zone and state."""
+    """Yield the last lines: whether the daemon runs, the probe that ran least recently, time zone and state."""
     known = [(*d.stalest, d.device.name) for d in status.devices if d.stalest]
     oldest = ""
     if known:

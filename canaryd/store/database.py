@@ -197,7 +197,7 @@ class Database:
             return False
 
     def _decode(self, kind: type[T], rows: Iterable[tuple[str, bytes]]) -> list[T]:
-        """Return the objects in `rows` of (name, packed object). Damaged rows are skipped; `problems` reports it."""
+        """Return the objects in `rows` of (name, packed object). Damaged rows are skipped; `problems` reports them."""
         found = []
         for name, body in rows:
             try:
@@ -427,7 +427,10 @@ class Database:
         return self._open_to_read("mode=ro&immutable=1" if self._resting else "mode=ro")
 
     def _open_to_write(self) -> sqlite3.Connection:
-        """Open the file, or create one if it is missing or unusable; the caller holds the open lock."""
+        """Open the file and return the connection; create the file if it is missing or unusable.
+
+        The caller holds the open lock.
+        """
         try:
             if self.path.exists():
                 with _rotten_text():
@@ -651,7 +654,7 @@ def _expect_file(path: Path) -> None:
 
 
 def _is_resting(path: Path) -> bool:
-    """Return whether a database in write-ahead mode is open in no process; raise an error if it is unreadable.
+    """Return whether no process has a database with a write-ahead log open; raise an error if it is unreadable.
 
     The last process that closes such a database removes its log.
     """
@@ -664,7 +667,7 @@ def _is_resting(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _rotten_text() -> Iterator[None]:
-    """Raise SQLite's own error for text that is not UTF-8; Python reports that damage as a `UnicodeDecodeError`."""
+    """Within this context, raise SQLite's own error for text that is not UTF-8, instead of a `UnicodeDecodeError`."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -135,7 +135,8 @@ def flock(
 ) -> Iterator[None]:
     """Hold the lock of file `name` in the state directory `home`. The file names its holder and the text `doing`.
 
-    Waits `timeout` seconds, or until `stopped`. Raises `Busy`, or `OSError` if lock files cannot exist.
+    Waits `timeout` seconds, or until `stopped()`; `on_wait` is called once with the holder's name. Raises `Busy`, or
+    `OSError` if lock files cannot exist.
     """
     path = home / name
     with owners_rights(home):

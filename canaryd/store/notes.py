@@ -20,8 +20,8 @@ LOG_NOTE = "kernel log"
 BOOT_NOTE, RUNNING_NOTE = "boot", "running"
 """Names of two notes: the boot id that was seen last, and the boot id of a daemon that started and has not stopped."""
 RELEASE_NOTE, RELEASED_NOTE = "release", "released"
-"""Names of two notes with a time (epoch s). The first is set by `canaryd release`: until then the daemon must not use
-devices. The daemon copies it to the second when it uses no device any more."""
+"""Names of two notes with a time (epoch s). `canaryd release` sets the first: until that time the daemon must not
+use devices. The daemon copies the time to the second note when it no longer uses any device."""
 DAEMON_LOCK, TELEMETRY_LOCK = "daemon", "telemetry"
 """Names of two locks: of a running daemon, and of the single process that records telemetry."""
 

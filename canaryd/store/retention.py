@@ -14,8 +14,8 @@ BATCH = 100
 """Number of rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
 FEW = 16
-"""Number of wrong runs of a probe on one device up to which the probe's clean runs are kept longer. If there are more,
-the device is suspect without any clean runs (ours)."""
+"""Largest number of wrong runs of a probe on a device with which the probe's clean runs are kept longer. With more
+wrong runs the device is suspect even without clean runs (ours)."""
 RATED = (
     "drill = '' AND (device, probe) IN (SELECT device, probe FROM runs WHERE failed = 1 AND drill = '' AND wrong > 0"
     f" GROUP BY device, probe HAVING count(*) <= {FEW})"
@@ -24,8 +24,8 @@ RATED = (
 decides when a suspect is cleared."""
 LONGER = 90 * DAY
 """Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. A suspect is cleared after three
-times the tests of the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Twice that is kept
-(ours)."""
+times as many tests as in the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Runs are kept
+twice as long (ours)."""
 KEPT = 100
 """Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no
 more. Otherwise a device that fails all day would displace the failures of another device, which would then look

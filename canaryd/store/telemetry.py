@@ -35,7 +35,7 @@ class TelemetryTables(Database):
         """Store one poll and its `events`, and add `outcomes` (outcome → number of polls) to the counters.
 
         One transaction stores all of it, so that after a kill the next poll is compared with the last poll whose events
-        are stored. Returns False if it is only in memory so far.
+        are stored. Returns False if the poll is only in memory so far.
         """
         of = {"device": poll.device, "probe": poll.probe}
         counts = [("probe_runs", encode_labels({**of, "outcome": o.value}), float(n)) for o, n in outcomes.items()]
