@@ -66,8 +66,7 @@ WARM_UP = 0.1
 CALIBRATION = 10.0
 """Seconds for which the server's capacity is measured."""
 PATIENCE = 600.0
-"""Maximum seconds to wait for one round. The first round also records the results with which later ones are
-compared."""
+"""Maximum seconds to wait for one round. The first round also records the results for later comparisons."""
 
 
 class Model:

@@ -52,8 +52,7 @@ GROUPS = ("family", "format", "content", "kind", "layout or kernel", "mask", "in
 WEIGHTS = {"product": 6, "attention": 3, "integer": 1}
 """Family of cases → its weight in the mix of runs."""
 SETS_OF_SIZES = {"jax": 4}
-"""Runtime that compiles every shape → number of sets of sizes for each class. With other runtimes each run has its
-own sizes."""
+"""Runtime that compiles every shape → number of sets of sizes per class. Elsewhere each run has its own sizes."""
 
 Maker = Callable[[random.Random], Case]
 

@@ -60,8 +60,7 @@ class Asked:
 
     server: str
     form: str = ""
-    """Form of the exported model: format of a GGUF file, or quantised form; "" for a Hugging Face directory in
-    bfloat16."""
+    """Form of the exported model: GGUF format or quantised form; "" for a Hugging Face directory in bfloat16."""
     shape: Shape = TINY
 
     def model(self, shape: Shape, seed: int) -> Model:
@@ -109,8 +108,8 @@ def in_process(
     The first `compiled` models also run compiled. No model begins after `minutes`.
 
     Every fourth model has no anchor, for torch's math kernel; four of eight have Qwen2's shape, with biases. Each model
-    runs in one pass in all formats with all kernels. torch and MLX also decode it in two formats with one kernel, in
-    rotation.
+    runs in one pass in all formats with all kernels. torch and MLX also decode it, in two formats with one kernel in
+    turn.
     """
     found: dict[str, list[int]] = {}
     absent: list[str] = []

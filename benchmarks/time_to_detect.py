@@ -2,8 +2,7 @@
 
 In each campaign one of this machine's cores makes an error with probability p in each product in which it takes part.
 Products are computed, gathered, compared and placed as in a check, and the judge gets each round as one run. A campaign
-ends when the judge names the core, or after `PATIENCE` / p products of the core. Its first round runs without the
-fault.
+ends when the judge names the core, or after `PATIENCE` / p products of the core. Its first round has no fault.
 
 For rates below `SIMULATED` the fault has a simulated clock: every computed product counts as many, so that a campaign
 does not compute millions of clean products.

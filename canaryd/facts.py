@@ -55,8 +55,7 @@ class Exactness(str, enum.Enum):
     ROUNDED = "R"
     """The sum is exact and is rounded once to the output type. The device must round to nearest, ties to even."""
     MARGIN = "M"
-    """The margin of the right answer is larger than any healthy device's rounding error. The computed bits can
-    differ."""
+    """The margin of the right answer exceeds any healthy device's rounding error. The computed bits can differ."""
 
 
 TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
@@ -221,8 +220,8 @@ class WrongMemory:
     physical: int | None = None
     """Physical address of the first wrong word on the host, or None if the system does not reveal it."""
     partner: int | None = None
-    """Distance in bytes from the first wrong word to the word with which it is coupled, or whose alias it is; None
-    if no such word was found."""
+    """Distance in bytes from the first wrong word to the word that it is coupled with or an alias of; None if not
+    found."""
 
 
 class Way(str, enum.Enum):

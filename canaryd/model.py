@@ -231,9 +231,8 @@ class Event:
 
 
 MPS_CLIENT, IN_USE, IN_USE_ALONE = "mps_client", "in_use", "in_use_alone"
-"""`Run.environment` keys. MPS_CLIENT: the worker shared its GPU through NVIDIA's MPS. IN_USE: the load of other
-processes on the device just before a run that timed out. IN_USE_ALONE: the same value, set only if no identical
-device was as busy."""
+"""`Run.environment` keys. MPS_CLIENT: the worker shared its GPU through NVIDIA's MPS. IN_USE: the load by other
+processes just before a run timed out. IN_USE_ALONE: the same value, set only if no identical device was as busy."""
 
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -450,8 +449,8 @@ class ProbeTally:
     retests: Tally
     """Tally of the completed retests of these runs: how many there were, and how many failed too."""
     places: tuple[PlaceTally, ...] = ()
-    """Single cores or SMs that computed in these runs, also those without a wrong result, in order of number; empty
-    if none is known."""
+    """Single cores or SMs that computed in these runs, even without a wrong result, by number; empty if none is
+    known."""
     bits: tuple[int, ...] = ()
     """Positions of all bits that were seen flipped (0 = lowest), ascending."""
     cells: tuple[Cell, ...] = ()
@@ -507,7 +506,7 @@ class WrongResults:
 
     @property
     def places(self) -> tuple[PlaceTally, ...]:
-        """Single cores or SMs that computed in these runs, also those without a wrong result, in order of number."""
+        """Single cores or SMs that computed in these runs, even without a wrong result, by number."""
         at: dict[Place, list[PlaceTally]] = {}
         for found in (p for t in self.probes.values() for p in t.places):
             at.setdefault(found.place, []).append(found)

@@ -68,8 +68,7 @@ LAYOUT = {
     "float8_e5m2fnuz": (3, 5),
 }
 VANISHES = {"float64": 746, "float32": 104, "bfloat16": 104, "float16": 104}
-"""Number format of values → smallest x for which exp(-x) rounds to zero in the format that softmax works in. That is
-float32 for narrow formats."""
+"""Format of values → smallest x for which exp(-x) rounds to 0 in softmax, which computes narrow formats in float32."""
 _MASK64 = (1 << 64) - 1
 
 

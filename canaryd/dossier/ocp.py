@@ -23,8 +23,7 @@ SYSTEM = ("driver", "kernel", KERNEL_DRIVER, "cuda")
 RESULTS = {"healthy": "PASS", "unknown": "NOT_APPLICABLE"}
 """State → result of the test run; any other state is FAIL."""
 TYPES = {"healthy": "UNKNOWN", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}
-"""State of a finding → type of its OCP diagnosis. A healthy finding is only a note ("not checked yet"), so it is not
-PASS."""
+"""State of a finding → type of its OCP diagnosis. A healthy finding is only a note ("not checked yet"), not a pass."""
 
 Document = Mapping[str, Any]
 

@@ -52,9 +52,8 @@ HEADROOM = 5.0
 REST = 3.0
 """Ratio of each pause to the burst before it, so that a round works for a quarter of its time (ours)."""
 UNHELD = 300 << 20
-"""Bytes of memory in use up to which an accelerator counts as free of other processes (ours). An idle MI300X shows
-284 MiB beyond what its driver calls reserved. A container sees the memory of outside processes, but not the
-processes."""
+"""Bytes of memory in use up to which an accelerator counts as free of other processes (ours). An idle MI300X shows 284
+MiB beyond what its driver calls reserved. A container sees only the memory of outside processes."""
 TELL_USE = ("cuda", "rocm")
 """Kinds of devices (`Device.unit`) on which used memory reveals other processes. It does not on an idle Ascend, which
 uses 3 GiB, or on an Apple GPU, which draws the screen."""

@@ -84,8 +84,7 @@ class Engine(Host):
     accelerator."""
     account: budget.Account = field(default_factory=budget.Account)
     room: Room = field(default_factory=lambda: Room(available))
-    """Memory of this host for series that run at the same time; a series waits until the memory that it needs is
-    free."""
+    """Memory of this host for series that run at the same time; a series waits until enough memory is free."""
     workers: Workers = field(init=False)
     watch: Watch = field(init=False)
 

@@ -43,8 +43,7 @@ STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 OF_NOW = (UNSEEN, UNSEEN_CODE, SHARED, UNIDENTIFIED)
 """Keys of `Device.detail` that are valid for one inventory only."""
 UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
-"""Keys of `Device.detail` whose change makes no event: a reboot has its own event, and the set of usable cores is
-not hardware."""
+"""Keys of `Device.detail` whose change makes no event: a reboot has its own, and usable cores are not hardware."""
 
 
 def is_included(device: Device, config: Config) -> bool:

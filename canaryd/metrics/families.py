@@ -30,8 +30,7 @@ from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.web.server import Answer
 
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
-"""Parts of a software stack that `canaryd_stack_info` shows. Its label `stack` depends on all parts, these and
-others."""
+"""Parts of a software stack that `canaryd_stack_info` shows. Its label `stack` depends on more parts than these."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -232,8 +231,7 @@ class DeviceView:
     fault_rate: Mapping[str, float]
     """Probe → upper bound of the fraction of its compared results that are wrong."""
     fingerprints: Mapping[tuple[str, str], int]
-    """(probe, stack label) → fingerprint, an integer that a float holds exactly. Only values with equal keys are
-    comparable."""
+    """(probe, stack label) → fingerprint, which a float holds exactly. Only values with equal keys are comparable."""
     periods: Mapping[str, float] = field(default_factory=dict)
     """Probe planned for the device → seconds between two runs. The probe's counters are 0 before its first run, so that
     `increase()` sees a first mismatch."""

@@ -67,8 +67,8 @@ def _is_only_old(d: DeviceStatus) -> bool:
 def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_node: State) -> str:
     """Return a clause about the devices `same`, which share the `key`: "cuda:0 is faulty (hardware)".
 
-    `key` is (state, cause, worst incident). Cause and incident are left out unless the state is `of_node`, the worst on
-    this machine.
+    `key` is (state, cause, worst incident). Only for the node's worst state, `of_node`, cause and incident are
+    included.
     """
     state, cause, worst = key
     if state is State.HEALTHY and len(same) > 1:

@@ -67,8 +67,7 @@ class Question:
     devices: tuple[str, ...] = ()
     """The devices to decide about, by uuid, name, backend, or an accelerator's index; empty for all."""
     max_age: float = 0.0
-    """Age in seconds of a device's newest completed test above which the decision is unknown; 0.0 for the judge's
-    own limit."""
+    """Age in seconds of a device's newest completed test above which the answer is unknown; 0.0: the judge's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/2"
 RUNS, FAILED = 400, 500
-"""Largest numbers of runs and of failed runs that are read for all devices together (ours); this takes about 3
-seconds."""
+"""Largest numbers of runs and of failed runs to read for all devices together (ours): that takes 3 seconds."""
 LEAST_READ = 50
 """Smallest number of runs that are read for one device."""
 MOST_ITEMS = 25
@@ -55,8 +54,8 @@ class Item:
     kind: str
     """"verdict", "run", "event", "ack" or "stack"."""
     role: str
-    """"bad" for an event against the device, "good" for one in its favour, "calm" for other changes, "mark" for an
-    operator's statement."""
+    """"bad" for an event against the device, "good" for one in its favour, "calm" for others, "mark" for a
+    statement."""
     text: str
     """A sentence without the time."""
     count: int = 1

@@ -154,8 +154,7 @@ def gather(
 
     A verdict becomes unknown, with a note on its former state, if it was not renewed in time, or if a daemon cannot
     store newer verdicts. A daemon that asks about itself passes `itself`: it has the newer verdicts, so the second rule
-    does not apply. `daemon`: whether one runs (default: find out). `evidence`: device → probe → time (default: from the
-    store).
+    does not apply. `daemon`: whether one runs (default: find out). `evidence`: device → probe → time (default: stored).
     """
     now = time.time() if now is None else now
     verdicts = store.verdicts()

@@ -47,7 +47,7 @@ what is left."""
 PASSED_NOTE = "aged"
 """Name of the note with the latest time known to be past (epoch s); see `Database.passed`."""
 LOGS = ("-wal", "-shm", "-journal")
-"""Suffixes of the files that SQLite keeps beside a database. SQLite would use the files of a lost database for a new
+"""Suffixes of the files that SQLite keeps beside a database. SQLite would use those of a lost database for a new
 one."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
 WAL = b"\2\2"
@@ -273,8 +273,8 @@ class Database:
     def _attempt(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
         """Return the result of `work`. If the file is damaged or was replaced, open the new file and try once more.
 
-        Work that only `reads` uses the copy in memory if there is one, and does not check whether the file is in its
-        place.
+        Work that only `reads` uses the copy in memory if there is one, and does not check whether the file was
+        replaced.
         """
         with owners_rights(self.state_dir):
             for again in (True, False):

@@ -24,12 +24,11 @@ RATED = (
 decides when a suspect is cleared."""
 LONGER = 90 * DAY
 """Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. A suspect is cleared after three
-times as many tests as in the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. Runs are kept
-twice as long (ours)."""
+times as many tests as in the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate; twice that
+(ours)."""
 KEPT = 100
-"""Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no
-more. Otherwise a device that fails all day would displace the failures of another device, which would then look
-healthy."""
+"""Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no more.
+Without this, a device that fails all day would displace another device's failures and make it look healthy."""
 DRILLS = 1 * DAY
 """Seconds for which runs with an injected fault are kept, whatever their outcome."""
 POLLS = 14 * DAY

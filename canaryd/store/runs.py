@@ -194,8 +194,8 @@ class RunTables(Database):
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
         """Return the `first` to `last` newest runs of each kind on a device in short form, oldest first.
 
-        Runs of one kind are equal in the columns `of`. The SQL condition `which` chooses runs; `but` leaves out some of
-        these.
+        Runs of one kind are equal in the columns `of`. SQL conditions: `which` chooses runs, `but` leaves some of them
+        out.
         """
         query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
