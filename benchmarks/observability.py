@@ -106,7 +106,7 @@ def strikes(
     shows: Callable[[Any], list[bool]],
     places: Sequence[str],
 ) -> Iterator[tuple[str, Count]]:
-    """Yield (place, count of about `count` faults) for each of `places` (empty: all), with ROWS equal rows.
+    """Yield (place, `Count` of about `count` faults) for each of `places` (empty: all), with ROWS equal rows.
 
     The faults strike all elements, and separately the nonzero elements that `others` selects for a place: (suffix of
     the place's name, mask). `shows` returns for each row of logits whether the second measure sees the fault.
@@ -207,7 +207,7 @@ def _as_printed(chances: Any) -> Answer:
 
 
 def live_weights(model: Model, form: str, whole: list[int], count: int, seed: int = 0) -> Iterator[tuple[str, Count]]:
-    """Yield (kind of weight, count of about `count` faults in nonzero weights); the last kind is "all weights".
+    """Yield (kind of weight, `Count` of about `count` faults in nonzero weights); the last kind is "all weights".
 
     In the embedding only rows of words that occur are struck. "all weights" weighs each kind by its number of weights.
     """

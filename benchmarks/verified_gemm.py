@@ -1,4 +1,4 @@
-"""Measure the throughput of verified products relative to unverified ones, and the parts of the difference.
+"""Measure the throughput of verified products relative to unverified products, and the parts of the difference.
 
 Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per trial: its own `compute`, the comparison of
 every result with the golden on the device, and new operands and golden, which the device gathers for every eighth

@@ -156,7 +156,7 @@ EXPORTED = "name the file that canaryd baseline export wrote"
 
 
 def import_document(store: Store, text: str) -> tuple[int, int]:
-    """Import a text that `document` made; return the number of new baselines, and of those that were known already.
+    """Import a text that `document` made; return the number of new baselines and the number of baselines known already.
 
     A baseline of a device of this host becomes a baseline of that device. A baseline of another host's device only
     confirms baselines of devices of the same model. The same holds for the export's list of exact test cases. Raises

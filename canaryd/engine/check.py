@@ -414,7 +414,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
 
 
 def _kept(who: str, options: Options, memory: int) -> str:
-    """Return a sentence that explains why tests kept to the budget: `who` else uses the device. `memory`: its bytes."""
+    """Return a sentence that explains limited tests: `who` else uses the device. `memory`: the limit in bytes."""
     command = "drill" if options.drill else "check"
     return (
         f"{who}, so the tests kept to the budget: at most {memory >> 20:,} MiB of its memory, pauses, low priority; "

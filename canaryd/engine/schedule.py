@@ -15,7 +15,7 @@ from canaryd.model import INTENSITIES, Device, Outcome, Run
 JITTER = 0.1
 """Maximum shift of a run, as a fraction of its period, so that hosts do not all run at the same time."""
 CONFIRMED_UNKNOWN = 8
-"""Largest number of cases outside the baseline that one confirmation run repeats: an endpoint's quick run has as
+"""Largest number of cases outside the baseline that one confirmation run repeats; an endpoint's quick run has as
 many."""
 CONFIRMED_CASES = 3
 """Largest number of wrong cases that one confirmation run repeats. More cases would prove nothing new, and would

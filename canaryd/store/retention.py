@@ -24,8 +24,8 @@ RATED = (
 decides when a suspect is cleared."""
 LONGER = 90 * DAY
 """Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. A suspect is cleared after three
-times as many tests as in the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate; twice that
-(ours)."""
+times as many tests as in the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. 90 days are
+twice as long (ours)."""
 KEPT = 100
 """Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no more.
 Without this, a device that fails all day would displace another device's failures and make it look healthy."""
