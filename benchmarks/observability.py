@@ -82,7 +82,7 @@ def flip(flat: Any, index: int, bit: int) -> None:
 def activations(
     model: Model, form: str, whole: list[int], count: int, places: Sequence[str] = ()
 ) -> Iterator[tuple[str, Count]]:
-    """Yield (place, count of about `count` faults) for each place where a result is rounded, over layers and positions.
+    """Yield (place, `Count` of about `count` faults) for each place that rounds a result, over layers and positions.
 
     Elements that are 0 count as well, except under "…, not 0" and "…, read later".
     """

@@ -168,8 +168,8 @@ STRIKES: dict[str, Callable[[Draw, Part], None]] = {
 CONTROLS: dict[str, Callable[[Draw, Part], None]] = {
     "comparator misses a tile, results wrong from the second on": partial(_comparator, "misses a tile", after=1)
 }
-"""Fault found only by chance, if the bit that canaryd flips once per case lies in the tile → function that injects
-it."""
+"""Fault that is found only by chance → function that injects it. It is found if the bit that canaryd flips once per
+case on purpose lies in the faulty tile."""
 
 
 def run(injections: int, seed: int) -> dict[str, Part]:

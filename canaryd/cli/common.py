@@ -36,7 +36,7 @@ RELEASE_PERIOD = 1.0
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line gives. They replace those of the configuration file."""
+    """Return the settings that the command line gives, which replace those of the configuration file."""
     given = {"state_dir": options.state_dir.absolute()} if options.state_dir else {}
     return given | ({"listen": options.listen} if getattr(options, "listen", None) else {})
 

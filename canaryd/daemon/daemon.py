@@ -69,7 +69,7 @@ class Daemon:
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create all parts that cannot fail because of hardware."""
+        """Create the parts of the daemon that use no hardware."""
         self.engine = engine = Engine(self.config, self.store, listener=self._progress, beside=True)
         self._quit = threading.Event()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event's, its `put` takes no lock

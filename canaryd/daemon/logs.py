@@ -25,7 +25,7 @@ class Warnings:
 
 @contextlib.contextmanager
 def log_failure(what: str) -> Iterator[None]:
-    """Log any exception that the body of the context raises, with its traceback, and suppress it."""
+    """Log any exception that the context's body raises, with its traceback, as a failure of `what`; suppress it."""
     try:
         yield
     except Exception:

@@ -124,7 +124,7 @@ def _proofs(facts: Facts) -> dict[int, Proof]:
 
 
 def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
-    """Return runs of other devices for which this processor made a wrong golden, reduced to comparisons of goldens."""
+    """Return runs of other devices with a wrong golden made by this processor; only comparisons of goldens are kept."""
     if facts.device.backend != "cpu" or facts.drill:
         return []
     found = []

@@ -61,8 +61,8 @@ def write(
     """Write the dossier of a device to a new directory below `out`, and also as one archive; return the directory.
 
     Without an engine nothing is judged again and no operands are written; the dossier says so. `wait`: seconds to wait
-    for a busy device. Raises `DossierError` if the dossier cannot be written (`OutputError`: because of `out`); then it
-    leaves no incomplete files.
+    for a busy device. Raises `OutputError` if `out` cannot be used, or `DossierError` if the dossier cannot be written;
+    then no incomplete files are left.
     """
     document = gather(store, config, device, now=now, drill=drill, engine=engine)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))

@@ -130,7 +130,7 @@ class Options:
 
 @dataclass(kw_only=True)
 class Result:
-    """The work and the results of one check."""
+    """The results of one check, and the reasons for what it could not do."""
 
     level: str
     started: float
@@ -162,7 +162,7 @@ class Result:
 
     @property
     def having_case(self) -> frozenset[str]:
-        """The names of the probes that have one of the requested cases, or whose cases are unknown."""
+        """The names of the probes that have at least one of the requested cases, or whose cases are not known."""
         return frozenset(r.probe for runs in self.runs.values() for r in runs if r.reason is not Reason.NO_CASE)
 
     @property
@@ -287,8 +287,9 @@ def _here(engine: Engine, devices: Iterable[Device]) -> list[Device]:
 def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
     """Return groups of devices in the order of their tests; the devices of one group are tested at the same time.
 
-    All accelerators form one group; memory limits it (`canaryd.engine.room`). A processor is tested alone and first: it
-    needs its cores, and its result matters for the others. Endpoints are alone, because two may share a server.
+    All accelerators form one group; memory limits it (`canaryd.engine.room`). A processor is tested alone, because it
+    needs its cores, and first, because the other verdicts depend on it. Endpoints are alone, because two may share a
+    server.
     """
     processors = [[d] for d in devices if d.unit == "cpu"]
     endpoints = [[d] for d in devices if d.is_endpoint]

@@ -138,7 +138,7 @@ class Discovery:
         return self._records
 
     def _remembered(self, now: float) -> list[DeviceRecord]:
-        """Return the devices that are still known. If the store is unreadable, these are the ones known before.
+        """Return the devices that are still known; with an unreadable store, those known before or present.
 
         Only a readable store shows which devices are missing, replaced or forgotten.
         """

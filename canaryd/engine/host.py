@@ -30,8 +30,8 @@ class Host:
     entries: dict[str, Entry] = field(default_factory=dict)
     """Probe name → the probe's file and spec."""
     only: frozenset[str] = frozenset()
-    """Names of the probes that a restricted check asked for. Its verdicts are about these probes alone and are not
-    stored."""
+    """Names of the probes that a restricted check asked for. The check's verdicts are about these probes alone and are
+    not stored."""
     cases: tuple[str, ...] = ()
     """The cases that a restricted check asked for."""
     intensity: str = ""

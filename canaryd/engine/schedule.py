@@ -21,8 +21,8 @@ CONFIRMED_CASES = 3
 """Largest number of wrong cases that one confirmation run repeats. More cases would prove nothing new, and would
 make the command that repeats the run unreadable."""
 ROUNDS = (0.0, 3600.0, 21_600.0)
-"""Seconds before each round of retests; a round retests once at every intensity. The first rounds come soon (ours),
-while the conditions of the mismatch may still hold."""
+"""Seconds to wait before each of the first rounds of retests; a round retests once at every intensity. These rounds
+come soon (ours), while the conditions of the mismatch may still hold."""
 DAY = 86_400.0
 """Seconds between two retests after `ROUNDS`; each of them takes the next intensity. Also the period over which
 `RETEST_SHARE` is measured."""

@@ -181,7 +181,7 @@ XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", 
 """Xids (NVIDIA's error numbers) with a series that starts at 0 on every NVIDIA device, so that `increase()` sees the
 first such error. Series of other Xids start with their first error."""
 COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
-"""Components with a series of changes that starts at 0 on every device."""
+"""Components whose counter of changes starts at 0 on every device, so that `increase()` sees the first change."""
 
 Counters = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 """The store's persistent counters: (name, label items) → count."""

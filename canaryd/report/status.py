@@ -219,7 +219,7 @@ def _by_device(items: Iterable[Any]) -> Mapping[str, list[Any]]:
 
 
 def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -> tuple[Gap, ...]:
-    """Return the parts that the stored tests did not examine, in the words of a check; () if no device was tested."""
+    """Return the parts that the stored tests did not examine, with the words of a check; () if no device was tested."""
     tested = [d for d in devices if d.present and not d.device.is_endpoint and any(d.evidence.values())]
     if not tested:
         return ()
@@ -342,9 +342,9 @@ def _in_force(device: Device, acks: Iterable[Ack], now: float) -> tuple[Ack, ...
 
 
 def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
-    """Return probe → time of its newest result, None if a device has no result; the oldest entry is first.
+    """Return probe → start of its newest result; None if a device has no result. The oldest entry is first.
 
-    If there are several devices, the time is that of the device whose newest result is oldest.
+    The start is that of the device whose newest result is oldest.
     """
     probes = {probe for d in devices for probe in d.evidence}
     found: dict[str, float | None] = {}

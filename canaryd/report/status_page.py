@@ -112,7 +112,7 @@ def _html(todo: Iterable[Step]) -> str:
 
 
 def _untested(status: Status) -> str:
-    """Return HTML about what was not tested, and on a click how to test it; "" if nothing has been tested yet."""
+    """Return HTML about what was not tested; a click shows how to test it. Return "" if nothing has been tested yet."""
     what = ", ".join(gap.what for gap in status.not_tested)
     return f"<details><summary>Not tested: {_text(what)}</summary>{_items(status.not_tested)}</details>" if what else ""
 
@@ -132,7 +132,7 @@ def _section(title: str, devices: Iterable[DeviceStatus], status: Status, kind: 
 
 
 def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
-    """Return the HTML for a device: its incidents and, on a click, findings, events and the age of the newest results.
+    """Return the HTML for a device: its incidents; a click shows findings, events and the age of the newest results.
 
     `advised`: the top of the page already says what to do about the worst incident.
     """

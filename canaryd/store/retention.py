@@ -98,7 +98,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
 
 
 def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:
-    """Delete the oldest `BATCH` rows that match; return their count. The newest run stays: no number is reused."""
+    """Delete the oldest `BATCH` rows that match; return their count. The newest run stays, so no number is reused."""
     if table == "runs":
         condition = f"({condition}) AND number < (SELECT max(number) FROM runs)"
     oldest = f"SELECT number FROM {table} WHERE {condition} ORDER BY number LIMIT {BATCH}"

@@ -72,7 +72,7 @@ class Counted(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether all its numbers are undamaged; a run with a damaged number is no evidence."""
+        """Whether all numbers of this run are undamaged; otherwise the run is no evidence."""
         return all(map(is_number, (self.started, self.probe_version, self.results, self.uploads)))
 
 
@@ -201,7 +201,7 @@ class RunTables(Database):
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
-        """Return (device, probe, first start, newest start) of the mismatches per software stack, without drills."""
+        """Return (device, probe, start of first mismatch, start of newest), one entry per software stack, no drills."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
         rows = self._read(f"{query} GROUP BY device, probe, stack_id")
         return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in rows]
