@@ -95,7 +95,7 @@ class Ratio:
     pairs: int
 
     def against(self, target: float) -> str:
-        """Return "reached" or "missed" if the whole interval is on that side of the target, else "not resolved"."""
+        """Return "reached" if the whole interval is at or above `target`, "missed" if below, else "not resolved"."""
         if self.low >= target:
             return "reached"
         return "missed" if self.high < target else "not resolved"

@@ -158,7 +158,7 @@ def _striking(name: str, where: list[int], draw: random.Random, among: Any) -> W
 
 
 def read_later(model: Model, whole: list[int]) -> Any:
-    """Return a mask of the positions of a text that a generated word reads: nothing reads the last few positions."""
+    """Return a mask of a text's positions: whether a generated word reads the position. None reads the last few."""
     program = model.program
     places = [word // program.values for word in whole]
     looked = {place - lag for place in range(program.prompt, max(places[1:]) + 1) for lag in program.lags}

@@ -182,7 +182,7 @@ class Estimate:
     high: float
 
     def against(self, target: float, disturbed: str) -> str:
-        """Return "reached" or "missed" if the whole interval is on that side of `target`, else "not resolved"."""
+        """Return "reached" if the whole interval is at or below `target`, "missed" if above, else "not resolved"."""
         if disturbed:
             return f"not resolved (≤ {target:g})"
         word = "reached" if self.high <= target else "missed" if self.low > target else "not resolved"

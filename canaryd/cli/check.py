@@ -223,7 +223,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
 
 
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
-    """Return one sentence for each requested device or probe that does not exist or could not be loaded."""
+    """Return one sentence for each requested device that is missing, and each probe that is missing or not loaded."""
     host, there = device_names(engine.devices), sorted(engine.entries)
     return [
         *(

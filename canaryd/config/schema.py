@@ -99,7 +99,7 @@ def _join(where: str, key: str) -> str:
 
 
 def _is_heading(node: yaml.Node) -> bool:
-    """Return whether a node has no settings: the example file has sections whose settings are all commented out."""
+    """Return whether a node contains no settings. In the example file all settings of a section are commented out."""
     return _type(node) == "null" or (
         isinstance(node, yaml.MappingNode) and all(_is_heading(value) for _, value in node.value)
     )

@@ -125,7 +125,7 @@ class Publisher:
                 log.log(_level(finding.state), "%s %s: %s", name, finding.rule, printable(finding.message))
 
     def routes(self) -> dict[str, Route]:
-        """Return path → HTTP route."""
+        """Return the path of each HTTP page → the function that answers it."""
 
         def health(_: object) -> Answer:
             found = self._health

@@ -59,5 +59,5 @@ def take(environment: MutableMapping[str, str]) -> Manager:
 
 
 def reloading() -> tuple[str, str]:
-    """Return the assignments that tell systemd of a reload: RELOADING=1 and the monotonic time. READY=1 ends it."""
+    """Return the assignments that begin a reload for systemd: RELOADING=1 and the monotonic time. READY=1 ends it."""
     return "RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"

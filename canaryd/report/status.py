@@ -93,7 +93,7 @@ class DeviceStatus:
 
     @property
     def acknowledged_until(self) -> float:
-        """Time at which the acknowledgement ends, in seconds since the epoch; 0.0 if there is none."""
+        """Time at which the acknowledgement in force ends, in seconds since the epoch; 0.0 if none is in force."""
         return max((a.until for a in self.acks if a.kind == AckKind.ACKNOWLEDGED), default=0.0)
 
     @property

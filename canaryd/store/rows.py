@@ -217,7 +217,7 @@ def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
-    """Add a verdict. If state and cause are those of the device's newest verdict, replace that one instead."""
+    """Add a verdict. It replaces the device's newest verdict if both have the same state and cause."""
     device, drill, state, cause, decided, body = row
     last = db.execute(
         "SELECT number, state, cause FROM verdicts WHERE device = ? AND drill = ? ORDER BY number DESC LIMIT 1",
