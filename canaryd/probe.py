@@ -64,7 +64,8 @@ class ProbeSpec:
     every_instruction_set: bool = False
     """True: on CPUs, at levels above quick, the probe runs once for each instruction set."""
     numeric: bool = True
-    """True: it runs under `worker.python`, with torch. False: under canaryd's interpreter (telemetry, endpoints)."""
+    """True: the probe runs under `worker.python`, with torch. False: under canaryd's interpreter (telemetry,
+    endpoints)."""
     telemetry: bool = False
     """True: the probe reads what the device reports. It is polled with all other telemetry; not every run is stored."""
     opt_in: bool = False
@@ -73,7 +74,7 @@ class ProbeSpec:
     """True: the probe uses all devices of a backend, or all cores, at once. It runs in `canaryd check` from level
     standard on, and never while a server uses the device."""
     order: int = 50
-    """Position within a series, ascending: cheap and informative probes first."""
+    """Position in a series of probes: lower numbers run first. Cheap and informative probes have low numbers."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an invalid name, level or number."""
@@ -106,7 +107,7 @@ class NoCase(Skip):
     reason = Reason.NO_CASE
 
     def __init__(self, asked: Sequence[str], names: Iterable[str]) -> None:
-        """Set the message; `names` are the cases that the probe has on this device."""
+        """Set the message from the cases that were `asked` for and the `names` of the probe's cases on this device."""
         stable = list(dict.fromkeys(name.partition("@")[0] for name in names))
         near = dict.fromkeys(n for want in asked for n in difflib.get_close_matches(want, stable, NEAREST))
         self.nearest = tuple(near)[:NEAREST] or tuple(stable[:1])
@@ -119,7 +120,7 @@ class Absent:
     """A reading that this device or machine does not have, with the reason. Yield it instead of a reading of 0."""
 
     name: str
-    """The `Reading.name`, or the `Reading.key` if the reading is absent only with these labels."""
+    """`Reading.name` of the reading, or its `Reading.key` if the reading is absent only with certain labels."""
     reason: str
     code: int = 0
     """The driver's error code, or 0 if there was none."""
@@ -148,16 +149,17 @@ class Context:
     drill: str = ""
     """Name of the fault to inject into one result; "" for none."""
     baselining: bool = False
-    """True: not all legitimate results of these cases are known yet. Repeat each case so that all of them show."""
+    """True: some legitimate results of these cases are still unknown. Repeat each case to find more of them."""
     memory: str = ""
     """A directory that is kept between runs, for results that take long to compute; "" if there is none."""
     room: int = 0
-    """Bytes of device and of host memory that the run can take while a server uses the device; 0 if no server does."""
+    """Bytes that the run can take on the device, and as many on the host, beside a server; 0 if no server uses the
+    device."""
     intensity: str = ""
     """The way in which a retest is harder, one of `canaryd.model.INTENSITIES`; "" for a normal run."""
     pace: Callable[[], None] = lambda: None
-    """Function to call between trials. In a retest under load or after idling, it loads the device, or lets the device
-    idle, for a moment, and returns before the deadline. In every other run it does nothing."""
+    """Function to call between trials. In a retest under load it loads the device for a moment; in a retest after
+    idling it lets the device idle for a moment. It returns before the deadline, and does nothing in other runs."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
     """Function to call with the finished part of the run (0…1) and a text about what the probe is doing."""
     clock: Callable[[], float] = time.monotonic
@@ -174,7 +176,7 @@ class Context:
         return max(0.0, self.deadline - self.clock())
 
     def late(self, case: str, before: str = "its turn") -> Skipped:
-        """Return the fact to yield for a case that is left out because the time budget ended before `before`."""
+        """Return the fact to yield for `case` if the time budget ended before `before`, e.g. "its turn"."""
         return Skipped(case=case, reason=f"the budget of {self.budget:g} s was spent before {before}", late=True)
 
 

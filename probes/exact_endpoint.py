@@ -29,7 +29,7 @@ SPEC = ProbeSpec(
     order=30,
 )
 START = 240.0
-"""Seconds until a server that was started for a deep run must answer: the largest engines need minutes (ours)."""
+"""Seconds until a server that was started for a deep run must answer: the largest engines need minutes (our choice)."""
 LOADS = (2, 4, 8)
 """Numbers of different questions that are sent at the same time."""
 QUICK = 2
@@ -75,10 +75,7 @@ def every_case(settings: Settings) -> list[str]:
 
 
 def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> Iterator[Fact]:
-    """Ask the questions of the run's level in rotation from one that the seed chooses; at deep until the time is spent.
-
-    Yields wrong answers as they come.
-    """
+    """Ask the level's questions, rotated by the seed, at deep until time is spent; yield wrong answers as they come."""
     turn = ctx.seed % len(questions)
     rotated = questions[turn:] + questions[:turn]
     quick = ctx.level == "quick"

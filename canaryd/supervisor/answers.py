@@ -1,4 +1,4 @@
-"""Modules of the worker that answer questions other than test runs: canaryd's own, and those of other packages."""
+"""Find the worker's module, canaryd's or another package's, that answers a question other than a test run."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def reading_kernel_log() -> Iterator[None]:
 
 
 def _held(name: str) -> int:
-    """Return one of this thread's capability sets as bits, or 0 if the system has no capabilities."""
+    """Return this thread's capability set `name` (e.g. "CapAmb") as bits, or 0 if the system has no capabilities."""
     try:
         found = re.search(rf"^{name}:\s*([0-9a-f]+)$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
@@ -50,7 +50,7 @@ def _held(name: str) -> int:
 
 
 def _ambient(operation: int, capability: int) -> None:
-    """Change the ambient set of this thread; raise `OSError` if the kernel refuses."""
+    """Apply `operation` (e.g. `_RAISE`) to `capability` in this thread's ambient set; raise `OSError` if refused."""
     import ctypes  # noqa: PLC0415  only a daemon with a capability needs it
 
     library = ctypes.CDLL(None, use_errno=True)

@@ -15,13 +15,13 @@ DAEMON, WORKERS = "daemon", "workers"
 CONTROLLERS = ("cpu", "memory", "pids")
 MEMORY_KEPT = 256 << 20
 """Bytes of the service's memory limit that are reserved for the daemon: four times what the daemon needs at most
-(ours)."""
+(our choice)."""
 TASKS_KEPT = 256
-"""Number of tasks of the service's limit that are reserved for the daemon: 64 clients, 32 device queues, and some spare
-(ours)."""
+"""Number of tasks (processes and threads) that are reserved for the daemon, out of the service's limit: 64 clients,
+32 device queues, and some spare (our choice)."""
 WEIGHT = 50
 """CPU weight of the workers. The daemon keeps the kernel's default of 100, so that it answers scrapes while all workers
-compute (ours)."""
+compute (our choice)."""
 
 
 class Undivided(Exception):
@@ -29,7 +29,7 @@ class Undivided(Exception):
 
 
 def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Path:
-    """Move this process into the leaf `DAEMON` of its control group and return the leaf for workers.
+    """Move this process into the child `DAEMON` of its control group and return the path of the child for workers.
 
     Raises `Undivided` if there is no cgroup version 2, or if the group is not delegated to canaryd.
     """
@@ -59,11 +59,11 @@ def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/s
 
 
 def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> bool:
-    """Return whether workers have their own scheduling group, so that the idle policy applies only among them.
+    """Return whether the kernel schedules workers as a group apart, so that the idle policy applies only among workers.
 
-    `group` is the control group of workers. If it has no CPU controller, each worker is in the group of its session,
-    but only if this process is in no control group with a CPU controller (sched(7), "The autogroup feature"). The
-    result is False if this is unknown.
+    True if `group`, the control group of workers, has a CPU controller. True also if the kernel makes a scheduling
+    group for each session (sched(7), "The autogroup feature") and this process is in no control group with a CPU
+    controller. Otherwise, or if this is unknown, False.
     """
     if group is not None and (group / "cpu.weight").exists():
         return True
@@ -84,7 +84,7 @@ def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = 
 
 
 def _delegated(group: Path) -> bool:
-    """Return whether systemd (251 or newer) marked a group as delegated. That canaryd owns the group is no proof."""
+    """Return whether systemd (251 or newer) marked a group as delegated. Ownership of the group does not prove this."""
     try:
         return os.getxattr(group, "user.delegate") == b"1"
     except OSError:
@@ -92,7 +92,7 @@ def _delegated(group: Path) -> bool:
 
 
 def _limit(own: Path) -> None:
-    """Limit the workers to the limits of the service minus the daemon's part. Limits without a file are skipped."""
+    """Set each limit of the workers to the service's limit minus the daemon's part; skip limits without a file."""
     workers = own / WORKERS
     for name, kept in (("memory.max", MEMORY_KEPT), ("pids.max", TASKS_KEPT)):
         if (workers / name).exists():

@@ -54,6 +54,6 @@ MPS = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's own default
 def beside_mps(environment: Mapping[str, str]) -> bool:
     """Return whether a process with this environment shares this host's NVIDIA devices through MPS.
 
-    A client that is killed at work may end the other clients too (NVIDIA Multi-Process Service, "Limitations").
+    If a client is killed while it computes, others can end too (NVIDIA Multi-Process Service, "Limitations").
     """
     return (Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or MPS) / "control").exists()

@@ -35,20 +35,20 @@ MAX_LINE = 16 * 1024 * 1024
 MAX_RUN = 64 * 1024 * 1024
 """Maximum protocol bytes of a numeric run; more bytes make the run garbled."""
 MAX_TOLD = 16 * 1024 * 1024
-"""Maximum protocol bytes of a run that is not numeric, because a server or driver decides its length. An endpoint's
-longest run sends about 5 MB (probes/endpoint_canary.py)."""
+"""Maximum protocol bytes of a run that is not numeric: a server or driver decides how much such a run sends. An
+endpoint's longest run sends about 5 MB (probes/endpoint_canary.py)."""
 LONGEST_INTEGER = 40
-"""Maximum characters of an integer in a message. No device reports more, and some JSON readers cannot hold more."""
+"""Maximum characters of an integer in a message. No device reports longer ones; some JSON readers cannot hold them."""
 TICK = 0.1
 """Longest time, in seconds, between two checks of the worker's process."""
 AWAY = 2.0
-"""Seconds between two checks of a worker above which this process was stopped, or the machine was asleep. The worker's
-deadline then moves by that time (ours)."""
+"""If more seconds than this pass between two checks of a worker, this process was stopped or the machine was asleep.
+The worker's deadline then moves by that time (our choice)."""
 AFTERLIFE = 1.0
 """Seconds within which a worker must end after SIGKILL, or after it closed its protocol pipe."""
 WAKE = 30.0
 """Seconds within which a worker must end after SIGKILL if it is not blocked in the kernel but waits for a core. A
-low-priority worker gets little time on a busy core (ours)."""
+low-priority worker gets little time on a busy core (our choice)."""
 
 
 def abandoned() -> int:
@@ -236,14 +236,14 @@ class Worker:
         return self.unreceived.popleft()
 
     def be_lenient(self, seconds: float) -> None:
-        """From now on, move the deadline by the time that the worker waits for a core, but by at most `seconds`."""
+        """Extend the deadline of `receive` by the time that the worker waits for a core, but by at most `seconds`."""
         self._lenience, self._waited_before = seconds, _waited(self._process.pid)
 
     def _starved(self) -> float:
         return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
 
     def exited(self) -> bool:
-        """Return whether the process has ended. It stays a zombie, so that no other process group gets its id."""
+        """Return whether the process has ended. It remains as a zombie, so that no other process gets its id."""
         if self._reaped:
             return True
         try:
@@ -473,7 +473,7 @@ def _waited(pid: int) -> float:
 
 
 def _stat(process: Path) -> list[str]:
-    """Return the fields of proc_pid_stat(5) after the name of a process or thread; raise `OSError` if it ended."""
+    """Return the fields after the name in proc_pid_stat(5) of a process or thread; raise `OSError` if it has ended."""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
@@ -488,7 +488,7 @@ def _runnable(pid: int) -> bool:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Return the processor seconds of a process and its ended children (proc_pid_stat(5), fields 14 to 17), or None."""
+    """Return the processor seconds (proc_pid_stat(5)) of a process and its ended children; None if unreadable."""
     with contextlib.suppress(OSError, ValueError):
         return sum(map(int, _stat(Path(f"/proc/{pid}"))[11:15])) / os.sysconf("SC_CLK_TCK")
     return None

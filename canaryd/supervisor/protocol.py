@@ -68,7 +68,7 @@ class Description:
     torch: str | None = None
     """Version of torch, or None if there is no torch."""
     torch_reason: str = ""
-    """The reason why there is no torch, or why the worker failed."""
+    """The reason why there is no torch, or why the worker failed; "" if torch was found."""
     lost: str = ""
     """The interpreter that gave no answer about torch and devices, or "" if it answered; `torch_reason` has the
     reason."""
@@ -105,7 +105,7 @@ class Listing:
 def new_run_id(now: float) -> str:
     """Return a new run id; ids sort by `now` (epoch s).
 
-    It has 40 random bits: two of a thousand ids within one millisecond are equal with a chance of 1 in two million.
+    An id has 40 random bits: among a thousand ids of one millisecond, two are equal with a chance of 1 in two million.
     """
     return f"{int(now * 1000):012x}-{secrets.token_hex(5)}"
 
@@ -179,10 +179,10 @@ class RunFacts:
     codes: dict[str, int] = field(default_factory=dict)
     """Name of a missing reading → the driver's error code for it, if there is one."""
     counted: int = 0
-    """Number of results and uploads in all comparisons that have arrived."""
+    """Sum of the trials and uploads in all comparisons that have arrived."""
 
     def add(self, kind: str, message: Mapping[str, Any]) -> None:
-        """Add the facts in a message; raise `LookupError`, `TypeError` or `ValueError` for a malformed message."""
+        """Add the facts in a message of this kind; raise `LookupError`, `TypeError` or `ValueError` if malformed."""
         if kind == "readings":
             for item in message["values"]:
                 self._add(parse_fact(item))

@@ -37,14 +37,14 @@ from canaryd.supervisor.protocol import (
 from canaryd.supervisor.slot import Slot, decoding
 
 STARVED = 4.0
-"""Limit on the extra time for which a low-priority worker can wait for a core before it counts as hung, in multiples of
-its timeout (ours)."""
+"""Maximum extra time that a low-priority worker gets while it waits for a core, in multiples of its timeout (our
+choice). After that it counts as hung."""
 IMPORT = 120.0
-"""Maximum seconds for the import of torch: ten times a slow import, from a cold disk or on a loaded host (ours)."""
+"""Maximum seconds for the import of torch: ten times a slow one, from a cold disk or on a loaded host (our choice)."""
 PATIENCE = 10.0
-"""Seconds of a long wait after which `on_wait` is called (ours)."""
+"""Seconds of a long wait after which `on_wait` is called (our choice)."""
 SILENCE = 30.0
-"""Seconds without a message after which canaryd kills the worker that reads the kernel log (ours)."""
+"""Seconds without a message after which canaryd kills the worker that reads the kernel log (our choice)."""
 
 
 class Series:
@@ -62,7 +62,7 @@ class Series:
         grace: float = 2.0,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        """Start no worker; `grace`: seconds before SIGKILL. Raises `ValueError` for an unknown `instruction_set`."""
+        """Start no worker yet; `grace`: seconds until SIGKILL. Raise `ValueError` for an unknown `instruction_set`."""
         if instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
@@ -91,9 +91,9 @@ class Series:
         return self._slot.processor_seconds
 
     def serve(self, spec: WorkerSpec, instruction_set: str, on_progress: Callable[[float, str], None] | None) -> bool:
-        """Use the running worker for the runs of `spec` from now on; return False if they need another worker.
+        """Use the running worker for `spec` from now on and return True; return False if `spec` needs another worker.
 
-        The worker still sees the same devices. The caller must know that these are no more than `spec.only`.
+        The devices that the worker sees do not change. The caller must know that it sees none besides `spec.only`.
         """
         if replace(spec, only=None) != self._slot.spec or INSTRUCTION_SETS[instruction_set]:
             return False
@@ -157,7 +157,7 @@ class Series:
     def _receive_patiently(
         self, worker: Worker, timeout: float, what: str, on_wait: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Return the next message; `on_wait` is called once if the message takes long."""
+        """Return the next message; after `PATIENCE` seconds, call `on_wait` once with a text that names `what`."""
         begun = time.monotonic()
         try:
             return self._slot.receive(worker, begun + min(PATIENCE, timeout))
@@ -371,7 +371,7 @@ class Series:
                 self._on_progress(*progress)
 
     def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Ask a module of the worker (`answers.py`) a question; `arguments` are its details.
+        """Ask the worker the question `module` (`answers.py`) with these arguments.
 
         Returns (outcome, answer, detail of the outcome); the answer is empty unless the outcome is completed. Never
         raises because of a worker.
@@ -400,7 +400,7 @@ class Series:
             return outcome, {}, detail
 
     def close(self) -> None:
-        """End the worker without force if possible; takes at most grace + 1 seconds, on an accelerator 30."""
+        """End the worker without force if possible; this takes at most grace + 1 seconds, or 30 s on an accelerator."""
         self._slot.close()
 
     @property
@@ -409,14 +409,14 @@ class Series:
         return bool(self._slot.stopped)
 
     def kill(self, reason: str = "canaryd is shutting down") -> None:
-        """Kill the worker, from any thread or a signal handler. Every run then ends as errored, the present one too."""
+        """Kill the worker, from any thread or a signal handler. The present run and all later runs end as errored."""
         self._slot.kill(reason)
 
 
 def _description(
     where: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
 ) -> Description:
-    """Return the description in a worker's message. If `lost_torch` is set, probes that need torch are left out."""
+    """Return the description in a worker's message; if torch does not import (`lost_torch`), without its probes."""
     lost = f"torch of {where} does not import" if lost_torch else ""
     if lost:
         probes = {path: spec for path, spec in probes.items() if isinstance(spec, ProbeSpec) and not spec.numeric}

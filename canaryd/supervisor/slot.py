@@ -22,18 +22,18 @@ PING = 5.0
 """Seconds within which a worker must answer between two runs; otherwise a new worker replaces it."""
 TEARDOWN = 15.0
 """Maximum seconds for a worker on an accelerator to end, after a request or after SIGKILL. The driver first frees
-memory and context, which takes long beside a server and on a node of eight devices (ours)."""
+memory and context, which takes long beside a server and on a node of eight devices (our choice)."""
 STACKS = re.compile(r"Fatal Python error|(Current thread|Thread) 0x")
 """Pattern for the first line of a stack dump (Python's faulthandler)."""
 ABORTS = re.compile(r"^Memory access fault by GPU|HSA_STATUS_ERROR_(EXCEPTION|MEMORY|ILLEGAL_INS)", re.MULTILINE)
 """Pattern for the text that ROCm's runtime prints before it aborts a process whose device failed. The process gets no
 exception (ROCR-Runtime, runtime.cpp and hsa.cpp)."""
 SAID, WIDTH = 2, 200
-"""Number of output lines before a stack dump that `telling` keeps, and number of characters of each line."""
+"""SAID: number of output lines before a stack dump that `telling` keeps. WIDTH: maximum characters of each line."""
 
 
 def telling(printed: str) -> str:
-    """Return one line that explains why a worker was lost: its last output, and the position of its main thread."""
+    """Return one line from the text that a lost worker printed: its last output, and where its main thread was."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     dump = next((i for i, line in enumerate(lines) if STACKS.match(line)), len(lines))
     current = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
@@ -60,7 +60,7 @@ class Slot:
         self._worker: Worker | None = None
 
     def ready(self, deadline: float) -> Worker:
-        """Return a worker that answers, a new one if necessary; raise `LostError` if no worker can be started."""
+        """Return the running worker if it answers, otherwise a new one; raise `LostError` if none can be started."""
         if self.stopped:
             raise LostError(Outcome.ERRORED, f"stopped: {self.stopped}", Reason.STOPPED)
         if self._worker is not None and not self._answers(self._worker, deadline):
@@ -109,7 +109,7 @@ class Slot:
         return True
 
     def discard(self, lost: LostError, *, brief: bool = False) -> tuple[Outcome, str]:
-        """End a lost worker; return (outcome, reason with the last output), the output in one line if `brief`."""
+        """End a lost worker; return (outcome, reason followed by its last output, in one line if `brief`)."""
         worker, self._worker = self._worker, None
         outcome, detail = lost.outcome, lost.detail
         if worker is None:
@@ -129,7 +129,7 @@ class Slot:
         return outcome, f"{detail}\nlast output:\n{printed}" if printed else detail
 
     def close(self) -> None:
-        """End the worker without force if possible; takes at most grace + 1 seconds, on an accelerator 30."""
+        """End the worker without force if possible; this takes at most grace + 1 seconds, or 30 s on an accelerator."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._end(worker, worker.leave if self._on_device else worker.hang_up, self._patience)
@@ -143,7 +143,7 @@ class Slot:
 
     @property
     def _on_device(self) -> bool:
-        """Whether the worker uses one accelerator; it should finish the device's work before it ends."""
+        """Whether the worker uses one accelerator. Such a worker should finish the device's work before it ends."""
         return self.spec.only is not None and self.spec.only.unit != "cpu"
 
     @property

@@ -46,7 +46,7 @@ class Fence:
 
 
 def go_first() -> None:
-    """Remove the protection from the out-of-memory killer that the daemon has, before anything large is loaded."""
+    """Set `oom_score_adj` to `OOM_SCORE`, because this process inherited the daemon's protection from the killer."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):  # not Linux, or not permitted
         if int(score.read_text(encoding="ascii")) < OOM_SCORE:

@@ -27,26 +27,27 @@ IDLE = "CANARYD_IDLE"
 FIRST_TO_GO = 1000
 """`oom_score_adj` of a worker beside a server, the highest (proc(5)): the kernel kills it before any server."""
 LONGEST_REST = 0.5
-"""Longest pause in seconds. A server's queue that is still long after it is long for another reason (our choice)."""
+"""Longest pause in seconds. If a server's queue is still long after it, canaryd is not the reason (our choice)."""
 TAKEN = "busy or unavailable"
 """CUDA's message if the device's compute mode, or the process that holds the device, admits no further process (CUDA
 Runtime API, cudaErrorDevicesUnavailable)."""
 FULL = re.compile(r"(error|Error \[(CUDA|HIP)\]): out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
-"""Messages of drivers, their libraries and Triton when a device's memory is full: even a context may not fit. torch's
-own allocator raises an error of its own type."""
+"""Messages of drivers, their libraries and Triton when a device's memory is full, even when a context is created.
+torch's own allocator raises an error of its own type."""
 ENDPOINT_MEMORY = 1 << 30
-"""Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`); such a worker uses 30 MiB."""
+"""Maximum private memory (bytes) of a worker that asks a server: the same as `budget.memory` (our choice). Such a
+worker uses 30 MiB."""
 SKIPPED = "budget: "
 """Beginning of a run's detail if the budget prevented the run: such a run is neither a fault nor evidence."""
 
 
 def step_back() -> None:
-    """Lower the worker's priority on cores and memory as far as useful, if its environment asks for this.
+    """Lower the worker's priority for cores and memory if its environment asks for this.
 
     A session is its own scheduling group, and nice counts only within a group, so the group's nice is set as well
     (sched(7), "The autogroup feature"). A worker with SCHED_IDLE keeps its group's share of the cores. When it wakes
-    up, it takes no core from a running task, and its core counts as free for a server that looks for one. If the
-    system does not support or permit this, the worker runs without it.
+    up, it takes no core from a running task, and its core counts as free for a server that looks for one. A step that
+    the system does not support or permit is left out.
     """
     wanted = os.environ.get(NICE, "")
     if not wanted.isdigit():
@@ -113,8 +114,9 @@ def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
 def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> None:
     """Raise `Skip` if a run that takes budget["memory"] bytes leaves a server fewer than budget["free"] bytes.
 
-    Otherwise limit the runtime to that memory. An accelerator's free memory is the driver's number, with the context of
-    this process already allocated. A CPU's is what the kernel can give without swapping; its runtime is not limited.
+    Otherwise limit the runtime to that memory; a CPU's runtime is not limited. The free memory of an accelerator is the
+    driver's number after this process has allocated its context. The free memory of a CPU is what the kernel can give
+    without swapping.
     """
     if device.unit == "cpu":
         check_room(of_host(meminfo), None, budget)

@@ -38,18 +38,19 @@ from canaryd.probe import Absent, Context, NoCase, ProbeSpec, Skip
 from canaryd.worker import limits, visible
 
 GRACE = 5.0
-"""Seconds after the supervisor's deadline when a worker ends itself; a held interpreter lock does not prevent this."""
+"""Seconds after the supervisor's deadline at which a worker ends itself, even while a thread holds the interpreter
+lock."""
 PROGRESS_PERIOD = 0.1
 """Shortest time in seconds between two progress lines; reports that come earlier are dropped."""
 DETAIL = 16_384
-"""Most characters kept of a traceback, counted from its end."""
+"""Maximum number of characters kept of a traceback, counted from its end."""
 BATCH = 256
-"""Readings of telemetry in one message; all other facts are sent at once, to survive a crash."""
+"""Number of telemetry readings in one message. All other facts are sent at once, so that they survive a crash."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 OWN = ("kind", "id", "type", "outcome")
 """Fields whose values are words of the protocol, so they need no check for secrets."""
 HOSTS = ("cpu", "endpoint")
-"""Values of `Device.unit` without an accelerator, so that no error can be an accelerator's failure."""
+"""Values of `Device.unit` that are no accelerators: their errors cannot be failures of an accelerator."""
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 
 
@@ -103,7 +104,7 @@ class Lines(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write the incomplete line too."""
+        """Write the incomplete last line too."""
         rest, self._rest = self._rest, ""
         if rest:
             super().write(hide(rest))
@@ -150,14 +151,14 @@ class Runner:
             path.write_bytes(base64.b64decode(content))
 
     def leave(self, _: dict[str, Any]) -> None:
-        """End this process after all work on its device; the supervisor ends its child processes."""
+        """End this process when the work on its device has ended; the supervisor then ends the child processes."""
         with contextlib.suppress(BaseException):  # a device that fails now has failed before, and the run has said so
             if table := sys.modules.get("canaryd.worker.runtime.interface"):
                 table.let_go()
         os._exit(0)
 
     def describe(self, request: dict[str, Any]) -> None:
-        """Import torch and report it; send each probe's spec or error, then the devices and the software found.
+        """Import torch and send the result; send each probe's spec or error, then the devices and the software found.
 
         If `torch` is false in the request, torch is not imported, because its import crashed a worker before.
         """
@@ -348,7 +349,7 @@ class Runner:
             readings.clear()
 
     def _open(self, name: str, path: Path) -> None:
-        """Make the package `name` importable from its `__init__.py` at `path`, but no other package beside it."""
+        """Make the package `name` importable from its `__init__.py` at `path`, but no package beside it."""
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
             if spec is None or spec.loader is None:
@@ -386,7 +387,7 @@ class Runner:
         return progress
 
     def _send(self, **message: Any) -> None:
-        """Send a message without secrets: everything that a probe learns leaves the worker here or through `Lines`."""
+        """Send a message without secrets. What a probe learns leaves the worker only here or through `Lines`."""
         own = {name: message.pop(name) for name in OWN if name in message}
         body = json.dumps(own | hide(message), allow_nan=False).encode()
         # The leading newline ends an unfinished line that a probe may have left on the same descriptor.
@@ -402,7 +403,7 @@ class Runner:
 
 
 def _compact(fact: Reading | Absent) -> list[Any]:
-    """Return [name, value, unit, labels] of a reading or [name, reason, code] of an absence; raise for invalid data."""
+    """Return a reading as [name, value, unit, labels], an absence as [name, reason, code]; raise for invalid data."""
     if isinstance(fact, Absent):
         if (type(fact.name), type(fact.reason), type(fact.code)) != (str, str, int):
             raise ValueError(f"the probe yielded an Absent that is not plain data: {fact!r:.200}; {INSTEAD}")
@@ -416,7 +417,7 @@ def _compact(fact: Reading | Absent) -> list[Any]:
 
 
 def _plain(fact: Any) -> Any:
-    """Return a fact as JSON data; raise `TypeError` or `ValueError` with the type of an object that is no fact."""
+    """Return a fact as JSON data; raise `TypeError` or `ValueError`, which names the type, if `fact` is not a fact."""
     if type(fact) not in FACTS:
         wanted = ", ".join(kind.__name__ for kind in FACTS)
         raise TypeError(f"the probe yielded {type(fact).__name__}; it may yield {wanted}")
@@ -441,16 +442,16 @@ def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
 
 
 def _excuse(error: BaseException, device: Device, *, capped: bool) -> tuple[str, Reason]:
-    """Return (reason, code) if the budget, another user or a wrong torch caused an error; otherwise reason is ""."""
+    """Return (reason, its code) if the budget, another user or an unfit torch caused an error, else the reason ""."""
     if importlib.import_module("canaryd.worker.numeric.errors").is_unbuilt(error):
         return str(importlib.import_module("canaryd.worker.numeric.stack").built_for_others(device, error)), Reason.NONE
     return limits.excuse(error, capped=capped), Reason.BUDGET
 
 
 def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
-    """Return the outcome of a run that raised an exception; for `RuntimeError`, the backends' messages decide.
+    """Return the outcome of a run that raised an exception; for a `RuntimeError` the backend's message decides.
 
-    An error of the device counts even if the clean-up after it raised another error: the device works no more.
+    A device's error counts even if the clean-up after it raised another error, because the device works no more.
     """
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Outcome.OUT_OF_MEMORY

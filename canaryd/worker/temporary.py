@@ -20,7 +20,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdin.read()
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
-"""Program that removes a directory when its standard input ends, that is when the process that started it ends."""
+"""Program that removes a directory when its standard input ends: then the process that started it has ended."""
 
 
 @contextlib.contextmanager

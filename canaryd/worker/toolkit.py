@@ -1,4 +1,4 @@
-"""The names that a numeric probe can import; these names and their arguments do not change.
+"""The names that a numeric probe can import. These names and their arguments stay the same in later versions.
 
 Everything else below `canaryd.worker` may change. `docs/writing-a-probe.md` describes each name;
 `tests/worker/test_toolkit.py` checks names and arguments.

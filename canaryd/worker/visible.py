@@ -26,7 +26,7 @@ _before: dict[str, str | None] = {}
 
 
 def narrow() -> None:
-    """Restrict this process, by its environment, to the device that its supervisor chose, if it chose one."""
+    """Restrict this process by environment variables to the device in `ONLY`; do nothing if `ONLY` is not set."""
     global _narrowed  # noqa: PLW0603 - the environment is the process's own, too
     if text := os.environ.pop(ONLY, ""):
         found = narrowed(from_json(Device, json.loads(text)), os.environ)
@@ -88,7 +88,7 @@ def _of_cuda(device: Device, index: int, allowed: str | None) -> str:
 
 
 def _names(word: str, device: Device) -> bool:
-    """Return whether an entry of CUDA's variable means a MIG instance or its GPU. Uuids may be shortened."""
+    """Return whether `word`, an entry of CUDA's variable, means this MIG instance or its GPU; uuids can be short."""
     if word.isdigit():
         return int(word) == device.index
     places = "/".join(device.detail.get(name, "") for name in ("gpu_instance_id", "compute_instance_id"))
@@ -97,7 +97,10 @@ def _names(word: str, device: Device) -> bool:
 
 
 def _layers(index: int, layers: Mapping[str, str | None]) -> dict[str, str]:
-    """Return variable → number or uuid, from the top layer down, that leave device `index`; `layers`: values now."""
+    """Return variable → number or uuid, such that the process sees only the device with the number `index` now.
+
+    `layers`: variable → its present value, from the top layer down.
+    """
     found: dict[str, str] = {}
     *upper, lowest = layers
     for name in upper:

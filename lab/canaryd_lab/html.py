@@ -72,7 +72,7 @@ def table(
     numeric: Sequence[int] = (),
     cell: Callable[[object], str] = escape,
 ) -> str:
-    """Return an HTML table; the first column is each row's heading, columns numbered in `numeric` are aligned right.
+    """Return an HTML table; the first column is the rows' headings, columns numbered in `numeric` are aligned right.
 
     On a narrow screen a table of more than two columns becomes a list of cards, whose cells repeat their heading.
     `cell` is a function that returns the HTML of a cell's value.

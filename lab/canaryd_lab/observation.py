@@ -32,7 +32,7 @@ class Seen(str, enum.Enum):
     NOT_OFFERED = "not_offered"
     """The device or stack has no such switch, library or tool."""
     LEFT_OUT = "left_out"
-    """The probe left it out: there is no kernel, or the time was spent; `detail` is the probe's reason."""
+    """The probe left the case out: there is no kernel, or the time was spent. `detail` is the probe's reason."""
     NOT_REACHED = "not_reached"
     """The part's time was spent before this observation."""
     RAISED = "raised"
@@ -41,7 +41,7 @@ class Seen(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One attempt of `canaryd characterise` on a device, with its outcome. A fact."""
+    """One attempt of `canaryd characterise` on a device, with its outcome."""
 
     name: str
     """The attempt's name, e.g. "bfloat16/dense/nt/deep"."""

@@ -1,6 +1,6 @@
-"""Fingerprint of a model on disk, a Hugging Face directory or a GGUF file: the first links of a canary's chain.
+"""Digests of a model on disk, a Hugging Face directory or a GGUF file: the first links (entries) of a canary's chain.
 
-Each link changes for one kind of change (docs/canaries.md). Every byte of the weights is read, because a sample would
+Each link changes with one kind of change (docs/canaries.md). Every byte of the weights is read, because a sample would
 miss the single flipped bit that this check must find.
 """
 
@@ -38,7 +38,7 @@ _GGUF_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _KEPT = "checkpoints"
 """Name under which `_READ` is stored between processes."""
 _REMEMBERED = 1000
-"""Most files whose digests are stored; the oldest are dropped first."""
+"""Maximum number of files whose digests are stored; the oldest are dropped first."""
 _READ: dict[str, str] = {}
 """`_stamp` of a file → SHA-256 of the file's bytes, for files that were read before."""
 
@@ -53,7 +53,7 @@ class BadCheckpoint(ValueError):
 def links(
     path: Path, *, memory: str = "", thorough: bool = False, progress: Progress = lambda _fraction, _text: None
 ) -> dict[str, str]:
-    """Return link → 16 hex digits of SHA-256 for the checkpoint at `path`; links that it does not have are left out.
+    """Return link (name of what is digested) → 16 hex digits of SHA-256, for the links that the checkpoint has.
 
     "checkpoint" covers every byte of the files of weights, which takes minutes for 100 GB (docs/canaries.md). If this
     process or the directory `memory` has a file's digest, the file is read again only in two cases: its inode, size or
@@ -116,7 +116,7 @@ def _gguf_shards(file: Path) -> list[Path]:
 
 
 def _digests(files: list[Path], *, thorough: bool, progress: Progress) -> list[str]:
-    """Return the SHA-256 of every file."""
+    """Return the SHA-256 of every file; files read before are read again only if they changed or `thorough` is true."""
     total, done, digests = sum(file.stat().st_size for file in files) or 1, 0, []
     for file in files:
         with file.open("rb") as stream:
@@ -159,7 +159,7 @@ def _of_directory(path: Path) -> dict[str, str]:
 
 
 def _stripped(config: Any, dtypes: list[tuple[str, Any]], place: str = "") -> Any:
-    """Return a config without its dtypes and bookkeeping keys; the dtypes are added to `dtypes` with their places."""
+    """Return a config without dtypes and bookkeeping keys; add (`place`, its keys so far, and value) to `dtypes`."""
     if not isinstance(config, dict):
         return config
     kept = {}

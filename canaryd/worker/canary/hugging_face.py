@@ -39,11 +39,11 @@ MEMORY = 0.9
 HEADROOM = 512 << 20
 """Bytes to keep for kernels, workspaces and fragmentation, besides weights and cache (our choice)."""
 TRIES = 64
-"""Most weights that a drill changes one after the other until one changes the logits (our choice)."""
+"""Maximum number of weights that a drill changes, one after the other, until one changes the logits (our choice)."""
 TEXT = 4096
-"""Most characters of a recording's text."""
+"""Maximum number of characters of a recording's text; the rest is cut off."""
 QUOTED = 200
-"""Most characters kept of an error message of transformers."""
+"""Maximum number of characters that a message quotes of an error text of transformers."""
 
 _ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -165,7 +165,7 @@ class Checkpoint:
         return self.stored * _ITEMS[self.dtype] // _ITEMS.get(self._named(), 2)
 
     def load(self, device: Device) -> Model:
-        """Return the model on its device; raise `Skip` if transformers cannot load it or would invent weights."""
+        """Return the model on its device; raise `Skip` if transformers cannot load it or lacks some of its weights."""
         directory, wanted = self.settings.directory, getattr(torch, self.dtype)
         with self._refusing("weights"):
             model, report = self._load(
@@ -185,7 +185,7 @@ class Checkpoint:
 
     @property
     def server(self) -> str:
-        """Name and version of the software that computes, as a link of the chain."""
+        """Name and version of the software that computes, for the chain of a recording."""
         return f"transformers {self.transformers.__version__}"
 
     def _load(self, loader: Any, **more: Any) -> Any:
@@ -204,7 +204,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
-        """Turn errors of transformers during the block into `Skip`; the block loads `part`, not yet on the device."""
+        """Turn errors of transformers while it loads `part` into `Skip`, except errors about memory."""
         try:
             yield
         except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
@@ -235,7 +235,7 @@ class Model:
         return Inferred(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
 
     def score(self, prompt: Tokenized, continuation: Sequence[int], *, hidden: bool = False) -> Inferred:
-        """Score prompt and continuation in one pass; `hidden` adds each layer's state at the last position."""
+        """Score prompt and continuation in one pass; `hidden` asks for each layer's state at the last position too."""
         ids = self._ids([*prompt.ids, *continuation[:-1]])
         answer = self.model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
         states = tuple(state[0, -1].cpu() for state in answer.hidden_states) if hidden else ()
@@ -274,7 +274,7 @@ class Model:
 
 
 def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) -> Recording:
-    """Return an inference as a recording with its chain; the digest covers the tokens and every bit of the logits.
+    """Return the recording of the inference `seen`; its digest covers the tokens and every bit of the logits.
 
     Probabilities are computed in float32 on the host, at the positions that chose or scored the continuation.
     """
@@ -302,7 +302,7 @@ def layers(seen: Inferred, dtype: str, prompt: str) -> Iterator[Reading]:
 
 
 def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> dict[str, str]:
-    """Return the chain of one prompt: links of the checkpoint except the template, and prompt, settings, server."""
+    """Return the chain of one prompt: the checkpoint's links without "template", and "prompt", "settings", "server"."""
     settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
     return {
         **{link: value for link, value in links.items() if link != "template"},
@@ -313,7 +313,7 @@ def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> 
 
 
 def check_memory(model: Checkpoint, device: Device, need: int) -> None:
-    """Raise `Skip` unless `need` bytes fit on the device, and on the host, where the model is loaded first."""
+    """Raise `Skip` unless `need` bytes fit on the device, and the weights on the host, which loads them first."""
     share = model.settings.memory
     places = [(f"on {device.name}", need, device_memory(device))]
     if device.backend != "cpu":

@@ -15,12 +15,12 @@ from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of
 MINUS_INFINITY = -9999.0
 """The value that servers write for a log probability of minus infinity; llama-server writes the lowest float32."""
 LONGEST_TOKEN = 256
-"""Most characters of a token (ours); the longest tokens of OpenAI's and Qwen's vocabularies have 128."""
+"""Maximum number of characters of a token (our choice); the longest of OpenAI's and Qwen's vocabularies have 128."""
 ENDED = ("abort", "cancelled", "error", "timeout")
-"""Finish reasons with which a server says that it broke the answer off itself: vLLM and SGLang do this when they pause,
-sleep or stop, and TensorRT-LLM. Such an answer has HTTP status 200."""
+"""Finish reasons with which a server says that it broke the answer off itself. vLLM, SGLang and TensorRT-LLM send them,
+for example when they pause, sleep or stop. Such an answer has HTTP status 200."""
 MOST_ALTERNATIVES = 50
-"""Most alternative tokens that an answer may give at one position: ten times as many as canaryd asks for (ours)."""
+"""Maximum number of alternative tokens at one position of an answer: ten times as many as requested (our choice)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Position:
     token: str
     """The token's id as text if the server gives ids, otherwise its text."""
     value: float | None = None
-    """Natural logarithm of the token's probability; may be NaN or infinite."""
+    """Natural logarithm of the token's probability, possibly NaN or infinite; None if the server gave none."""
     top: tuple[tuple[str, float | None], ...] = ()
     """The most probable tokens at this position, each with its log probability, in the server's order."""
 
@@ -70,14 +70,14 @@ class Answer:
     def margins(self) -> tuple[float | None, ...]:
         """Return the best log probability minus the second best, per position; empty if nothing was scored.
 
-        The value is None at a position with fewer alternatives than requested. In some dialects tokens of equal text
-        collide, so one of the two best may be missing there.
+        The value is None at a position with fewer alternatives than requested: in some dialects tokens of equal text
+        share one entry, so one of the two best may be missing.
         """
         return tuple(_margin(position.top) for position in self.positions) if self.scored else ()
 
     @property
     def nonfinite(self) -> int:
-        """Return the number of missing or non-finite log probabilities, those of alternatives included."""
+        """Return the number of log probabilities, those of alternatives included, that are missing, NaN or infinite."""
         if not self.scored:
             return 0
         kept = self.positions[1:] if self.forced else self.positions
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def broken_off(self) -> str:
-        """Return a clause that says how the server broke its answer off, or "" if it did not."""
+        """Return a clause that says how many tokens came before the server broke off its answer; "" if it did not."""
         if self.finish.lower() not in ENDED:
             return ""
         given = f"after {len(self.positions):,} tokens " if self.positions else ""
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def digest(self) -> str:
-        """Return 16 hex digits over text, finish reason, tokens and values, after putting alternatives in order."""
+        """Return 16 hex digits over text, finish reason, tokens and values, whatever the order of alternatives."""
         exact = [
             [p.token, repr(p.value), sorted([token, repr(value)] for token, value in p.top)] for p in self.positions
         ]
@@ -101,9 +101,10 @@ class Answer:
 
 
 def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, known: bool = False) -> Answer:
-    """Return a server's answer in the common form; raise `Skip` for an unknown shape or more than `tokens` tokens.
+    """Return a server's answer in the common form; `forced` if the prompt's own tokens were scored.
 
-    Raises `Skip` also for an answer that the server broke off, unless the right values are `known` and can be compared.
+    Raises `Skip` for an unknown shape, for more than `tokens` tokens, and for an answer that the server broke off. A
+    broken-off answer is returned if the right values are `known`, because its beginning can be compared.
     """
     choice = first_choice(data)
     try:
@@ -189,7 +190,7 @@ def _position(item: Mapping[str, Any]) -> Position:
 
 
 def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Position, ...] | None:
-    """Return the prompt's tokens: the first keys of [null, {"572": {"logprob": …}, "264": …}, …]; None without it."""
+    """Return the prompt's tokens, which are the first keys of [null, {"572": {"logprob": …}, "264": …}, …], or None."""
     entries = choice.get("prompt_logprobs") or data.get("prompt_logprobs")
     if not entries:
         return None
@@ -208,7 +209,7 @@ def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tup
 
 
 def _best(position: Position) -> Position:
-    """Return the position with its most probable alternative as token; of equally probable ones, that of lowest id."""
+    """Return the position with its most probable alternative as token; of equally probable ones the lowest id."""
     known = [
         (-value, int(token), token) for token, value in position.top if value is not None and finite(value) is not None
     ]

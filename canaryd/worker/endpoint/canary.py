@@ -25,11 +25,11 @@ CLIENT = 1
 """Version of the requests and of the digests of answers; it must be raised by every change that alters recordings."""
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 LISTED = 8
-"""Most names of models that a message lists."""
+"""Maximum number of model names that a message lists."""
 MAX_TEXT, MAX_TOKEN = 4096, 64
-"""Most characters of a text and of a token in a recording; the recording's digest covers all characters."""
+"""Maximum characters of a text and of a token in a recording; the recording's digest covers all characters."""
 SPARE = 8
-"""Tokens that an answer may have beyond the requested number: special tokens that begin or end a text (ours)."""
+"""Tokens that an answer may have beyond the requested number: special tokens that begin or end a text (our choice)."""
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
 
@@ -78,7 +78,7 @@ class Endpoint:
         return bool(self.dialect.forced) and "completions" in self.settings.apis
 
     def ask(self, api: str, prompt: Prompt, *, fresh: bool, salt: str = "") -> Answer:
-        """Return the greedy continuation of a prompt, or the answer to the prompt in a chat.
+        """Return the greedy answer to a prompt: its continuation, or a chat's reply if `api` is "chat".
 
         A `fresh` request bypasses the prefix cache if the server can do this. Any other request finds the cache entries
         of a fresh request with the same `salt`. Raises `Refused` if the server declines the request, else `Skip`.
@@ -94,7 +94,7 @@ class Endpoint:
     def refuse_replays(self, api: str, prompt: Prompt, salt: str, answers: Sequence[Answer]) -> None:
         """Raise `Replayed` if the server answered the second of two equal requests from a cache of whole answers.
 
-        Such an answer is no evidence, because no device computed it. Raises the exceptions of `ask` too.
+        Such an answer is no evidence, because no device computed it. `answers`: both answers. Raises as `ask` does too.
         """
         first, again = (answer.request for answer in answers)
         if first and first == again and self._replays(api, prompt, salt, first):
@@ -147,7 +147,7 @@ class Endpoint:
         return times[0], (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     def recording(self, case: str, api: str, prompt: Prompt, answer: Answer, condition: str) -> Recording:
-        """Return an answer as a recording with its chain; `api` is "forced" if a prompt's own tokens were scored."""
+        """Return the recording of an answer, with its chain. `api` is "forced" if the prompt's tokens were scored."""
         return Recording(
             case=case,
             digest=answer.digest,
@@ -161,7 +161,7 @@ class Endpoint:
         )
 
     def switches(self) -> str:
-        """Return as text: the dialect, and for each API the non-portable fields that its requests have."""
+        """Return a text with the dialect and, for each API, the non-portable fields that canaryd sends."""
         parts = [f"dialect={self.dialect.name}"]
         for api in self.settings.apis:
             fields = {k: v for k, v in self.dialect.fields(api).items() if k not in self.dropped[api]}
@@ -183,7 +183,7 @@ class Endpoint:
         }
 
     def _rendered(self, api: str, prompt: Prompt, answer: Answer) -> Any:
-        """Return the token ids into which the server turns the prompt, or only their number if it does not give ids."""
+        """Return the token ids of the rendered prompt, their number if the server gives no ids, or None if unknown."""
         if answer.prompt_ids:
             return list(answer.prompt_ids)
         if (api, prompt.name) not in self._prompts:
@@ -210,9 +210,9 @@ class Endpoint:
         return ids if ids and len(ids) == len(given) else None
 
     def _links(self, memory: str, *, thorough: bool) -> dict[str, str]:
-        """Return the links of the chain that do not depend on a request, from the checkpoint and from the server.
+        """Return the links of the chain that are the same for every request, from the checkpoint and from the server.
 
-        The server's links take precedence: they describe the loaded model, the directory what the next start will load.
+        The server's links take precedence: they describe the loaded model. The directory can already hold another one.
         """
         links: dict[str, str] = {}
         if self.settings.directory is not None:
@@ -265,7 +265,7 @@ class Endpoint:
         return {"model": model, **content, "max_tokens": tokens, "temperature": 0, "stream": False}
 
     def _send(self, api: str, base: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the JSON of an answer and the fields sent, as text; a field of `extra` that is refused is left out."""
+        """Send a request; return (JSON of the answer, fields sent, as text). Refused fields of `extra` are left out."""
         dropped, first = set(self.dropped[api]), None
         while True:
             sent = {name: value for name, value in extra.items() if name not in dropped}
@@ -302,7 +302,7 @@ def _fields_sent(body: Mapping[str, Any]) -> str:
 
 
 def wanted(ctx: Context, case: str) -> bool:
-    """Return whether a run includes a case: `ctx.cases` is empty, or has the case's name or the part before a slash."""
+    """Return whether a run includes a case: `ctx.cases` is empty, or has its name or the part before a slash."""
     return not ctx.cases or any(case == want or case.startswith(f"{want}/") for want in ctx.cases)
 
 

@@ -26,22 +26,23 @@ from canaryd.hidden import bare, hide, keep
 from canaryd.probe import Skip
 
 ATTEMPTS = 4
-"""Most attempts of a request. Tried again are: a refused connection, 429, 503, and `GATEWAY` on an optional path."""
+"""Maximum number of attempts of a request. A refused connection, 429 and 503 are tried again; `GATEWAY` is tried again
+only on an optional path."""
 PATIENCE = 10.0
 """Longest wait in seconds between two attempts; if a server asks for a longer wait, no further request is sent."""
 CONNECT = 10.0
 """Seconds to wait for a connection, TLS included; a server on this host needs almost no time."""
 MAX_BYTES = 16 << 20
-"""Most bytes of an answer; 1,024 tokens with their alternatives take about 1 MB, and 20,000 scored tokens of a prompt
-about 10 MB."""
+"""Maximum bytes of an answer; 1,024 tokens with their alternatives take about 1 MB, and 20,000 scored tokens of a
+prompt about 10 MB."""
 MAX_VALUES = 1_000_000
-"""Most values of a JSON document: 20,000 scored tokens of a prompt with their alternatives have about 900,000."""
+"""Maximum values in a JSON document: 20,000 scored tokens of a prompt with their alternatives have about 900,000."""
 TICK = 0.001
-"""Seconds within which the parts of an answer that arrive count as one part, because a server may send byte by byte."""
+"""Parts of an answer that arrive within this many seconds count as one part, because a server may send byte by byte."""
 MOST_WORDS = 4096
-"""Most characters of an error text from a server that are read."""
+"""Maximum number of characters that are read of a server's error text."""
 QUOTED = 200
-"""Most characters of an error text from a server that a message quotes."""
+"""Maximum number of characters that a message quotes of a server's error text."""
 UNSAID = "without a message"
 BUSY = (429, 503)
 GATEWAY = (502, 504)
@@ -159,7 +160,7 @@ class Client:
         return self._ask("POST", self._root + path, body, optional=True)
 
     def api(self, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """Send JSON to an API path, or a GET if `body` is None; return the reply, or raise `Skip` if incomplete."""
+        """Send JSON to an API path, or a GET if `body` is None; return the reply. Raises `Skip` if none is complete."""
         return self._ask("GET" if body is None else "POST", self._prefix + path, body)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
@@ -230,8 +231,8 @@ class Client:
     ) -> Reply:
         """Return the complete reply, or the reply up to the part of the body that contains `until`.
 
-        `end` is the deadline. Another thread talks to the server, so that two things cannot exceed it: a silent name
-        server (`socket.getaddrinfo` has no timeout), and a server that sends a byte now and then. Raises `NotListening`
+        `end` is the deadline. Another thread talks to the server, so that the deadline holds even for a silent name
+        server (`socket.getaddrinfo` has no timeout) and a server that sends a byte now and then. Raises `NotListening`
         if the connection is refused, `Skip` if no complete answer comes.
         """
         from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -297,7 +298,7 @@ class Client:
         return reply
 
     def _failed(self, reply: Reply, error: Exception, *, held: bool, connected: bool, wait: float) -> Skip:
-        """Return the `Skip` for a failed exchange. `held`: a socket was open; `connected`: TLS was also complete."""
+        """Return the `Skip` for a failed exchange. `held`: a socket was open; `connected`: TLS was complete too."""
         if isinstance(error, Skip):
             return error
         cause = error.__cause__ or error
@@ -325,12 +326,15 @@ class Client:
 
 
 def _ticked(last: list[tuple[float, int]], now: float, size: int) -> list[tuple[float, int]]:
-    """Return the entries that replace `last` in `Reply.arrived`: one, or two if `TICK` has passed since `last`."""
+    """Return the entries that replace `last`, the end of `Reply.arrived`, when `size` bytes have arrived by `now`.
+
+    If `last` is younger than `TICK`, its size is replaced; otherwise an entry (`now`, `size`) follows it.
+    """
     return [(last[0][0], size)] if last and now - last[0][0] < TICK else [*last, (now, size)]
 
 
 def _broken(error: BaseException, size: int, timeout: float) -> str:
-    """Return the reason why no complete answer came after `size` bytes."""
+    """Return the reason why the answer was not complete when the exchange ended with `error`, after `size` bytes."""
     from urllib3.exceptions import IncompleteRead
 
     if isinstance(error, TimeoutError):

@@ -1,8 +1,8 @@
 """The dialects of OpenAI-compatible servers: one small adapter for each, and the way to recognise a server.
 
 An adapter is data: the fields that a server accepts besides the portable ones, the path of its version, the field that
-bypasses its prefix cache. Its name must also stand in `DIALECTS` of canaryd/config/values.py. Sources, and the servers
-that were run or only recorded: docs/canaries.md.
+bypasses its prefix cache. `DIALECTS` of canaryd/config/values.py must list its name. Sources, and the servers that
+were run or only recorded: docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SEED = 1
 """Sampling seed; at temperature 0 it changes nothing, but mlx_lm.server batches requests without a seed."""
 
 LONGEST_NAME = 256
-"""Most characters of a model's name (ours)."""
+"""Maximum number of characters of a model's name (our choice)."""
 MOST_SAMPLES, LONGEST_SAMPLE = 16, 8192
-"""Most samples that are read of one metric (a server has one sample per engine), and most characters of each (ours)."""
+"""Maximum samples read of one metric (a server has one per engine), and maximum characters of each (our choice)."""
 MOST_REQUESTS = 10**9
 """Largest plausible number of requests being served."""
 ROUNDING = ("quantization", "kv_cache_dtype", "cache_dtype")
 """Names under which servers report number formats that may round."""
 READS = 4
-"""Most times that a configuration is read until two consecutive reads agree."""
+"""Maximum number of times that a configuration is read until two consecutive reads agree."""
 VOLATILE = frozenset(
     {
         # llama-server's state of a slot, which older versions mix with its settings; a seed drawn at the start
@@ -66,7 +66,7 @@ class Dialect:
     forced: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     """Fields that, with max_tokens 1, make completions return the prompt's own probabilities; empty if impossible."""
     greedy_is_best: bool = False
-    """True if the reported token may not be the generated one, which is then the most probable alternative."""
+    """True if the server can report a wrong token; the generated token is then the most probable alternative."""
     versions: tuple[tuple[str, str], ...] = ()
     """Places where the version may be found: (path, key of its JSON)."""
     template: tuple[str, str] | None = None
@@ -82,7 +82,7 @@ class Dialect:
     info: str = ""
     """Name of the metric on /metrics whose labels are the server's own configuration."""
     configured: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """(paths, keys) of the start options, which stand under these keys in the JSON of the first path that answers."""
+    """(paths, keys): the start options are the values of these keys in the JSON of the first path that answers."""
     started: str = ""
     """Name of the metric on /metrics that holds the server's start time (epoch s)."""
     repeats: tuple[tuple[str, str], ...] = ()
@@ -115,7 +115,7 @@ class Dialect:
         return samples[0] if samples else None
 
     def configuration(self, get: Get) -> str:
-        """Return 8 hex digits over the configuration that the server reports.
+        """Return a digest (8 hex digits) of the configuration that the server reports.
 
         Returns "" if the server reports none, or if no two consecutive reads of `READS` agree.
         """
@@ -136,7 +136,7 @@ class Dialect:
         return next((told for key, told in self.repeats if data.get(key) is True), "restarts" if self.untuned else "")
 
     def formats(self, get: Get) -> dict[str, str]:
-        """Return the number formats in which the server says that it computes and caches; {} if it reports none."""
+        """Return name → number format in which the server says that it computes or caches; {} if it reports none."""
         found = self._configuration(get)
         pairs = list(found.items()) if isinstance(found, dict) else [pair for sample in found or () for pair in sample]
         return {name: str(value or "") for name, value in pairs if name in ROUNDING}
@@ -260,13 +260,13 @@ _ANSWERS = (
     ("/api/version", "version", OLLAMA),
     ("/info", "model_id", TGI),
 )
-"""(path, key of its JSON, server's dialect), requested in this order."""
+"""Signs of a server: (path, key of the JSON that this path returns, the server's dialect), requested in this order."""
 _PATHS = (
     ("/extras/tokenize", LLAMA_CPP_PYTHON),
     ("/_internal/tokenize", TRTLLM),
     ("/load_model", TRANSFORMERS),
 )
-"""(path listed in FastAPI's /openapi.json, server's dialect)."""
+"""Signs of a server: (path that only this server lists in FastAPI's /openapi.json, the server's dialect)."""
 _FINGERPRINTS = (
     (re.compile(r"vllm-"), VLLM),
     (re.compile(r"fp_ollama$"), OLLAMA),
@@ -330,7 +330,7 @@ def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
 
 
 def _labels(exposition: str, name: str) -> list[list[list[str]]]:
-    """Return one list per sample of a Prometheus metric: its labels as [name, value], without those in `VOLATILE`."""
+    """Return the labels of each sample of a Prometheus metric as [[name, value], …], without those in `VOLATILE`."""
     samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)[:MOST_SAMPLES]
     pairs = [re.findall(r'\b(\w+)="((?:[^"\\]|\\.)*)"', sample[:LONGEST_SAMPLE]) for sample in samples]
     return sorted(sorted([key, value] for key, value in sample if key not in VOLATILE) for sample in pairs)

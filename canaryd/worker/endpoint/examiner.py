@@ -16,14 +16,14 @@ from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.exact_canary.expected import Expected, Question, spell, tokens_of, word
 
 REPEATS = 3
-"""Times that a question with a wrong answer is asked again, alone (ours)."""
+"""Number of times that a question with a wrong answer is asked again, alone (our choice)."""
 SHOWN = 64
-"""Most wrong places that the evidence keeps, as in every other probe."""
+"""Maximum number of wrong places that the evidence keeps, as in every other probe."""
 BLIND = "the server gives no log probabilities: only the words are compared"
 
 
 class Examiner:
-    """Asks the questions, keeps each answer with its errors by case, and yields comparisons."""
+    """Asks the questions, keeps the compared answers of each case, and yields comparisons."""
 
     def __init__(self, ctx: Context, endpoint: Endpoint, expected: Expected) -> None:
         self.ctx, self.endpoint, self.expected = ctx, endpoint, expected
@@ -54,7 +54,7 @@ class Examiner:
                 self._forget(api)
 
     def together(self, api: str, questions: Sequence[Question]) -> None:
-        """Ask several different questions at the same time; if one fails, remember the reason under the case's name."""
+        """Ask several different questions at the same time and keep the answers; a failure is noted for the case."""
         case = f"{api}/{len(questions)}-at-once"
         if api in self.refused or case in self._strained:
             return
@@ -69,8 +69,8 @@ class Examiner:
     def accused(self, api: str) -> Iterator[Comparison]:
         """Yield a comparison for each new wrong answer that no excuse explains, so that a killed run keeps them.
 
-        Wrong answers wait for `concluded` in two cases. They came again, but no answer was right to the last bit yet.
-        Or they did not come again, and the server gives no log probabilities.
+        Two kinds of wrong answers are left for `concluded`: answers that came again while no answer was right to the
+        last bit yet; and answers that did not come again from a server that gives no log probabilities.
         """
         mine = {case: [m for m in marked if not m.right] for case, marked in self._of(api).items()}
         mine = {case: wrong for case, wrong in mine.items() if wrong}
@@ -86,7 +86,7 @@ class Examiner:
             self._marked[case] = [m for m in self._marked[case] if m.right]
 
     def concluded(self) -> Iterator[Fact]:
-        """Yield the remaining comparisons and readings; raise `Skip` if an excuse holds or nothing was compared."""
+        """Yield the remaining comparisons and readings; raise `Skip` if an excuse holds or no answer was compared."""
         yield from self._readings()
         reasons, trials = [], 0
         for case, reason in self._strained.items():
@@ -112,7 +112,7 @@ class Examiner:
 
     @property
     def _proven(self) -> bool:
-        """Whether at least one answer was right to the last bit, which a format that rounds cannot give."""
+        """Whether at least one answer was right to the last bit; a server that rounds cannot give such an answer."""
         return any(m.fine or m.right for seen in self._seen.values() for m in seen)
 
     def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
@@ -130,7 +130,7 @@ class Examiner:
             self._seen.setdefault(case.partition("/")[0], []).append(marked)
 
     def _forget(self, api: str) -> None:
-        """Drop all answers of the API except wrong answers to first requests: a device must have computed those."""
+        """Drop an API's answers, except wrong ones to first requests, which no cache can have given."""
         self._marked.pop(f"{api}/again", None)
         left = [m for marked in self._of(api).values() for m in marked if not m.right]
         self._marked[f"{api}/alone"] = self._seen[api] = left
@@ -149,7 +149,7 @@ class Examiner:
         return excuses.may_be_sampling(self.expected, every, again)
 
     def _repeats(self, api: str, question: Question) -> list[Marked]:
-        """Return the answers to a question asked again alone, `REPEATS` times at most: fewer if the server fails."""
+        """Return up to `REPEATS` answers to a question that is asked again alone; fewer if the server fails."""
         found = self._again.setdefault((api, question.number), [])
         while len(found) < REPEATS and not self.ctx.drill:
             try:

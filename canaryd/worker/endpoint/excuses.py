@@ -16,19 +16,19 @@ from canaryd.worker.exact_canary.expected import COST, RIGHT, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
 LAYERS = 8
-"""Largest number of layers with which `_other_layers` tries to explain an answer (ours)."""
+"""Largest number of layers with which `_other_layers` tries to explain an answer (our choice)."""
 SPREAD = 0.01
-"""Largest relative deviation of the ratios between measured and right differences from their median (ours)."""
+"""Maximum relative spread of the ratios "measured difference / right difference" around their median (our choice)."""
 QUOTED = 60
-"""Most characters of an answer that a reason quotes."""
+"""Maximum number of characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
 """Names of formats that represent every number of an exact canary."""
 NAMES = {"awq": "awq", "w8a8": "compressed", "fp8": "compressed"}
-"""Form of an export's weights → beginning of the name that servers give this form: awq_marlin, compressed-tensors."""
+"""Form of an export's weights → beginning of the server's name for it, e.g. awq_marlin or compressed-tensors."""
 
 
 def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapping[str, str]) -> str:
-    """Return the reason why an API's answers, of which some are wrong, prove nothing; "" if no excuse holds.
+    """Return the reason why the answers of an API prove nothing although some are wrong; "" if no excuse holds.
 
     `formats` are the number formats that the server reports.
     """
@@ -161,7 +161,7 @@ def may_be_penalty(expected: Expected, marked: Sequence[Marked]) -> bool:
 
 
 def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
-    """Return the words of the context with a wrong probability; None if nothing is scored or another error exists."""
+    """Return the words of the context whose probability is wrong; None if nothing is scored or other errors exist."""
     moved: set[int] = set()
     for m in marked:
         near = {fault.position for fault in m.faults if fault.sort is not Sort.CHANCE}
@@ -177,7 +177,7 @@ def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
 
 
 def _lost(expected: Expected, m: Marked, fault: Fault, context: set[int]) -> bool:
-    """Return whether a penalty on the words of the context explains how much probability the right word gained."""
+    """Return whether a penalty on the words of `context` can explain the right word's gain of probability, `fault`."""
     costs = [cost for word in context if (cost := expected.cost(m.question.tokens[fault.position], word)) is not None]
     lost = math.fsum(math.exp(-cost) for cost in costs)
     return 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24
@@ -189,7 +189,7 @@ def _changed_file(expected: Expected) -> str:
 
 
 def may_be_sampling(expected: Expected, marked: Sequence[Marked], repeated: Mapping[int, bool]) -> str:
-    """Return the reason if wrong words may come from sampling, otherwise ""; for answers without log probabilities.
+    """Return the reason if sampling can explain the wrong words of answers without log probabilities, otherwise "".
 
     Sampling mostly takes a word one bit from the right one (660 times as often as one two bits away at temperature 1)
     and rarely gives the same word again. `repeated`: number of a question → whether its wrong answer came again.

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PERIOD = 0.5
-"""Seconds between two checks of the server's processes (ours)."""
+"""Seconds between two checks of the server's processes (our choice)."""
 GRACE = 20.0
-"""Seconds between SIGTERM to a server and SIGKILL (ours)."""
+"""Seconds between SIGTERM to a server and SIGKILL (our choice)."""
 
 
 def main(most: int, argv: list[str]) -> int:
@@ -48,7 +48,7 @@ def main(most: int, argv: list[str]) -> int:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """Ask the server's process group to end, then kill the remaining processes."""
+    """Send SIGTERM to the server's process group; kill the processes that remain after `GRACE` seconds."""
     deadline = time.monotonic() + GRACE
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)

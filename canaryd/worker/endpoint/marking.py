@@ -21,11 +21,11 @@ from canaryd.worker.exact_canary.expected import COST, MOST_SAID, RIGHT, Expecte
 FORMATS = (8, 11, 24)
 """Significand bits of bfloat16, float16 and float32, the formats in which an engine may compute its log-softmax."""
 DECIMALS = 7
-"""Most decimals of a number that counts as rounded to that many decimals; a float32 printed in full has more."""
+"""Maximum decimals of a printed number that counts as rounded; a float32 printed in full has more decimals."""
 
 
 class Sort(enum.Enum):
-    """The kind of error at a position."""
+    """The kind of an error in an answer."""
 
     WORD = "another word"
     CHOICE = "the right word is the most probable, and another was chosen"
@@ -42,17 +42,17 @@ class Fault(NamedTuple):
     """The right value: a token, a log probability, or a difference of two log probabilities."""
     got: float
     candidate: int | None = None
-    """The alternative token whose log probability is wrong; None if it is not in this model's vocabulary."""
+    """The alternative token whose log probability is wrong; None for other errors, or if the model lacks this token."""
 
     @property
     def token(self) -> int | None:
-        """The wrong token: the one generated instead of the right one, or the alternative with the wrong value."""
+        """The wrong token: the generated one, or the alternative whose log probability is wrong; None if unknown."""
         return int(self.got) if self.sort in (Sort.WORD, Sort.CHOICE) else self.candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marked:
-    """An answer and its errors up to its first wrong word; after a wrong word the model continues another text."""
+    """An answer and its errors up to the first wrong word. After that word the model continues another text."""
 
     question: Question
     answer: Answer
@@ -60,7 +60,7 @@ class Marked:
     """The answer's tokens; None if the text has words that this model does not have."""
     faults: tuple[Fault, ...] = ()
     leads: tuple[tuple[float, float], ...] = ()
-    """For each alternative compared: how far its logit must lie below the right word's, and how far it does."""
+    """For each compared alternative: (right, actual) distance of its logit below the right word's logit."""
     fine: bool = False
     """Whether a word after the first was right to the last bit of float32, which is impossible if the server rounds."""
     scored: bool = False
@@ -78,7 +78,7 @@ class Marked:
 
     @property
     def look(self) -> object:
-        """The tokens and errors as one value, which is equal for two answers that are wrong in the same way."""
+        """A value (tokens, errors) that is equal for two answers that are wrong in the same way."""
         return self.tokens, self.faults
 
 
@@ -87,7 +87,7 @@ class Printing(NamedTuple):
 
     bits: int
     step: float
-    """The value of the last printed decimal; 0 if the engine does not round to decimals."""
+    """The value of one unit of the last printed decimal; 0 if the engine does not round to decimals."""
 
     def unit(self, size: float) -> float:
         """Return the distance between two neighbouring printed numbers at the magnitude `size`."""
@@ -95,7 +95,7 @@ class Printing(NamedTuple):
 
 
 def printing(values: Iterable[float]) -> Printing:
-    """Return the coarsest precision that can represent all values: the engine may have rounded each of them to it."""
+    """Return the coarsest precision to which all values can have been rounded."""
     given = list(values)
     for bits in FORMATS:
         if all(_fits(value, bits) for value in given):
@@ -139,7 +139,7 @@ def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
 
 
 def _named(expected: Expected, answer: Answer) -> list[int] | None:
-    """Return the numbers of an answer's tokens, for an answer without text; None if one of the tokens is unknown."""
+    """Return the numbers of the tokens of an answer that has no text; None if one of the tokens is unknown."""
     found = [_token(expected, position.token) for position in answer.positions]
     return None if any(token is None for token in found) else [token for token in found if token is not None]
 
@@ -180,7 +180,7 @@ class _Scores:
         )
 
     def faults(self, at: int, wanted: int, chance: float) -> list[Fault]:
-        """Return the wrong log probabilities at position `at`, where the word `wanted` with `chance` is right."""
+        """Return the errors at position `at`, where `wanted` is right with the log probability `chance`."""
         if at >= len(self.positions) or self.certain:
             return []
         position = self.positions[at]
@@ -207,7 +207,10 @@ class _Scores:
         return found
 
     def _compared(self, at: int, wanted: int, own: float, token: int | None, value: float, rank: int) -> list[Fault]:
-        """Return the errors of one alternative: a wrong `value`, or a `rank` that only a nearer word can have."""
+        """Return the errors of the alternative `token`, which has the log probability `value` and this `rank`.
+
+        `own` is the log probability of the right word, `wanted`. A rank is wrong if only a nearer word can have it.
+        """
         cost = None if token is None else self.expected.cost(wanted, token)
         lead = own - value
         tolerance = self.printing.unit(own) + self.printing.unit(value)
@@ -223,14 +226,14 @@ class _Scores:
     def _slack(self) -> float:
         """Return the largest allowed error of the right word's log probability.
 
-        It is one unit of the printed format at the size of the logits, where the logarithm of the sum is subtracted,
-        plus half a unit of float32 for each addition to a sum below 2.
+        It is the sum of two terms: one unit of the printed format at the size of the logits, because the logarithm of
+        the sum is subtracted there; and half a unit of float32 for each addition to a sum below 2.
         """
         return self.printing.unit(RIGHT) + self.expected.shape.vocabulary * 2.0**-24
 
 
 def hexadecimal(fault: Fault) -> tuple[str, str]:
-    """Return the right and the actual value in hexadecimal digits: a token's number, or the bits of a float64."""
+    """Return (right value, actual value) of an error in hexadecimal digits: token numbers, or the bits of float64."""
     if fault.sort in (Sort.WORD, Sort.CHOICE):
         return f"{int(fault.wanted):x}", f"{int(fault.got):x}"
     return struct.pack(">d", fault.wanted).hex(), struct.pack(">d", fault.got).hex()

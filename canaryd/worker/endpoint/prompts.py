@@ -18,9 +18,10 @@ from canaryd.worker.telemetry.sysfs import Unreadable, read_bytes
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPTS = 32
 SHORTEST, LONGEST = 64, 20_000
-"""Fewest and most characters of a prompt: some kernels were wrong only above 8 rows, so prompts exceed 8 tokens."""
+"""Minimum and maximum characters of a prompt. Some kernels were wrong only above 8 rows, so prompts exceed 8 tokens."""
 FEWEST, DEFAULT, MOST = 32, 64, 1024
-"""Fewest, default and most tokens to generate: faults that only decoding has need some tens of tokens to show."""
+"""Minimum, default and maximum number of tokens to generate. Faults that only decoding has need some tens of tokens to
+show."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 WANTED = '{"prompts": [{"name": "reef", "text": "…", "tokens": 64}]}'
 

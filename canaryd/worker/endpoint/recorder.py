@@ -17,7 +17,8 @@ from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
-"""Most tokens that one run may record: about 5 MB of messages (ours). A baseline of the shipped prompts has 20,000."""
+"""Maximum number of tokens that one run records: about 5 MB of messages (our choice). The shipped prompts of a baseline
+have 20,000."""
 BLIND = "the server gives no logprobs: only the text is compared, so other faults are not seen"
 UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"
 Item = tuple[str, Prompt]
@@ -25,7 +26,7 @@ Item = tuple[str, Prompt]
 
 
 def names(item: Item) -> tuple[str, ...]:
-    """Return the names of the cases that an item is asked for."""
+    """Return the names of the cases that get an item's answers: one for "forced", otherwise "fresh" and "warm"."""
     api, prompt = item
     if api == "forced":
         return (f"forced/{prompt.name}",)
@@ -53,7 +54,7 @@ class Recorder:
         return self.ctx.left <= 0 or self._positions >= MOST_POSITIONS
 
     def alone(self, item: Item) -> Iterator[Fact]:
-        """Ask one item while canaryd sends no other request."""
+        """Ask one item while canaryd sends no other request; yield its answers, or reasons of a refusal, as facts."""
         if item in self.refused:
             return
         before = self.endpoint.running()
@@ -68,9 +69,10 @@ class Recorder:
         yield from self._facts(item, answers, "" if not known else "loaded" if before or after else "idle")
 
     def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
-        """Ask several items at the same time; yield the answers, return the items that failed; reasons in `strained`.
+        """Ask several items at the same time; yield the answers as facts, and return the items that failed.
 
-        Every failure comes from the load: the server answered these items when they were asked alone.
+        `strained` has the reason of a failure. Load is its cause: the server answered these items when they were asked
+        alone.
         """
         with ThreadPoolExecutor(len(items)) as pool:
             asked = [(item, pool.submit(self._exchange, item)) for item in items]
@@ -134,7 +136,7 @@ class Recorder:
             yield Absent(name="endpoint_nonfinite", reason=BLIND)
 
     def _exchange(self, item: Item) -> list[Answer]:
-        """Return an item's answers: to a request that bypasses the prefix cache, then to the same with a warm cache."""
+        """Return an item's answers: one that bypasses the prefix cache and, unless "forced", one from a warm cache."""
         api, prompt = item
         if api == "forced":
             return [self.endpoint.score(prompt)]
@@ -155,10 +157,10 @@ class Recorder:
 
 
 class Progress:
-    """Number of rounds that a run has done to learn a baseline, in a file of `Context.memory` that outlives the worker.
+    """The stored number of rounds that an interrupted run has done to learn a baseline; the file outlives the worker.
 
-    A later run continues if the endpoint reports the same version and configuration. If the file cannot be read or
-    written, a run starts again, which only costs time.
+    A later run continues from there if the endpoint reports the same version and configuration. If the file cannot be
+    read or written, a run starts again, which only costs time.
     """
 
     def __init__(self, memory: str, endpoint: Endpoint) -> None:
@@ -180,9 +182,9 @@ class Progress:
 
 
 def injected(answer: Answer, fault: str) -> Answer:
-    """Return the answer with a fault, for `canaryd drill`: in one token's probability, or in the text if unscored.
+    """Return the answer with a fault of `canaryd drill`, in a probability or, if nothing was scored, in the text.
 
-    The position is always the same, because a confirmation must meet the same fault again. The text names the fault.
+    The position is always the same, because a retest must meet the same fault again. The text names the fault.
     """
     at = [i for i, position in enumerate(answer.positions) if position.value is not None]
     if not at:
@@ -196,7 +198,7 @@ def injected(answer: Answer, fault: str) -> Answer:
 
 
 def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
-    """Return a function that returns a position whose probability, as float32 bits, was altered by `change`."""
+    """Return a function that applies `change` to the float32 bits of a position's log probability."""
 
     def changed(position: Position) -> Position:
         (raw,) = struct.unpack("<I", struct.pack("<f", position.value))

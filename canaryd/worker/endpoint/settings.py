@@ -28,7 +28,7 @@ class Settings:
     command: str = ""
     """The command that starts the server at level deep; "" if the server runs on its own."""
     memory: int = 0
-    """Most bytes that a server started by canaryd may use; 0 means a share of the host's memory."""
+    """Maximum number of bytes that a server started by canaryd may use; 0 means a share of the host's memory."""
     repeats: str = ""
     """When equal requests must get equal bits, one of `ENDPOINT_REPEATS`; "" if only the server says so."""
     key: str = field(default="", repr=False)

@@ -24,19 +24,19 @@ from canaryd.worker.endpoint.settings import Settings
 from canaryd.worker.exact_canary.expected import GGUF
 
 QUOTED = 600
-"""Most characters of a server's last output that an error message quotes."""
+"""Maximum number of characters of a server's last output that an error message quotes."""
 PAUSE = 0.5
-"""Seconds between two attempts to reach a server that is starting (ours)."""
+"""Seconds between two attempts to reach a server that is starting (our choice)."""
 STOPPING = guard.GRACE + 10.0
 MEMORY_SHARE = 0.8
-"""Share of the host's memory that a started server may use if the settings give no limit (ours)."""
+"""Share of the host's memory that a started server may use if the settings give no limit (our choice)."""
 
 
 @contextlib.contextmanager
 def started(settings: Settings, within: float, progress: Callable[[float, str], None]) -> Iterator[Settings]:
-    """Run the server until the end of the `with` block; yield the settings with the address of the server.
+    """Run the server until the end of the `with` block; yield `settings` with the server's address.
 
-    Raises `Skip` with the server's last output if it does not answer within `within` seconds.
+    Raises `Skip` with the server's last output if the server does not answer within `within` seconds.
     """
     model = settings.exact / GGUF if settings.exact and (settings.exact / GGUF).exists() else settings.exact
     port = _free_port()

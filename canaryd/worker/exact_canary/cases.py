@@ -25,9 +25,9 @@ from canaryd.worker.runtime.interface import Operators
 EAGER = "eager"
 """Attention computed operator by operator instead of by one kernel."""
 PATHS = ("decode", "forced")
-"""Two ways of an inference: decode word by word from the KV cache, or take prompt and continuation in one pass."""
+"""Two ways to compute an inference: decode word by word from the KV cache, or pass prompt and continuation at once."""
 MOST_ROWS = 2
-"""Most rows of a batch."""
+"""Maximum number of rows (texts) in a batch."""
 WITHIN = 64
 """Number of consecutive seeds that choose the same prompts of different models; it is more than there are models."""
 NORM = "model.norm.weight"
@@ -36,7 +36,7 @@ NORM = "model.norm.weight"
 
 @dataclass(frozen=True)
 class Inference:
-    """One inference to verify: format, path, rows of the batch, attention, number of generated words."""
+    """One inference to verify: number format, path, rows of the batch, kind of attention, number of generated words."""
 
     form: str
     path: str
@@ -47,12 +47,12 @@ class Inference:
 
     @property
     def anchored(self) -> bool:
-        """Whether two attention scores tie; not in torch's "math" kernel, which rounds the scaled q and k (docs)."""
+        """Whether the model makes two attention scores tie. No tie for torch's "math" kernel: it rounds q and k."""
         return self.kernel != "math"
 
     @property
     def label(self) -> str:
-        """The part of the case's name for the kind of attention, and for the experts if the model has any."""
+        """The part of the case's name that names the kind of attention and says whether the model has experts."""
         return self.kernel + ("-experts" if self.shape.experts else "")
 
     @property
@@ -86,16 +86,17 @@ def shipped(models: Path, shape: Shape, seed: int, anchored: bool, cores: tuple[
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
-    """Return a row's prompt and the `steps` generated words without the last one, which is never an input."""
+    """Return prompt number `seed` + `row` and `steps` generated words without the last, which is never an input."""
     words = prompt(made.program, seed + row)
     return words + continuation(made.program, made.shape.layers, words, steps)[:-1]
 
 
 def build(inference: Inference, seed: int, models: Path, _: int) -> Problem:
-    """Return weights and tokens, and the golden logits: of the generated words, or of all positions if "forced".
+    """Return the problem of an inference: weights, tokens and the golden (right) logits.
 
-    Operands: the weights sorted by the model's names, then tokens (rows, T). Golden: (rows, positions, vocabulary). The
-    golden is witnessed if all its logits have the shipped digests.
+    Operands: the weights sorted by the model's names, then tokens (rows, T). Golden: (rows, positions, vocabulary); the
+    positions are all positions for the path "forced", otherwise the generated words. The golden is witnessed if all its
+    logits have the shipped digests.
     """
     kind, steps = getattr(torch, inference.form), inference.steps
     found = shipped(models, inference.shape, seed, inference.anchored, visible_cores())
@@ -130,7 +131,7 @@ def infer(
     out: Any,  # noqa: ARG001
     operators: Operators | None = None,
 ) -> Any:
-    """Return the logits of one inference, computed on the operands' device."""
+    """Return the logits of one inference, computed on the device of `operands`: weights called `names`, then tokens."""
     *weights, tokens = operands
     kernel = "" if inference.kernel == EAGER else inference.kernel.upper()
     runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel, operators=operators)

@@ -20,7 +20,7 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit, plan
 SCHEMA = "canaryd.exact/1"
 FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
-"""Largest accepted size of `expected.json` in bytes (ours); eight prompts take 30 kB."""
+"""Largest accepted size of `expected.json` in bytes (our choice); eight prompts take 30 kB."""
 MOST_SAID = 4.0
 """Largest magnitude of the logit of a word that the program does not use (docs/exact-canary.md)."""
 RIGHT, COST = 20.0, 8.0
@@ -102,7 +102,7 @@ class Expected:
         return COST * ((places.bit_count() if here != there else 0) + (value ^ said).bit_count())
 
     def changed_file(self) -> str:
-        """Return what is wrong with the checkpoint's weights on disk; "" if nothing is, or if they cannot be read."""
+        """Return a clause that says that the file of weights changed; "" if it did not, or if it cannot be read."""
         path = self.directory / (GGUF if (self.directory / GGUF).exists() else WEIGHTS)
         digest = hashlib.sha256()
         try:
@@ -117,8 +117,9 @@ class Expected:
 def load(directory: Path) -> Expected:
     """Read and verify the answers beside a checkpoint; raise `Skip` if an answer contradicts the seed stored with it.
 
-    The seed alone determines prompts and words, so they are made again. A log probability must lie between the bounds
-    that follow from the program: its own words have known logits, and all others lie between -4 and 4.
+    The seed alone determines prompts and words, so they are computed again and compared. A log probability must lie
+    between the bounds that follow from the program: its own words have known logits, and all others lie between -4 and
+    4.
     """
     path = directory / FILE
     remedy = "write the checkpoint again: canaryd canary export DIR"

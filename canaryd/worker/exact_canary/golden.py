@@ -10,7 +10,7 @@ from canaryd.worker.numeric.seeds import GAMMA, derive, mix64
 
 
 def prompt(program: Plan, seed: int) -> list[int]:
-    """Return the words of a prompt: the anchor, if the program has one, then each place once, the last place last."""
+    """Return a prompt: the anchor, if there is one, then one word per place in random order, the last place last."""
     start = derive(seed, "prompt")
     values = [mix64(start + i) % program.values for i in range(program.prompt)]
     order = sorted(range(program.prompt - 1), key=lambda i: mix64(start ^ (i + 1) * GAMMA))
@@ -19,7 +19,7 @@ def prompt(program: Plan, seed: int) -> list[int]:
 
 
 def codes(program: Plan, seed: int) -> list[int]:
-    """Return the code of each place as a number: the permutation of `integers.permutation`, in plain Python."""
+    """Return the code of each place: a permutation of the places, equal to `integers.permutation` of this seed."""
     start = derive(seed, "places")
     drawn = [mix64((i + 1) * GAMMA + start) & ((1 << 63) - 1) for i in range(program.places)]
     return sorted(range(program.places), key=drawn.__getitem__)
@@ -32,7 +32,7 @@ def continuation(program: Plan, layers: int, words: list[int], count: int) -> li
 
 
 def finals(program: Plan, layers: int, words: list[int], count: int) -> list[int]:
-    """Return for each place the value that it passes on to later places, once `count` words are generated.
+    """Return for each place the value that it passes on to later places, when `count` words follow the prompt `words`.
 
     Every place has a state of value bits. Each layer multiplies it with two retrieved states: u[b] t0[b] t1[b'], with
     signs ±1, where t0 and t1 are the states of two earlier places at the same layer, and b' = b + layer + 1. With

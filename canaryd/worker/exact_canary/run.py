@@ -13,8 +13,8 @@ from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
 from canaryd.worker.runtime.interface import KeyValues, Operators, named
 
 Watch = Callable[[str, Any], Any]
-"""Called with the name of a place ("2.query", "logits") and the tensor that was rounded there; returns the tensor to
-continue with."""
+"""A function that is called with the name of a place ("2.query", "logits") and the tensor that was rounded there. It
+returns the tensor to continue with."""
 
 
 class Runner:
@@ -28,7 +28,7 @@ class Runner:
         watch: Watch | None = None,
         operators: Operators | None = None,
     ) -> None:
-        """Hold weights that lie on a device. `kernel`: "" for eager attention; `operators`: None for torch's own."""
+        """Hold `weights`, which lie on a device. `kernel`: "" for eager attention; `operators`: None for torch's."""
         operators = operators or cast("Operators", named(TORCH).operators)
         self.shape, self.weights, self.kernel, self.watch, self.operators = shape, weights, kernel, watch, operators
         self._turn = operators.rotation(shape.head, THETA, self._like)
@@ -43,7 +43,7 @@ class Runner:
         return self._like, shape.layers, (rows, shape.kv_heads, length, shape.head)
 
     def forward(self, tokens: Any, cache: KeyValues | None = None, last: int = 0) -> Any:
-        """Return the logits (rows, T, vocabulary) of `tokens` after those in `cache`; `last`: of how many (0: all)."""
+        """Return the logits (rows, T, vocabulary) of `tokens`, which follow `cache`; only the `last` ones unless 0."""
         count = tokens.shape[1]
         at = self.operators.positions(count, tokens) + (cache.used if cache else 0)
         x = self._see("embedding", self.operators.embed(self.weights["model.embed_tokens.weight"], tokens))
@@ -118,7 +118,7 @@ class Runner:
         return self._linear(f"{place}.down", modules[2], self._see(f"{place}.active", gate * up))
 
     def _mixture(self, i: int, seen: Any) -> Any:
-        """Return the sum over all experts of result times share; an expert that was not chosen has share 0."""
+        """Return the sum of all experts' results in layer `i` times their shares; experts not chosen have share 0."""
         module = f"model.layers.{i}.block_sparse_moe"
         logits = self._linear(f"{i}.router", f"{module}.gate", seen)
         shares, chosen = self.operators.route(logits, CHOSEN)

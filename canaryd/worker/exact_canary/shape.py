@@ -10,7 +10,7 @@ THETA = 1e38
 EPSILON = 1e-30
 """Added to the mean square of a norm, which is 4 or 16; it is too small to change that number in any format."""
 CONTEXT = 8192
-"""Number of positions within which the still rotary pairs keep their values."""
+"""Number of positions within which the rotary pairs from `Shape.first_still` on keep their values."""
 FAMILIES = ("llama", "qwen2")
 """Model families whose layers each have one MLP."""
 MIXTURE = "mixtral"
@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def still(self) -> int:
-        """Number of rotary pairs that do not move: one dimension holds a bit of a code, the other a constant."""
+        """Number of still rotary pairs: one dimension of a pair holds a bit of a code, the other a constant."""
         return self.head // 2 - self.first_still
 
 
@@ -84,7 +84,7 @@ class Plan:
     value_bits: int
     prompt: int
     lags: tuple[int, int]
-    """How many places back the even and the odd heads look; words of the prompt look at themselves."""
+    """Number of places that the even and the odd attention heads look back; words of the prompt look at themselves."""
     anchored: bool
     """Whether every query also finds the anchor, so that two scores tie at 0 and a wrong score changes the result.
 
@@ -115,17 +115,17 @@ class Plan:
 
     @property
     def statics(self) -> int:
-        """Number of a word's constant bits: own place, two places to look at, own place, "no anchor", its experts."""
+        """Number of a word's constant bits: own place, two places to look at, own place again, "no anchor", experts."""
         return self.first_route + self.routes.bit_length() - 1
 
     @property
     def first_route(self) -> int:
-        """Number of the lowest of the static bits that select a word's pair of experts."""
+        """Index of the lowest of the constant bits that select a word's pair of experts."""
         return 4 * self.place_bits + 1
 
     @property
     def steps(self) -> int:
-        """Most words that can be generated."""
+        """Maximum number of words that can be generated."""
         return self.places - self.prompt
 
 
@@ -140,7 +140,8 @@ EXPERTS = Shape(
 def plan(shape: Shape, *, anchored: bool | None = None) -> Plan:
     """Return the largest program that fits the sizes; raise `Unfit` if none does.
 
-    The program has an anchor if the scale of the scores, head^-1/2, is a power of two, or as the caller decides.
+    `anchored`: whether the program has an anchor; None: it has one if the scale of scores, head^-1/2, is a power of
+    two.
     """
     value_bits = 4 if shape.vocabulary < 1 << 15 else 6
     room = (shape.vocabulary - 1) >> value_bits

@@ -45,7 +45,7 @@ class Shipped:
     prompts: tuple[tuple[int, str], ...]
     """(seed of a proved prompt, digest of the logits at all positions of its longest text), one pair per prompt."""
     sums: int
-    """Most significant bits that a partial sum needs in any of these prompts."""
+    """Maximum number of significant bits that a partial sum needs in any of these prompts."""
 
 
 def load(directory: Path, shape: Shape, seed: int, *, anchored: bool) -> Shipped:
@@ -86,7 +86,7 @@ def _tensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def logits(shipped: Shipped, words: list[int], count: int) -> Any:
-    """Return the logits (positions, vocabulary) of a text that ends with `count` - 1 generated words, float64.
+    """Return the float64 logits (positions, vocabulary) of a text that ends with `count` - 1 generated words.
 
     They follow from the program: the word's place and the value of its state after the last layer. No weight is used;
     the logits of words that the program does not use come from the proved table.

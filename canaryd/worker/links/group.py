@@ -1,7 +1,8 @@
 """A group of processes, one for each device or core, that send data to each other and test their links.
 
-The processes belong to the worker's process group: what kills the worker kills them. Each also ends when the worker's
-end of its standard input closes. They connect through a store that listens on the loopback address only.
+The processes belong to the worker's process group, so a signal that kills the worker kills them too. A process also
+ends when the worker closes the pipe to its standard input. They connect through a store that listens on the loopback
+address only.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class End:
 
 
 def ends_of(ctx: Context) -> list[End]:
-    """Return the devices of the group, or some cores of the processor; raise `Skip` for a single accelerator."""
+    """Return the group's devices as ends, or `CORES` cores of a processor; raise `Skip` for a single accelerator."""
     if ctx.device.unit != "cpu":
         devices = (ctx.device, *ctx.peers)
         if len(devices) < 2:
@@ -145,8 +146,8 @@ class Group:
     def _collect(self, last: str, seconds: float) -> list[tuple[int, dict[str, Any]]]:
         """Return (rank, answer) for all answers of all members, until each member has sent one with the key `last`.
 
-        That last answer is not returned. Raises `RuntimeError` if a member fails or ends, or if the answers take longer
-        than `seconds`.
+        Answers with this key are not returned. Raises `RuntimeError` if a member fails or ends, or if the answers take
+        longer than `seconds`.
         """
         waiting, found = set(range(len(self.ends))), []
         deadline = time.monotonic() + seconds
@@ -168,7 +169,7 @@ class Group:
         return found
 
     def do(self, steps: Sequence[Step]) -> list[dict[int, dict[str, Any]]]:
-        """Make all members do the steps; return one dictionary per step, member's rank → answer."""
+        """Make all members do the steps; return one dictionary per step: rank of a member → the member's answer."""
         for rank in range(len(self.ends)):
             self._tell(rank, steps)
         found: list[dict[int, dict[str, Any]]] = [{} for _ in steps]
@@ -193,7 +194,7 @@ class _Found:
     """Case and place (the link or the member) → number of right results."""
     wrong: list[Comparison] = field(default_factory=list)
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Sender and receiver → seconds of the fastest transfer."""
+    """(rank of the sender, rank of the receiver) → seconds of the fastest transfer."""
 
     def take(self, step: Step, answers: dict[int, dict[str, Any]]) -> None:
         """Count the results of one step from the members' answers."""
@@ -216,15 +217,16 @@ class _Found:
             self.wrong.append(self._comparison(case_of(step), link, wrong_trials=1, evidence=seen))
 
     def _link(self, step: Step, rank: int) -> Place:
-        """Return the place of a step: the two ends of its link, or the member `rank` if the step has no link."""
+        """Return the place that a step tests: the ends of its link, or the member `rank` if the step has no link."""
         ranks = step[2:4] if step[0] == "send" else (rank,)
         return Place(unit="link", numbers=tuple(self.ends[r].number for r in ranks))
 
     def comparisons(self) -> Iterator[Comparison]:
         """Yield the comparisons with wrong results, then those with right ones.
 
-        A wrong result of an operation of all members does not show which link is wrong. If transfers show a wrong link
-        at the member with this result, that link is blamed. If all wrong links are elsewhere, the result is left out.
+        A wrong result of an operation of all members does not show which link is wrong. If transfers also found wrong
+        links, the result counts against one of them at the member with this result. If that member has none, the result
+        is left out.
         """
         links = {c.place for c in self.wrong if len(c.place.numbers) == 2}
         for c in self.wrong:
@@ -300,7 +302,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
 
 
 def _repeated(group: Group, found: _Found, steps: Sequence[Step]) -> Iterator[Comparison]:
-    """Yield the wrong results; the first `AGAIN` ones are repeated and have the number of wrong repetitions."""
+    """Yield a comparison for each wrong result; the first `AGAIN` of them include how many repetitions were wrong."""
     for c in found.wrong[:AGAIN]:
         assert c.evidence is not None
         numbers = [end.number for end in found.ends]

@@ -27,7 +27,7 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import same_bits, synchronize, torch, torch_device
 
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "rocm": "nccl", "xpu": "xccl", "npu": "hccl"}
-"""Backend of a device → backend of torch.distributed; RCCL is also called nccl there."""
+"""Backend of a device → backend of torch.distributed, which calls RCCL "nccl" too."""
 FORMATS = {"int64": -1, "float32": (1 << 16) - 1, "bfloat16": 7}
 """Number format of a sum → mask of the bits of each word that are added. With up to 32 members the sum is exact in any
 order (24 and 8 bits); for int64 all bits are added, because int64 wraps."""
@@ -55,7 +55,7 @@ class Member:
         self.buffer = torch.empty(self.words, dtype=torch.int64, device=self.place)
 
     def words_of(self, rank: int, pattern: str) -> Any:
-        """Return the words that the member `rank` contributes: each member has its own words of a pattern."""
+        """Return the words of `pattern` that the member `rank` contributes; no two members have the same words."""
         return make(pattern, self.words, derive(self.seed, f"{pattern} of {rank}"), self.place)
 
     def send(self, pattern: str, sender: int, receiver: int) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ class Member:
         return {"evidence": self._compared(mine, expected, Way.TOGETHER)}
 
     def gather(self, pattern: str) -> dict[str, Any]:
-        """Gather the words of all members; return the evidence of wrong words, or None, as "evidence"."""
+        """Gather the words of all members; return {"evidence": evidence of wrong words, or None}."""
         parts = [torch.empty_like(self.buffer) for _ in range(self.size)]
         torch.distributed.all_gather(parts, self.words_of(self.rank, pattern))
         synchronize(self.device)
@@ -101,7 +101,7 @@ class Member:
         return {"evidence": self._compared(torch.cat(parts), expected, Way.TOGETHER)}
 
     def _strike(self, words: Any, sender: int | None) -> None:
-        """Inject the drill's fault, a flipped bit, if the words came over the wrong link."""
+        """Flip one bit of `words` for a drill if they came over the wrong link; `sender` is None for words of all."""
         if self.wrong_link and self.wrong_link[1] == self.rank and sender in (None, self.wrong_link[0]):
             words[words.numel() // 3] ^= FLIPPED
 

@@ -16,7 +16,7 @@ BITS = 64
 
 
 def walking(index: Any, _: int) -> Any:
-    """Return words with a single 1 that walks through all bits, then with a single 0: each line against all others."""
+    """Return words with a single 1 that walks through all bits, then words with a single 0: they test single lines."""
     ones = torch.ones_like(index) << (index % BITS)
     return ones ^ -(index // BITS % 2)
 

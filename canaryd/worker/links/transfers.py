@@ -50,7 +50,7 @@ CULPRITS = {
     Culprit.MEMORY: "the receiver's memory does not hold what it writes itself",
     Culprit.SOURCE: "the sender's memory no longer held it",
 }
-"""Culprit (memory, transfer or source) → the evidence against it in words."""
+"""Culprit (memory, transfer or source) → what was observed, as a clause of the evidence."""
 NAMES = {Way.TO_DEVICE: "to-device", Way.TO_HOST: "to-host"}
 """Direction of a copy → the word for it in the names of cases."""
 
@@ -97,7 +97,7 @@ class _Round:
         self.seconds[way] = min(took, self.seconds.get(way, took))
 
     def there_and_back(self, name: str) -> Iterator[Comparison]:
-        """Copy a pattern to the device and back; yield a comparison each way, the second only if memory is right."""
+        """Copy a pattern to the device and back; yield a comparison for each way, the second if memory was right."""
         copies, seed = self.copies, derive(self.ctx.seed, name)
         words = copies.host.numel()
         copies.host.copy_(make(name, words, seed, copies.host.device))
@@ -166,13 +166,13 @@ def differences(expected: Any, there: Any) -> Evidence:
 
 
 def traced(seen: Evidence, way: Way, culprit: Culprit) -> Evidence:
-    """Return the evidence `seen`, completed by the direction of the transfer and the culprit."""
+    """Return the evidence `seen` with the direction of the transfer and the culprit added."""
     pattern = f"{WAYS[way]}, {CULPRITS[culprit]}: {seen.pattern}"
     return replace(seen, transfer=WrongTransfer(way=way, culprit=culprit), pattern=pattern)
 
 
 def again(seen: Evidence, wrong: Callable[[], bool]) -> Evidence:
-    """Return the evidence with the number of wrong repetitions; `wrong` repeats the transfer once and judges it."""
+    """Return the evidence with the number of wrong repetitions; `wrong` repeats the transfer and judges it."""
     return replace(seen, repeats=AGAIN, repeats_wrong=sum(wrong() for _ in range(AGAIN)))
 
 
@@ -221,7 +221,7 @@ class _WrongToDevice(Copies):
     """A drill: a bit flips during the copy to the device."""
 
     def send(self) -> None:
-        """See `Copies.send`."""
+        """Copy the host's words to the device and flip one bit there."""
         super().send()
         self.there[self.there.numel() // 3] ^= FLIPPED
 
@@ -230,7 +230,7 @@ class _WrongToHost(Copies):
     """A drill: a bit flips during the copy to the host."""
 
     def fetch(self) -> None:
-        """See `Copies.fetch`."""
+        """Copy the device's words to the host and flip one bit there."""
         super().fetch()
         self.back[self.back.numel() // 3] ^= FLIPPED
 
@@ -239,12 +239,12 @@ class _WrongMemory(Copies):
     """A drill: one bit of the device's memory always reads 1."""
 
     def send(self) -> None:
-        """See `Copies.send`."""
+        """Copy the host's words to the device and set the stuck bit there."""
         super().send()
         self.there[self.there.numel() // 3] |= FLIPPED
 
     def write(self, words: Any) -> None:
-        """See `Copies.write`."""
+        """Let the device write words into its memory, then set the stuck bit."""
         super().write(words)
         self.there[self.there.numel() // 3] |= FLIPPED
 

@@ -14,7 +14,7 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime import interface, wgsl
 
 AT_ONCE = 128
-"""Number of rows that one shader call reads or writes: 8 MiB. The host compares all of them only if a word is wrong."""
+"""Number of rows that one shader call reads or writes: 8 MiB. The host reads differences only if a word is wrong."""
 
 
 class Scratch:
@@ -31,11 +31,11 @@ class Scratch:
         self._uploaded = self.runtime.new_buffer(TILE * WORD)
 
     def __len__(self) -> int:
-        """Return the number of rows that fit."""
+        """Return the number of rows for which there is memory."""
         return self.rows
 
     def tile(self, expected: Expected) -> Any:
-        """Return the buffer with the expected words of a row; upload them first if they have changed."""
+        """Return the buffer with the words that every row must hold; upload these words first if they have changed."""
         if self._tile is not expected.tile:
             self._tile = expected.tile
             self.runtime.write(self._uploaded, 0, expected.tile)
@@ -68,7 +68,7 @@ class BufferSlice(Slice):
     address = None
 
     def __init__(self, rows: int, first: int, device: Any, scratch: Scratch) -> None:  # noqa: ARG002  scratch knows it
-        """See `Slice`. The buffer is on the device of `scratch`."""
+        """Allocate a buffer of `rows` rows on the device of `scratch`; `first`: number of rows in earlier slices."""
         self.rows, self.first, self._scratch = rows, first, scratch
         self._runtime: Any = scratch.runtime
         self.words = self._runtime.new_buffer(rows * TILE * WORD)
@@ -76,22 +76,22 @@ class BufferSlice(Slice):
 
     @property
     def device(self) -> Any:
-        """See `Slice.device`: always the host."""
+        """The torch device of the tensors that the methods take and return: always the host."""
         return torch.device("cpu")
 
     def lock(self) -> bool:
-        """See `Slice.lock`: always False, because the driver decides where a buffer is."""
+        """Return False: pages are not locked, because the driver decides where a buffer is."""
         return False
 
     def write(self, part: range, expected: Expected) -> None:
-        """See `Slice.write`."""
+        """Write the expected content to the group of rows `part`."""
         if expected.own:
             self._compute(wgsl.WRITE_OWN, part, self.words)
         else:
             self._compute(wgsl.WRITE_TILE, part, self._scratch.tile(expected), self.words)
 
     def difference(self, part: range, expected: Expected) -> Any:
-        """See `Slice.difference`: the device compares, and the host reads the result only where a bit differs."""
+        """Read rows once on the device; return int64 (rows, TILE) on the host, with a 1 for each wrong bit."""
         found, flag, size = self._scratch.differences, self._scratch.flag, len(part) * TILE
         if expected.own:
             self._compute(wgsl.DIFFERENCE_OWN, part, self.words, found)
@@ -104,7 +104,7 @@ class BufferSlice(Slice):
         return self._runtime.read(found, 0, size * WORD).view(torch.int64).view(len(part), TILE)
 
     def get(self, at: Any) -> Any:
-        """See `Slice.get`."""
+        """Return the words with the numbers `at`, read after all other words, so that no cache holds them."""
         self._runtime.compute(wgsl.READ, self.count, (), self.words, self._scratch.flag)
         (places,) = self._upload(at)
         found = self._runtime.new_buffer(len(at) * WORD)
@@ -112,12 +112,12 @@ class BufferSlice(Slice):
         return self._runtime.read(found, 0, len(at) * WORD).view(torch.int64)
 
     def put(self, at: Any, values: Any) -> None:
-        """See `Slice.put`."""
+        """Write `values` to the words with the numbers `at`."""
         values = torch.as_tensor(values, dtype=torch.int64).expand(at.shape).contiguous()
         self._runtime.compute(wgsl.INDEX["scatter"], len(at), (), *self._upload(values, at), self.words)
 
     def invert(self, start: int, stop: int) -> None:
-        """See `Slice.invert`."""
+        """Invert every bit of the words start…stop - 1."""
         self._runtime.compute(wgsl.INVERT, stop - start, (start,), self.words)
 
     def _compute(self, shader: str, part: range, *buffers: Any) -> None:

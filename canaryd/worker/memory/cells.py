@@ -16,7 +16,7 @@ EXAMINED = 4096
 TRACED = 4
 """Largest number of wrong words of one group of rows for which the word that disturbs them is searched."""
 MARKS = (0x0F1E2D3C4B5A6978, 0x5A5A0FF0C33C6996)
-"""Two values written to one word: another word that shows both shares its cell (an alias, no coupling)."""
+"""Two values written in turn to one word. Another word that shows both shares its cell: an alias, not a coupling."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Wrong:
     """Wrong bits of each word at the first read, as int64."""
     cells: Counter[Cell] = field(default_factory=Counter)
     partner: int | None = None
-    """Number, over all slices, of the first word found to disturb or replace another word; None if there is none."""
+    """Number, counted over all slices, of the first word found to change a wrong word; None if none was found."""
 
     def add(self, memory: Slice, part: range, expected: Expected, difference: Any) -> None:
-        """Record the wrong words of a group of rows (`difference`: wrong bits); examine them before further writes."""
+        """Record and examine the new wrong words in the rows `part`; `difference` has a 1 for each wrong bit."""
         flat = difference.reshape(-1)
         where = torch.nonzero(flat).reshape(-1)
         if self.at:  # an earlier look may have found them too
@@ -53,7 +53,10 @@ class Wrong:
             self._examine(memory, at, values, own=expected.own)
 
     def _examine(self, memory: Slice, at: Any, values: Any, *, own: bool) -> None:
-        """Classify words by reading again and by test values; count the kinds in `cells`; restore the right values."""
+        """Classify wrong words by further reads and test values; count each kind in `cells`; restore the right values.
+
+        `at`: numbers of the words; `values`: their right values; `own`: whether each word holds its own number.
+        """
         again = memory.get(at)
         stays = again != values
         self.cells[Cell.TRANSFER] += int((~stays).sum())
@@ -72,7 +75,11 @@ class Wrong:
             self.cells[self._behaviour(memory, word, value, held, own=own, trace=number < TRACED)] += 1
 
     def _behaviour(self, memory: Slice, word: int, value: int, held: int, *, own: bool, trace: bool) -> Cell:
-        """Return the kind of error of a word that is not stuck; `held`: wrong value; `trace`: find its disturber."""
+        """Return the kind of error of a word that is not stuck: alias, coupled or flipped.
+
+        `held`: the wrong value; `own`: each word should hold its own number; `trace`: search for the word that disturbs
+        it.
+        """
         number = number_in(held, sum(m.count for m in self.slices)) if own else None
         if number is not None:
             owner = next(m for m in reversed(self.slices) if m.first * TILE <= number)
@@ -87,7 +94,7 @@ class Wrong:
 
 
 def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, other_value: int) -> bool:
-    """Return whether `word` shows what is written to the word `other` of `owner`; restore the right value in both."""
+    """Return whether `word` shows what is written to `other`, a word of the slice `owner`; restore both words."""
     one, mine = (torch.tensor([number], device=memory.device) for number in (other, word))
     follows = []
     for mark in MARKS:

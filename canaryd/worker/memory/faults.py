@@ -26,7 +26,7 @@ MODELS = {
 
 @dataclass
 class Model:
-    """A model of a memory fault. `flat`: a slice's words; `word`, `bit`: place of the fault; `other`: a second word."""
+    """A model of a memory fault in the words `flat` of a slice: at `bit` of `word`. `other` is a second word."""
 
     name: str
     """One of `MODELS`, or "" for memory without a fault."""
@@ -71,7 +71,7 @@ class Model:
 
 
 NAMES = (*MODELS, *faults.FAULTS)
-"""All drills of memory: the models here, and the faults of other probes' results, here applied to written words."""
+"""All drills of memory: the models in this module, and faults of other probes, which strike written words."""
 
 
 class Faulty(Slice):
@@ -100,30 +100,30 @@ class Faulty(Slice):
             self.strike_rows = strike
 
     def write(self, part: range, expected: Expected) -> None:
-        """See `Slice.write`."""
+        """Write the expected content to the group of rows `part`, then inject the fault."""
         super().write(part, expected)
         self.model.wrote(part.start * TILE, part.stop * TILE)
         self.strike_rows(part.start * TILE, part.stop * TILE)
 
     def difference(self, part: range, expected: Expected) -> Any:
-        """See `Slice.difference`."""
+        """Return the wrong bits of rows as `Slice.difference` does; a drill of transfers adds a wrong bit."""
         found = super().difference(part, expected)
         self.model.read(found)
         return found
 
     def put(self, at: Any, values: Any) -> None:
-        """See `Slice.put`; writes one word after the other."""
+        """Write `values` to the words with the numbers `at`, one after the other; inject the fault after each."""
         for word, value in zip(at, values.expand(at.shape) if hasattr(values, "expand") else [values], strict=True):
             self.flat[word] = value
             self.model.wrote(int(word), int(word) + 1)
 
     def invert(self, start: int, stop: int) -> None:
-        """See `Slice.invert`."""
+        """Invert every bit of the words start…stop - 1, then inject the fault."""
         super().invert(start, stop)
         self.model.wrote(start, stop)
 
     def rest(self, seconds: float) -> None:
-        """See `Slice.rest`."""
+        """Wait for `seconds` without access to the memory, then inject the fault of a leaking cell."""
         super().rest(seconds)
         self.model.rested()
 

@@ -13,10 +13,7 @@ pagemap.rst)."""
 
 
 def lock(address: int, size: int) -> bool:
-    """Lock pages, so that the system does not swap them; return whether the system allowed it (mlock(2)).
-
-    The lock ends when the memory is freed.
-    """
+    """Lock pages until they are freed, so that they are not swapped; return whether the system allows it (mlock)."""
     mlock = getattr(ctypes.CDLL(None), "mlock", None)
     if mlock is None:
         return False

@@ -30,7 +30,7 @@ half and its complement in the upper half."""
 
 @dataclass(frozen=True)
 class Expected:
-    """The right content of the words of a slice."""
+    """The right content of the words of all slices."""
 
     tile: Any
     """Content of each row, int64, shape (TILE,), on the device; with `own`, the content of row 0."""
@@ -78,7 +78,7 @@ class Slice:
 
     @property
     def address(self) -> int | None:
-        """Virtual address of the first byte, as the process or the driver counts addresses; None if it is unknown."""
+        """Virtual address of the first byte in this process, or the driver's address; None if it is unknown."""
         return int(self.words.data_ptr())
 
     @property
@@ -105,14 +105,14 @@ class Slice:
         expected.into(self.words[part.start : part.stop], self.first + part.start)
 
     def difference(self, part: range, expected: Expected) -> Any:
-        """Read rows once; return int64 (rows, TILE) with a 1 for each wrong bit, valid until the next call."""
+        """Read rows once; return int64 (rows, TILE) with a 1 for each wrong bit; the next call overwrites it."""
         out, words = self._scratch[: len(part)], self.words[part.start : part.stop]
         if expected.own:
             return expected.into(out, self.first + part.start).bitwise_xor_(words)
         return torch.bitwise_xor(words, expected.tile, out=out)
 
     def get(self, at: Any) -> Any:
-        """Return the words numbered `at`, read again from memory: reading all others first empties the caches."""
+        """Return the words with the numbers `at`, read after all other words, so that no cache holds them."""
         self.words.sum()
         return self.flat[at]
 
@@ -130,6 +130,6 @@ class Slice:
 
 
 def scratch_for(device: Any, rows: int) -> Any:
-    """Return the scratch rows that slices of at most `rows` rows share."""
+    """Return a tensor of rows for intermediate results, which slices of at most `rows` rows share."""
     at_once = AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE)
     return torch.empty((min(rows, at_once), TILE), dtype=torch.int64, device=device)

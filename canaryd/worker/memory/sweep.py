@@ -42,9 +42,9 @@ RESERVE = 512 << 20
 HOST_RESERVE = 2 << 30
 """Bytes of the host's memory that a sweep never takes, or an eighth of the free memory if that is more."""
 UNREPORTED = 1 << 30
-"""Most bytes that a sweep takes if the runtime reports no free memory: a server on the device can need the rest."""
+"""Maximum bytes that a sweep takes if the runtime reports no free memory: a server on the device may need the rest."""
 OF_ROOM = 2
-"""Divisor of the memory that is free beside a server: a sweep takes only this part, because torch itself needs some."""
+"""Divisor: beside a server a sweep takes the permitted memory divided by this, because torch itself needs some."""
 
 
 @dataclass
@@ -86,14 +86,14 @@ class Sweep:
 
 
 def address(sweep: Sweep) -> Iterator[None]:
-    """Write its own number to each word and compare: two addresses that share a cell are found, over all slices."""
+    """Write its own number to each word, then compare: this finds two addresses in any slices that share a cell."""
     expected = own_numbers(sweep.slices[0].device)
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
 
 
 def inversions(sweep: Sweep) -> Iterator[None]:
-    """Read and invert all words upwards, then downwards (moving inversions), next to words that were read before."""
+    """Read and invert all rows in ascending, then in descending order (moving inversions), then read them again."""
     device = sweep.slices[0].device
     plain = Expected(torch.full((TILE,), ALTERNATING, dtype=torch.int64, device=device))
     inverse = plain.inverted()
@@ -112,7 +112,7 @@ def inversions(sweep: Sweep) -> Iterator[None]:
 
 
 def random(sweep: Sweep) -> Iterator[None]:
-    """Write random words and compare them twice: all other memory is read between the two reads of a word."""
+    """Write random words and compare them twice; between the two reads of a word all other memory is read."""
     expected = _random_tile(sweep, "random")
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
@@ -152,7 +152,8 @@ def _random_tile(sweep: Sweep, name: str) -> Expected:
 def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     """Sweep at most `most` bytes of the device's memory; yield every fact of the run.
 
-    Raises `Skip` if not even one row is free, or if the drill does not exist.
+    `pause`: seconds of each pause in the pattern `retention`. Raises `Skip` if not even one row is free, or if the
+    drill does not exist.
     """
     if ctx.drill and ctx.drill not in faults.NAMES:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(faults.NAMES)}")
@@ -209,7 +210,7 @@ def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
 
 
 def allocate(ctx: Context, most: int) -> list[Slice]:
-    """Return slices of at most `LARGEST` bytes each, together `most` bytes or less if less memory is free.
+    """Return slices of at most `LARGEST` bytes each: together `most` bytes, or less if less memory is free.
 
     Raises `Skip` if not even one row is free.
     """
@@ -239,7 +240,7 @@ def allocate(ctx: Context, most: int) -> list[Slice]:
 
 
 def _free(ctx: Context) -> int | None:
-    """Return the free bytes of the device's memory minus the reserve, or None if they are unknown."""
+    """Return the bytes of the device's memory that are free beyond the reserve, or None if they are unknown."""
     if ctx.device.unit == "cpu":
         free = available()
         return None if free is None else free - max(HOST_RESERVE, free // 8)

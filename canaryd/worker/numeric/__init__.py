@@ -1,1 +1,1 @@
-"""Operations on a device whose results are exact, or recorded and compared."""
+"""Operations on a device whose results are known exactly, or are recorded and compared with later results."""

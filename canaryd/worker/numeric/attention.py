@@ -61,7 +61,7 @@ class Attention:
     S: int
     D: int
     bits: int = 53
-    """Largest number of significant bits of a value; fewer than the format's if the kernel multiplies fewer bits."""
+    """Maximum number of significant bits of a value: fewer than the format has if the kernel multiplies fewer bits."""
 
     @property
     def shape(self) -> str:
@@ -92,7 +92,7 @@ def value_bits(device: Device, form: str, kernel: str) -> int:
 
 
 def blank(spec: Attention) -> Problem:
-    """Return a problem with the right formats and sizes but only zeros, to find out whether a kernel supports it."""
+    """Return a problem of zeros with the right formats and sizes, to find out whether a kernel supports them."""
     dtype = spec.form.dtype
     query = torch.zeros((spec.B, spec.H, spec.L, spec.D), dtype=dtype)
     key = torch.zeros((spec.B, spec.G, spec.S, spec.D), dtype=dtype)
@@ -102,7 +102,7 @@ def blank(spec: Attention) -> Problem:
 
 
 def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask: Any = None) -> Any:
-    """Return the attention of operands on their device, by the torch kernel `kernel` ("": by torch's own choice).
+    """Return the attention of operands on their device, computed by torch's kernel `kernel`; "": torch chooses.
 
     Raises `NotImplementedError` with the reason if torch has no kernel (torch gives the reason as a warning), or if
     cuDNN's kernel is known to give wrong answers on healthy devices.
@@ -212,12 +212,12 @@ def build(spec: Attention, seed: int) -> Problem:
 
 
 def _accumulator(form: Format) -> int:
-    """Return the number of significant bits of the sums over keys: 53 for float64, else 24 (float32 is the least)."""
+    """Return the significant bits of the sums over keys: 53 for float64, otherwise 24, those of float32."""
     return 53 if form.name == "float64" else 24
 
 
 def _groups(spec: Attention, seed: int, size: int) -> Any:
-    """Return the group number of each key: key 0 alone (early causal rows see only it), then groups of `size` keys."""
+    """Return the group number of each key: key 0 is alone, because a causal mask's first row sees only this key."""
     masked = spec.mask in ("bool", "float")
     if size >= spec.S or (masked and spec.S < 3):
         raise Inexact(f"{spec}: fewer keys than one group")
@@ -253,7 +253,7 @@ def _winner(spec: Attention, seed: int) -> int:
 
 
 def _asked(spec: Attention, seed: int, size: int) -> Any:
-    """Return the number of the group that each query selects, (B, H, L); the query sees all keys of that group."""
+    """Return the number of the group that each query selects, (B, H, L): one whose keys this query all sees."""
     if spec.content in ("rising", "falling"):
         return torch.zeros((spec.B, spec.H, spec.L), dtype=torch.int64)
     seen = torch.full((spec.L,), spec.S)
@@ -276,7 +276,10 @@ def _allowed(spec: Attention) -> Any:
 
 
 def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
-    """Return values (B, G, S, D) with full significands; within a group, pairs cancel except for the last two."""
+    """Return values (B, G, S, D) with full significands; in groups of several keys, neighbours cancel in pairs.
+
+    The last pair of a group does not cancel, and its sum is the group's sum. `member`: group number of each key.
+    """
     p = min(spec.form.bits, spec.bits if size == 1 else min(spec.bits, _accumulator(spec.form) - 4))
     values = signed(seed, "v", (spec.B, spec.G, spec.S, spec.D), 1 << (p - 1), (1 << p) - 1)
     if size == 1:
@@ -299,7 +302,8 @@ def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
 def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
     """Return queries and keys built from bit codes: their product is 0 if the codes are equal, else far below 0.
 
-    A key with code c holds (c, 1 - c), a query for code c holds -(1 - c, c): for equal codes all terms are zero.
+    `ask`: code of each query; `member`: code of each key. A key with code c holds (c, 1 - c), a query for code c holds
+    -(1 - c, c): for equal codes all terms are zero.
     """
     width = max(1, longest(member))
     repeat = spec.D // (2 * width)
@@ -324,7 +328,7 @@ def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any
 
 
 def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
-    """Return queries and keys whose scores rise to the highest one or fall from it: running maxima change often."""
+    """Return queries and keys whose scores fall with the distance from the winner: running maxima change often."""
     winner = _winner(spec, seed)
     distance = (torch.arange(spec.S) - winner).abs().to(torch.float64)
     steps = torch.ceil(distance / max(1.0, spec.S / 128))  # at most 128 steps: exact in bfloat16, within float16
@@ -340,7 +344,7 @@ def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
 def _witness(
     spec: Attention, member: Any, ask: Any, allowed: Any, values: Any, total: Any, owner: Any, seed: int
 ) -> bool:
-    """Return whether 16 sampled answers are right, computed again in plain Python from the definition."""
+    """Return whether 16 sampled elements of `total`, the sums of selected values, agree with plain Python."""
     shape = tuple(total.shape)
     for sample in below(seed, "witness", (16, 4), 1 << 40).tolist():
         b, h, row, d = (value % size for value, size in zip(sample, shape, strict=True))

@@ -1,4 +1,4 @@
-"""The test cases of probes with exactly known results: their definition, selection, and reasons for skipped cases."""
+"""The test cases of probes with exactly known results: definition, selection, and reasons for skipping one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUOTED = 90
 
 @dataclass(frozen=True)
 class Case:
-    """One test case: a function that builds operands and golden (the right result), and one that runs on the device."""
+    """One test case: a function that builds operands and golden (the right result), and a function for the device."""
 
     name: str
     """Name "dtype/content/shape-kind/layout@sizes"; the part before "@" is stable, the sizes depend on the time."""
@@ -43,14 +43,11 @@ class Case:
     product: Product | None = None
     """The product, if the device can gather new operands for it; `build` then also takes the draw's number `turn`."""
     stem: str = ""
-    """Text from which the seed is derived, if cases of other sizes draw from the same pools. With "", the seed is
-    derived from the name before "@"."""
+    """Text from which the seed is derived, if cases of other sizes draw operands from the same pools. If it is "", the
+    seed is derived from the name before "@"."""
 
     def at(self, turn: int) -> Case:
-        """Return a case for draw number `turn` of the operands, which the host makes.
-
-        The case is called "name#turn", or "name" for turn 0.
-        """
+        """Return this case as "name#turn" ("name" for turn 0), with operands that the host draws in draw `turn`."""
         name = f"{self.name}#{turn}" if turn else self.name
         return replace(self, name=name, build=partial(self.build, turn=turn), product=None)
 
@@ -122,14 +119,14 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
 
 
 def none_supported(device: Device, what: str, *reasons: str) -> str:
-    """Return a sentence that the device supports none of `what`, followed by the first of the `reasons`."""
+    """Return a sentence that says that the device supports no `what`, with the first of the `reasons`."""
     return f"this {device.runtime} on {device.unit} supports no {what}" + "".join(f": {why}" for why in reasons[:1])
 
 
 def product_case(
     device: Device, source: str, target: str, content: str, kind: str, layout: str, sizes: tuple[int, int, int, int]
 ) -> Case:
-    """Return one float product as a case; `sizes`: M, N, K, batch (0 for none); the kind "fixed" has a fixed seed."""
+    """Return one float product as a case. `sizes`: M, N, K, batch (0: no batch). The kind "fixed" has a fixed seed."""
     M, N, K, batch = sizes
     room = room_of(device, source, target, batched=batch > 0)
     fresh = kind != "fixed"

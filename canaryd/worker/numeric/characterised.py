@@ -1,6 +1,6 @@
 """Tables of what canaryd knows about healthy devices: the width of partial sums, and where results are exact.
 
-What is not in these tables must be shown by evidence, which is the task of canaryd/judge/characterised.py.
+For everything else canaryd needs evidence, which canaryd/judge/characterised.py weighs.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ training products multiply float32 in float16 (precision mode force_fp16)."""
 def is_characterised(device: Device, source: str, *, rounds_nothing: bool = False) -> bool:
     """Return whether canaryd knows that healthy devices of this kind give right results for a format (docs/goldens.md).
 
-    This holds for cases without rounding on the backends in `SETTLED`, unless the environment overrides the switches.
-    Processors have a table of their own. Everything else needs evidence, which the judge weighs.
+    False if the environment overrides torch's switches. `rounds_nothing`: the cases do not round, so the backends in
+    `SETTLED` suffice. Everything that is not known needs evidence, which the judge weighs.
     """
     if overrides():
         return False

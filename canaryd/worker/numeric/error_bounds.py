@@ -56,8 +56,8 @@ def unit(device: Device, source: str) -> float:
 
     For tensor cores it is four times 2**-bits. They truncate instead of rounding, which doubles the error. They align
     all products of a block to the largest before adding, so that each loses less than one unit of the largest, which
-    doubles it again (M. Fasi et al., PeerJ CS 2021). For FP8, `exact.accumulator` already includes one of these two
-    factors.
+    doubles it again (M. Fasi et al., PeerJ CS 2021). For FP8, `characterised.accumulator` already includes one of these
+    two factors.
     """
     if device.backend == "cpu" and source.startswith("float8"):
         return SINGLE  # their products are exact in float32, in which CPUs add them
@@ -73,7 +73,7 @@ def roundoff(form: Format) -> float:
 
 
 def reach(*steps: tuple[float, float]) -> float:
-    """Return the largest relative change by factors (1 + d)**±1; `steps`: pairs (number of factors, largest |d|)."""
+    """Return the largest relative change by a product of factors (1 + d)**±1; `steps`: (how many, largest |d|)."""
     return math.expm1(sum(-count * math.log1p(-u) for count, u in steps))
 
 
@@ -86,12 +86,12 @@ def allowed(bounded: Bounded, form: Format) -> Bounded:
 
 
 def dot(a: Any, b: Any, u: float, *more: tuple[float, float]) -> Bounded:
-    """Return reference and tolerance of a @ b; `u`: unit roundoff of the sums, `more`: other roundings, for `reach`."""
+    """Return reference and tolerance of a @ b. `u`: unit roundoff of the sums; `more`: further `steps` of `reach`."""
     return a @ b, (a.abs() @ b.abs()) * reach((a.shape[-1], u), *more)
 
 
 def elementary(function: Any, x: Any) -> Bounded:
-    """Return reference and tolerance of a float32 function: `ULPS` last-place units, each at most 2u of the value."""
+    """Return reference and tolerance of a float32 function: `ULPS` units in the last place, each at most 2u."""
     reference = function(x)
     return reference, reference.abs() * reach((2 * ULPS, SINGLE))
 
@@ -103,13 +103,16 @@ def rsqrt(x: Any, form: Format) -> Bounded:
 
 
 def erf(x: Any) -> Bounded:
-    """Return reference and tolerance of erf, an absolute error: near 0 the formula subtracts 1 from nearly 1."""
+    """Return reference and tolerance of erf. An absolute error is added: near 0 the formula subtracts two near 1."""
     reference, tolerance = elementary(torch.erf, x)
     return reference, tolerance + ERF
 
 
 def silu(x: Any) -> Bounded:
-    """Return reference and tolerance of x / (1 + exp(-x)): exponential, sum of positive terms, division, product."""
+    """Return reference and tolerance of x / (1 + exp(-x)).
+
+    The tolerance covers an exponential, a sum of positive terms, a division and a product.
+    """
     reference = x * torch.sigmoid(x)
     return reference, reference.abs() * reach((2 * ULPS + 3, SINGLE))
 
@@ -141,7 +144,7 @@ def rope(x: Any, cosine: Any, sine: Any, form: Format) -> Bounded:
 
 
 def rotate(x: Any) -> Any:
-    """Return the last axis as (-second half, first half)."""
+    """Return `x` with its last axis rearranged: first the negated second half, then the first half."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
@@ -198,7 +201,10 @@ def weights(scores: Any, error: Any) -> Bounded:
 
 
 def softmax(x: Any) -> Bounded:
-    """Return reference and tolerance of softmax over the last axis: `weights`, sum of n positive terms, division."""
+    """Return reference and tolerance of softmax over the last axis.
+
+    The tolerance covers the errors of `weights`, of a sum of n positive terms, and of a division.
+    """
     p, theta = weights(x, torch.zeros_like(x))
     n = x.shape[-1]
     return p, p * torch.expm1(theta + math.log1p(reach((n + 4, SINGLE)))) + 2 * n * FLUSHED

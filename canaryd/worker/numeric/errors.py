@@ -21,7 +21,7 @@ class ErrorKind(str, Enum):
     DEVICE = "device"
     """The device failed while it computed: uncorrectable ECC, illegal address, launch failure."""
     REFUSED = "refused"
-    """This kernel does not support this problem: no evidence about the device."""
+    """The kernel does not support the problem, which says nothing about the device's health."""
 
 
 UNBUILT = r"no kernel image is available|error: invalid device function"
@@ -88,7 +88,7 @@ the first in this table is taken."""
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """Return the meaning of an exception, by its type where that is enough, otherwise by its text."""
+    """Return the kind of an error, from its type if that is enough, otherwise from its text."""
     if isinstance(error, MemoryError) or any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
         return ErrorKind.MEMORY
     if isinstance(error, NotImplementedError):

@@ -1,4 +1,4 @@
-"""A description of the difference between two tensors that should be equal: how many elements, where, which bits."""
+"""Describe the difference between two tensors that should be equal: how many elements differ, where, in which bits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from canaryd.facts import Evidence, Span
 from canaryd.worker.numeric.tensors import FORMATS, bits, torch
 
 FIRST = 64
-"""Most wrong elements that are written out with their bits."""
+"""Maximum number of wrong elements that the evidence lists with their bits."""
 EXAMINED = 65_536
-"""Most wrong elements that are counted in the bit histogram."""
+"""Maximum number of wrong elements that are counted in the bit histogram."""
 WARP = 32
 """Lanes of a warp (NVIDIA PTX ISA, WARP_SZ)."""
 
@@ -20,9 +20,9 @@ _AXES = ("batch", "head", "row", "column")
 
 
 def collect(golden: Any, observed: Any) -> Evidence:
-    """Compare two host tensors of one format that were reported to differ; return the evidence of their difference.
+    """Compare two host tensors that an earlier comparison found different; return the evidence of their difference.
 
-    If the report or this comparison is wrong, the evidence contains no wrong element.
+    If this comparison finds no difference, one of the two erred, and the evidence contains no wrong element.
     """
     width = golden.element_size() * 8
     unsigned = (1 << width) - 1
@@ -96,5 +96,5 @@ def _sentence(golden: Any, where: Any, found: Evidence, examined: int, *, exchan
 
 
 def collect_nothing(golden: Any, pattern: str = "") -> Evidence:
-    """Return evidence without a wrong element; `pattern` describes a disagreement of digests or comparators."""
+    """Return evidence without a wrong element; `pattern` is the text that says what was wrong instead."""
     return Evidence(wrong=0, total=golden.numel(), first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern=pattern)

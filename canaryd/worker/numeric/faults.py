@@ -80,7 +80,7 @@ def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element
 
 @dataclass(frozen=True)
 class Fault:
-    """A software fault: how it changes a tensor, whether in an operand or a result, and how often."""
+    """A software fault: the way in which it changes a tensor, the tensor (an operand or a result), and how often."""
 
     name: str
     change: Change
@@ -105,7 +105,7 @@ FAULTS = {
 
 @dataclass
 class Injector:
-    """Injects one fault during a run: into every result, or once, into a case chosen by the seed."""
+    """Injects one fault during a run: into every result, or only once, in a case that the seed chooses."""
 
     fault: Fault | None
     seed: int

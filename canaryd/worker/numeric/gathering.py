@@ -27,7 +27,7 @@ Arrays = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class LaidOut(Problem):
-    """Pools, also in the memory layout that the gather for one layout of operands reads."""
+    """The pools of a problem, with copies in the memory layout that the gather needs."""
 
     arrays: Arrays = ()
     """The pools of A, B and the golden, by rows or by columns."""
@@ -75,7 +75,7 @@ class Gatherer:
         return self.gather_by(self._upload(draw(self._product, self._seed, turn), turn), turn)
 
     def sheet(self, number: int) -> Arrays:
-        """Return the indices of `SHEET` turns, on the device; one row of each tensor is the argument of `gather_by`."""
+        """Return the indices of the `SHEET` turns of sheet `number`, on the device; `gather_by` takes one of them."""
         return self._upload(sheet(self._product, self._seed, number), number * SHEET + 1)
 
     def _upload(self, drawn: tuple[Any, Any], turn: int) -> Arrays:
@@ -85,7 +85,7 @@ class Gatherer:
         return self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in each), self._device)
 
     def gather_by(self, indices: Arrays, turn: int) -> tuple[Arrays, Any]:
-        """Return (operands, golden) for one turn's indices; turn 0 uses other gather operations than the rest."""
+        """Return (operands, golden) for one turn's indices; turn 0 uses other gather operations than later turns."""
         run, kept = self._runtime.run, self._kept
         for at, (way, index) in enumerate(zip(self._ways[turn > 0], indices, strict=True)):
             pool = self._pools[at] if at < len(self._pools) else kept[at - 1]
@@ -94,7 +94,7 @@ class Gatherer:
 
 
 def laid_out(product: Product, pools: Problem) -> LaidOut:
-    """Return the pools in the memory layout that a gather of this product reads."""
+    """Return the pools of a product with copies in the memory layout that its gather needs."""
     a, b = pools.operands
     arrays = (
         a if product.layout[0] == "n" else a.T.contiguous(),

@@ -16,7 +16,7 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import synchronize, torch
 
 SHOWN = 200
-"""Most characters of kernel names, after their digest, in a chain (the recorded settings of a result)."""
+"""Maximum number of characters of kernel names, after their digest, in a chain (the recorded settings of a result)."""
 
 
 class Launches:

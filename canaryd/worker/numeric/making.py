@@ -24,7 +24,7 @@ from canaryd.worker.numeric.tensors import can_pin, host_same_bits, on_two_cores
 from canaryd.worker.runtime import interface
 
 Made = tuple[Problem, list[Comparison]]
-"""The problem of a case (or its pools), and comparisons that failed while the host made it (none if it is healthy)."""
+"""(problem of a case, or its pools; failed comparisons of the host's own work, [] if the host is healthy)."""
 
 
 def gathers(session: Session, case: Case) -> bool:
@@ -53,7 +53,7 @@ def begin(session: Session, case: Case, seed: int, core: int | None, shipped: st
 
 
 def settle(session: Session) -> None:
-    """Wait until no other thread makes a case, so that an alarm names the core which really made its golden."""
+    """Wait until no other thread makes a case, so that an alarm names the core that really made the golden."""
     if session.begun is not None:
         wait([session.begun[1]])
 
@@ -108,7 +108,7 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Ma
 
 
 def make_twice(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
-    """Build a problem twice on the host; return it with one failed comparison for each reason to doubt it."""
+    """Build a problem on two cores; return it with a failed comparison for each sign that it or the host is wrong."""
     first, second = session.makers(case.name, core)
     problem, twin = on_two_cores(first, second, partial(case.build, seed))
     doubts = []

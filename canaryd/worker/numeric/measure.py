@@ -31,8 +31,8 @@ LOOKED_AT = 8
 """The host checks the gathered arrays in one of this many cases, even if nothing is wrong (our choice)."""
 
 Found = tuple[int, Comparison, Comparison | None]
-"""Number of the turn (draw of operands), its comparison, and a comparison that accuses the comparator, or None if the
-comparator did not err."""
+"""(number of the turn, i.e. the draw of operands; the turn's comparison; a comparison that accuses the device's
+comparator, or None if the comparator did not err)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class OnDevice:
     operands: tuple[Any, ...]
     golden: Any
     problem: Problem
-    """The problem as the host made it, or the pools from which the device gathered."""
+    """The problem that the host made, or the pools from which the device gathered operands and golden."""
     right: Callable[[], Any]
     """Function that returns the host's own golden."""
     elements: int
@@ -51,22 +51,24 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of computing with one set of operands on the device, and of the host's check."""
+    """The result of computing with one set of operands on the device, with the host's check of that result."""
 
     comparison: Comparison
     agreed: bool = True
     """Whether the device's own comparison found the first result equal to the golden."""
     looked: Future[Evidence | None] | None = None
-    """Future of the evidence that the first result is wrong, or of None; no future if the host does not compare."""
+    """Future of the host's comparison: evidence that the first result is wrong, or None if it is right. There is no
+    future if the host does not compare."""
     gathered: Future[str] | None = None
-    """Future of a text that names wrongly gathered arrays, or ""; no future if the host does not check them."""
+    """Future of a text that names wrongly gathered arrays, "" if all are right. There is no future if the host does not
+    check them."""
     blind: str = ""
     """Text about a difference that the device's comparison did not see, or ""."""
 
     def settled(self, right: Callable[[], Any]) -> tuple[Comparison, Comparison | None, str]:
-        """Wait for the host's checks; return the comparison, a second one or None, and a text on wrong gathers or "".
+        """Wait for the host's checks; return (comparison, comparison that accuses the comparator or None, text).
 
-        The second comparison accuses the comparator. `right` returns the host's own golden.
+        The text names wrongly gathered arrays; it is "" if there are none. `right` returns the host's own golden.
         """
         comparison, erred = self.comparison, self.blind
         if self.looked is not None:
@@ -83,7 +85,7 @@ class Computed:
 def measure_whole(
     session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
-    """Compute and compare for `seconds` on operands that the host made and uploads once; return what was found."""
+    """Compute and compare for `seconds` on operands that the host made and uploads once; return the comparisons."""
     runtime, device = session.runtime, session.ctx.device
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
@@ -96,7 +98,7 @@ def measure_whole(
 def measure_fresh(
     session: Session, case: Case, pools: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
-    """Compute and compare for `seconds` on operands that the device gathers; return what was found.
+    """Compute and compare for `seconds` on operands that the device gathers; return the comparisons.
 
     The trials of all right turns are added to the comparison of the first turn. The host checks the gathered arrays on
     every alarm, and in one case of `LOOKED_AT`.
@@ -211,7 +213,7 @@ class _Fresh:
 
 
 def _with_gather(comparison: Comparison, why: str, golden: Any) -> Comparison:
-    """Return the comparison; if the device gathered wrongly (text `why`), it is wrong even for right results."""
+    """Return the comparison; it is marked as wrong if `why`, a text about wrongly gathered arrays, is not ""."""
     if not why:
         return comparison
     found = comparison.evidence or evidence.collect_nothing(golden)
@@ -274,10 +276,10 @@ def _compute(
 def _look(
     session: Session, case: Case, upload: OnDevice, core: int | None, result: Any, seed: int, *, agreed: bool
 ) -> tuple[bool, Future[Evidence | None], str, str]:
-    """Let the host compare a result, and test the device's comparison with a flipped bit.
+    """Let the host compare a result, and test the device's comparison with a flipped bit; return four values.
 
-    Returns the device's verdict, a future of the host's evidence or None, a text if the device did not see the flipped
-    bit (else ""), and the digest of a fixed case (else "").
+    They are: `agreed`; a future of the host's evidence, or of None if the result is right; a text if the device did not
+    see the flipped bit, else ""; the digest of a fixed case, else "".
     """
     runtime = session.runtime
     held = runtime.download(result)

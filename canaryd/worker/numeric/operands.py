@@ -38,7 +38,7 @@ POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long
 "long" sums cost the host several times as much. Other kinds need pools of their own, no larger than the product."""
 
 SHEET = 16
-"""Number of turns (draws of operands) that one call draws: one turn costs the host nearly as much as sixteen (ours)."""
+"""Number of turns (draws of operands) that one call draws: one costs nearly as much as sixteen (our choice)."""
 
 INT8_NARROW = 63
 """|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in
@@ -101,7 +101,7 @@ class Product:
     layout: str = "nn"
     """Memory layouts of A and B, one letter each: "n" row-major, "t" stored transposed."""
     pool: int = 0
-    """Number of rows of each pool. With 0, it is the product's own number of rows, at most `POOL`."""
+    """Number of rows of each pool; 0 means the product's own number of rows, but at most `POOL`."""
 
     @functools.cached_property
     def of_pools(self) -> Product:
@@ -161,9 +161,10 @@ def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _sparse(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bits: int, live: int) -> Pools:
-    """Build operands with few nonzero terms per dot, spread over K: row i of A at o_i, o_i + s, o_i + 2 s, … mod K.
+    """Build operands in which `live` terms of each dot product are nonzero, spread over K.
 
-    This holds for odd seeds. Even seeds exchange A and B: if only B were wide, the low bits of A would never be 1.
+    For an odd seed, row i of A is nonzero at o_i, o_i + s, o_i + 2 s, … mod K. An even seed exchanges A and B: if only
+    B were wide, the low bits of A would never be 1. `a_bits` and `b_bits` are the widths of the values.
     """
     if not seed & 1:
         turned = _sparse_rows(product, seed, Q, P, a_bits, b_bits, live)
@@ -191,7 +192,7 @@ def _sparse_rows(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bit
 
 
 def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Build operands with full significands in A and B, and as many nonzero terms as the accumulator adds exactly."""
+    """Build operands with full significands; each sum has as many nonzero terms as the accumulator adds exactly."""
     p, acc = product.source.bits, product.accumulator
     if 2 * p <= acc:
         return _sparse(product, seed, P, Q, p, p, 1 << (acc - 2 * p))
@@ -200,7 +201,7 @@ def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _permute(product: Product, seed: int, P: int, Q: int) -> Pools:
-    """Build a signed permutation and a matrix with full significands: each output is an element of it, or minus one."""
+    """Build a signed permutation and a matrix with full significands, whose elements (or negatives) are the outputs."""
     b_bits = min(product.source.bits, product.target.bits, product.accumulator)
     return _sparse(product, seed, P, Q, 1, b_bits, 1)
 
@@ -253,7 +254,7 @@ CONTENTS: dict[str, Callable[[Product, int, int, int], Pools]] = {
 
 
 def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any, Any, Any]:
-    """Choose exponents for the pools' rows (P), columns (Q) and along K, so that no value is subnormal or overflows.
+    """Return exponents for the pools' rows (P), their columns (Q), and along K: no value is subnormal or overflows.
 
     `top` is the bit length of the largest |answer| or operand sum. The unit of a term becomes 2**(row + column).
     """
@@ -305,7 +306,7 @@ def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
 
 
 def _shuffles(seed: int, name: str, count: int, pool: int, together: int) -> Any:
-    """Return the pool rows for each of `SHEET` turns, (SHEET, count): all rows in random order, repeatedly."""
+    """Return numbers of pool rows for `SHEET` turns, (SHEET, count): repeated random orders of all pool rows."""
     order = stream(seed, name, (SHEET, -(-count // pool), pool // together)).argsort(-1)
     return (order.unsqueeze(-1) * together + torch.arange(together)).view(SHEET, -1)[:, :count]
 
@@ -355,7 +356,7 @@ def make_pools(product: Product, seed: int) -> Problem:
 
 @functools.lru_cache(maxsize=2)  # the device's gather and the host's own want the same
 def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
-    """Return the pool rows (batch, M) and pool columns (batch, N), int64, of draw number `turn`.
+    """Return the numbers of the pool rows (batch, M) and pool columns (batch, N), int64, of draw `turn`.
 
     Turn 0 is the first draw; canaryd ships its digests for the fixed cases. Later turns draw `Product.together`
     neighbours at once if the device gathers columns. The batch is 1 if the product has none.
@@ -431,7 +432,7 @@ def _check_range(problem: Problem, product: Product) -> None:
 
 
 def build_int8(content: str, M: int, N: int, K: int, layout: str, seed: int, *, left: str = "int8") -> Problem:
-    """Return an int8 product with int32 results: "wide" uses -128…127 in A and B, "narrow" keeps |b| ≤ 63.
+    """Return an int8 product with int32 results; `content` "wide" has values -128…127, "narrow" keeps |b| ≤ 63.
 
     With `left` "uint8", A has the format uint8 and values 0…255.
     """

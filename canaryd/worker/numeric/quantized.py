@@ -171,7 +171,10 @@ def _weights(
 
 
 def _codes_of_fp8(seed: int, shape: tuple[int, int], at: Any) -> Any:
-    """Return E4M3 codes: significand 8 to 15, one of four exponents; at the places `at` odd, of the lowest exponent."""
+    """Return random E4M3 codes: each has a significand from 8 to 15 and one of four exponents.
+
+    At the places `at` the significand is odd and the exponent is the lowest of the four.
+    """
     fields = below(seed, "exponents", shape, 4)
     fields, mantissas = torch.where(at, 0, fields), below(seed, "mantissas", shape, 8) | at.to(torch.int64)
     return below(seed, "signs", shape, 2) << 7 | (fields + 6) << 3 | mantissas
@@ -197,7 +200,7 @@ def _apart(packing: Packing, kept: Weights) -> Any:
 
 
 def _activations(form: Format, seed: int, M: int, K: int, anchor: int, largest: int) -> Any:
-    """Return x (M, K) with as many nonzero elements per row as the sums have room for, and then as wide ones."""
+    """Return x (M, K): each row has as many nonzero elements, and then as large ones, as the sums have room for."""
     room = (1 << min(form.bits, APART - 1)) - 1  # a bit less: offsets that are added apart need as much again
     live = min(K - 1, (room - largest) // (2 * largest))
     order = permutation(seed, "live", K)

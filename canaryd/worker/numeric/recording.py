@@ -1,4 +1,4 @@
-"""Compute recorded cases: fresh uploads, recorded bits, errors compared with their bounds, kernel names."""
+"""Compute recorded cases from fresh uploads: their bits, their errors compared with the bounds, their kernel names."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ from canaryd.worker.numeric.tensors import (
 )
 
 GRID = 8
-"""Number of tiles along each axis of a result (as a matrix of its last axis); a recording keeps the mean of each."""
+"""Number of tiles along both axes of a result, viewed as a matrix whose columns are the last axis. A recording has the
+mean of each tile."""
 STEP = {"cpu": 64, "other": 512}
-"""Alignment in bytes of torch's allocations, on the CPU and elsewhere: fresh uploads start at multiples of it."""
+"""Alignment in bytes of torch's allocations, on the CPU and elsewhere. A fresh upload starts at a multiple of this."""
 OFFSETS = 16
 """Number of different start addresses of an upload, one `STEP` apart."""
 
@@ -103,7 +104,7 @@ class Recorder:
     def record(self, kernel: Kernel, turn: int) -> Iterator[Recording | Comparison]:
         """Compute a case once from a new upload; yield a recording, and a comparison if an error bound is broken.
 
-        A recording that has the same bits as an earlier one is not yielded, except while a baseline is learnt.
+        No recording is yielded if an earlier one had the same bits, except while a baseline is learnt.
         """
         made = self._made.get(kernel.name)
         if made is None:
@@ -134,7 +135,7 @@ class Recorder:
             yield self._broken(made, found, turn)
 
     def summary(self) -> Iterator[Fact]:
-        """Yield the clean comparisons, the cases that were not run, and the readings of each kind of kernel."""
+        """Yield the comparisons without errors, the cases that were not run, and readings of each kind of kernel."""
         for made in self._made.values():
             if made.clean:
                 yield self._comparison(made, trials=made.clean)
@@ -186,10 +187,7 @@ class Recorder:
         return result.cpu()
 
     def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
-        """Return (evidence or None, ratio): evidence if a bound is broken; ratio: largest error divided by its bound.
-
-        The ratio is None if the result is not finite.
-        """
+        """Return (evidence if a bound is broken, else None; largest error / bound, None if a result is not finite)."""
         form = form_of(result.dtype)
         if made.bounded is None:
             made.bounded = made.kernel.judged(made.operands, form)
@@ -247,8 +245,8 @@ class Recorder:
     def _fingerprint(self) -> Reading | Absent:
         """Return one integer for the bits of all cases that this device supports, or the reason why there is none.
 
-        Identical devices with equal settings are compared by it. There is none if the bits of a case vary within a run:
-        leaving the case out in only some runs would make their fingerprints differ.
+        Identical devices with equal settings must get equal fingerprints. There is none if the bits of a case vary
+        within a run: leaving the case out in only some runs would make their fingerprints differ.
         """
         varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
         if self.session.ctx.cases or not self._made or any(case.is_late for case in self._not_run.values()):
@@ -261,7 +259,7 @@ class Recorder:
         return Reading(name=FINGERPRINT, value=combine(digests), unit="1")
 
     def _skipped(self) -> Iterator[Skipped]:
-        """Yield the cases that were not run; one entry stands for a format or attention kernel of which none ran."""
+        """Yield the cases that were not run; one entry stands for a whole format or kernel if none of its cases ran."""
         groups: dict[tuple[str, str, bool], list[str]] = {}
         for case in self._not_run.values():
             groups.setdefault((_group(case.kernel.name), case.reason, case.is_late), []).append(case.kernel.name)

@@ -62,13 +62,13 @@ class Repeater:
         self._device.launch()
 
     def answers(self) -> list[int]:
-        """Wait for the turn; return the outcome of each comparison, as `Repeated.answers` does."""
+        """Wait for the turn; return a number for each result: 0 equal, 1 different, any other number not compared."""
         return self._device.answers()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The outcome of one turn: its number, the answer to each comparison, and the repeater that ran it."""
+    """The outcome of one turn: its number, the answers (see `Repeater.answers`), and the repeater that ran it."""
 
     number: int
     answers: list[int]
@@ -94,9 +94,9 @@ class RepeatedTurns:
         return tuple(index[at] for index in self._sheet)
 
     def blind(self, choice: int) -> str:
-        """Test the comparison with a golden that has one bit flipped (`choice`); return "" if all comparisons see it.
+        """Flip one bit of a golden, chosen by `choice`; return "" if all comparisons on the device see the difference.
 
-        Otherwise return a text with the number of those that see no difference: they would hide every error.
+        Otherwise return a text with the number of comparisons that see none: they would hide every error.
         """
         session, at = self._session, self._gatherer.answer(TRIED, choice)
 

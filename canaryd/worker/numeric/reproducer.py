@@ -203,7 +203,7 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
 
 
 def _tiles(case: str, seed: int, device: Device) -> Exhibit:
-    """Return the exhibit of tiles that one core of a processor computed; the script's option `--core` selects it."""
+    """Return the exhibit of tiles that one core computed; the script's option `--core` selects the core."""
     (label, content, _, path), sizes = _sizes(case)
     if path != "gemm":
         raise Skip("only canaryd's own kernel tells SMs apart; canaryd check --repeat runs it again")
@@ -251,7 +251,10 @@ def npy(tensor: Any) -> bytes:
 
 
 def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
-    """Return the text of `reproduce.py`, which runs on the wrong core; `arguments` are those of `answer`."""
+    """Return the text of `reproduce.py`; `arguments` are those of `answer`.
+
+    The script runs on the wrong core if one is known. `what` names the probe, case, shape and seed.
+    """
     core, environment, unset = arguments["core"], arguments["environment"], arguments["unset"]
     loads = []
     for name, tensor in zip(made.names, made.problem.operands, strict=False):
@@ -276,7 +279,7 @@ def script(made: Exhibit, what: str, arguments: Mapping[str, Any]) -> str:
 
 
 def disagreement(golden: Any, expected: Sequence[tuple[Sequence[int], str]]) -> str:
-    """Return a sentence on the first difference of `golden` from `expected` (index, bits as hex), or "" if none."""
+    """Return a sentence on the first difference of `golden` from `expected` (index, right bits in hex), or ""."""
     raw, width = bits(golden), golden.element_size() * 8
     for index, text in expected:
         try:

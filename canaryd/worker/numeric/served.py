@@ -26,10 +26,10 @@ a row is one token of a chunk."""
 MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
 """Level → bytes of the largest tested weight; the time for a larger one belongs to a deeper level (our choice)."""
 OF_ROOM = 4
-"""Divisor: a weight takes at most this part of the memory that is free beside a server. Operands, results and a copy on
-the host need the rest."""
+"""Divisor: a weight takes at most the memory that is free beside a server, divided by this. Operands, results and a
+copy on the host need the rest."""
 SHARE = 0.05
-"""Largest share of a run's time for one product, so that all other products can run too (our choice)."""
+"""Largest share of a run's time that one product may take, so that all other products can run too (our choice)."""
 LENGTHS = {
     "quick": {"decode": (1, 256), "prefill": (64, 64)},
     "standard": {"decode": (1, 1024), "prefill": (256, 256)},
@@ -58,9 +58,9 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
     """Yield a case for each product of the configured models, or the reason why a product is left out.
 
     The setting `shapes_of` is a list of model directories or `config.json` files; without it, the engine gives the
-    directories of the endpoints that the device serves. For each number of rows one class of contents is tested, in
-    rotation; if cases are requested by name, all classes. `speeds`: format → operations per second. Raises `ValueError`
-    if the setting is not such a list.
+    directories of the endpoints that the device serves. Each number of rows is tested with one class of contents, in
+    rotation; if cases are requested by name, with all classes. `speeds`: format → operations per second. Raises
+    `ValueError` if the setting is not such a list.
     """
     free, _ = interface.of(ctx.device).memory(ctx.device)
     names = list(CONTENTS)
@@ -174,7 +174,7 @@ def weights(config: Mapping[str, Any]) -> list[Weight]:
 
 
 def rows(level: str, turn: int, *, every: bool) -> Sequence[int]:
-    """Return the numbers of rows to multiply at a level; at "quick" one of them by `turn`, unless `every` is set."""
+    """Return the numbers of rows to multiply at a level; at "quick" only one, by `turn`, unless `every` is true."""
     return ROWS[level] if level != "quick" or every else (ROWS[level][turn % len(ROWS[level])],)
 
 

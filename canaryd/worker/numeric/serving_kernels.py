@@ -1,8 +1,8 @@
 """The kernels that serving uses, with operands that use all mantissa bits: operands, computation, error bounds.
 
-Nobody knows the right bits of these results beforehand: they are recorded (docs/goldens.md). Operands come from
-integer arithmetic under `exact.FIXED_SEED` and the case's name, so that they are the same bytes on every device and in
-every run; another `MAKER` means that they have changed.
+Nobody knows the right bits of these results beforehand: they are recorded (docs/goldens.md). Operands come from integer
+arithmetic under `FIXED_SEED` and the case's name, so that they are the same bytes on every device and in every run;
+another `MAKER` means that they have changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WRITTEN = ("default", "math")
 EPS = 2.0**-17
 """Epsilon of the norms, about 1e-5."""
 GROUP = 32
-"""Weights that share a scale in the 4-bit cases."""
+"""Number of weights that share a scale in the 4-bit cases."""
 SMALL = {"M": 96, "N": 256, "K": 512, "keys": 256, "queries": 64, "rows": 64, "width": 512}
 LARGE = {"M": 256, "N": 1024, "K": 1024, "keys": 1024, "queries": 256, "rows": 256, "width": 1024}
 """Sizes on accelerators, where a small problem leaves most units idle; `SMALL` has the sizes on a CPU. The host
@@ -54,7 +54,7 @@ class Kernel:
     """One recorded case: functions that make the operands, compute the result, and bound its error."""
 
     name: str
-    """"kind/variant/…@sizes"."""
+    """Name of the case: "kind/variant/…@sizes"."""
     dtype: str
     """Format of the operands."""
     build: Callable[[int], tuple[Any, ...]]
@@ -273,7 +273,7 @@ def _int4(form: Format, M: int, N: int, K: int, seed: int) -> tuple[Any, ...]:
 
 
 def _nibbles(packed: Any) -> Any:
-    """Return the 4-bit weights -8 … 7 that are packed two per byte, the low one first: (N, K / 2) → (N, K), int8."""
+    """Return 4-bit weights, -8 … 7, as int8 (N, K); `packed` (N, K / 2) has two per byte, the first in the low half."""
     both = torch.stack((packed & 15, packed >> 4), -1)
     return both.to(torch.int8).flatten(1) - 8
 

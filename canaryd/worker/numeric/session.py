@@ -20,7 +20,7 @@ from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
 
 PENDING = 64
-"""Largest number of pairs of timing events that a run keeps before it adds up their times (ours)."""
+"""Maximum number of pairs of timing events that a run keeps before it adds up their times (our choice)."""
 
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Session:
     cores_compared: bool = False
     """Whether a wrong result of this run was already computed again on each of the other cores."""
     looking: Future[Any] | None = None
-    """The newest comparison that the host does in another thread, or None; the run waits for it at its end."""
+    """The newest comparison that the host does in another thread, or None. The run waits for it before the run ends."""
     _device_seconds: float = 0.0
     _events: list[tuple[Any, Any]] = field(default_factory=list)
     """Pairs of a start and an end event of work on the device, whose times are not added up yet."""
@@ -81,7 +81,7 @@ class Session:
         self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
 
     def look(self, work: Callable[[], T]) -> Future[T]:
-        """Return a future of `work`, done by the host in another thread, or at once if the host is the device."""
+        """Return a future of `work`, which another host thread does; if the device is the host, it is already done."""
         if self.ctx.device.unit == "cpu":
             done: Future[T] = Future()
             done.set_result(work())
@@ -137,7 +137,7 @@ class Session:
         return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
 
     def place(self, case: str) -> int | None:
-        """Return the one core of a CPU that runs this case, or None if all cores run it (as in half of the cases)."""
+        """Return the one core of a CPU that runs this case; None if all cores run it (half of the cases), or no CPU."""
         draw = self._draw(case)
         if not self.pins or draw & 1:
             return None
@@ -152,9 +152,10 @@ class Session:
         return Place(unit="core", numbers=(core,)) if can_pin() else Place(unit="thread")
 
     def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
-        """Return two host cores that make a golden: none of `avoid` if possible, otherwise not the first of `avoid`.
+        """Return two host cores that make a golden: if possible none of `avoid`, otherwise not the first of `avoid`.
 
-        Both are the same if there is only one: then making it twice shows temporary errors, but not permanent ones.
+        If there is only one core, it is returned twice: then making the golden twice shows temporary errors, but not
+        permanent ones.
         """
         others = [c for c in self.cores if c not in avoid] or [c for c in self.cores if c not in avoid[:1]]
         others = others or list(self.cores)

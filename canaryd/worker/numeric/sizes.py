@@ -19,12 +19,13 @@ KINDS = ("square", "prefill", "decode", "batched", "long")  # those that share p
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.1}
 """Level of thoroughness → seconds for one product: a small part of a case's time, so that every case can run."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
-"""Level → largest side of a square product. For a larger product, making the golden costs more than it is worth."""
+"""Level → largest side of a square product. For a larger product, the host would take too long to make the golden."""
 SIDE, SIDE_BY_EVENTS = 192, 1024
-"""Sides of the cubic products that measure the speed, without and with the device's own clock. That clock counts half
-microseconds, and a fast device finishes a product of side 192 before the clock can measure it well."""
+"""Sides of the cubic products that measure the speed: with the host's clock, and with the device's own clock. The
+device's clock counts half microseconds, and a fast device finishes a product of side 192 too soon to be measured
+well."""
 CALL = 5e-5
-"""Seconds that a library spends on one product apart from the computation (ours)."""
+"""Seconds that a library spends on one product apart from the computation (our choice)."""
 LONG = 5
 """Ratio of K to the sides of a "long" product. Libraries split such sums among several
 blocks: MLX on Metal from a ratio of three (mlx/backend/metal/matmul.cpp)."""
@@ -35,7 +36,7 @@ LARGEST_LONG = 2048
 def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
     """Return the device's speed, in floating-point operations per second, for a cubic product of these formats.
 
-    It is the best of three after one unmeasured product, which loads the kernels.
+    The best of three products counts, after one unmeasured product, which loads the kernels.
     """
     n = SIDE_BY_EVENTS if has_events(device) else SIDE
     product = Product("permute", source, target, 8, n, n, n, 0, "nt")
@@ -48,9 +49,9 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
 def shares_units(device: Device, source: Format, own: float, float32: float) -> bool:
     """Return whether a processor seems to compute a narrower format on its float32 units, because it is slower with it.
 
-    `own` and `float32` are measured speeds in operations per second; 0 for none. Slower means by a third at least, and
-    by more than a call costs (ours): units for the format itself finish the measured product within microseconds, most
-    of which are the library's.
+    `own` and `float32` are measured speeds in operations per second; 0 means not measured. Slower means that `own` is
+    less than 3/4 of `float32`, and that the product takes longer by more than a call costs (our choice): units for the
+    format itself finish it within microseconds, most of which are the library's.
     """
     if device.backend != "cpu" or source.bits >= FORMATS["float32"].bits or not float32:
         return False
@@ -68,8 +69,8 @@ def variants(ctx: Context, turn: int, source: str, *, shared: bool) -> list[tupl
     """Return the (kind of shape, layout) pairs to test in this turn, by the level of thoroughness.
 
     "deep", or if cases are requested by name: all pairs; "standard": each kind once; "quick": one pair in every second
-    turn. With `shared` (the processor computes the format on its float32 units): "deep": each kind once; "standard":
-    one pair; "quick": one pair in every sixth turn, because float32 tests these units too, and faster.
+    turn. With `shared` (the processor computes the format on its float32 units), "deep" has each kind once, "standard"
+    one pair, and "quick" one pair in every sixth turn: float32 tests these units too, and faster.
     """
     kinds, layouts = shapes_of(source)
     if ctx.cases or (ctx.level == "deep" and not shared):
@@ -119,6 +120,6 @@ def stem(name: str) -> str:
 
 
 def _cut(seed: int, stem: str) -> int:
-    """Return the number to subtract from a K that is a multiple of 16, for ragged edges; 0 for half of the stems."""
+    """Return a number to subtract from a K that is a multiple of 16, for ragged edges; 0 for half of the stems."""
     drawn = int(below(seed, f"ragged {stem}", (1,), 32))
     return drawn if drawn < 16 else 0

@@ -64,7 +64,7 @@ def cpu() -> Device:
 
 
 def _instruction_sets(info: str) -> tuple[str, ...]:
-    """Return the instruction sets to test: torch's own choice, AVX2 if the processor has AVX-512, and the smallest."""
+    """Return the instruction sets to test: "native" (torch's choice), "avx2" if there is AVX-512, and "baseline"."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("native", "baseline")
     return ("native", "avx2", "baseline") if "avx512f" in _flags(info) else ("native", "baseline")
@@ -107,7 +107,7 @@ def _cuda() -> list[Device]:
 
 
 def _why_no_cuda() -> dict[str, str]:
-    """Return torch's own reasons why it finds no NVIDIA or AMD GPU; `is_available` hides the errors."""
+    """Return torch's own reason why it finds no NVIDIA or AMD GPU, with its code; {} if it finds one."""
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
@@ -273,7 +273,7 @@ def int8_pairs_saturate() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the host's name, load of the last minute and boot id, without unknown ones."""
+    """Return the host's name, the load of the last minute and the boot id; a value that is unknown is left out."""
     load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else ""
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
     return {k: v for k, v in {"hostname": socket.gethostname(), "load_1m": load, "boot_id": boot}.items() if v}
@@ -321,7 +321,7 @@ def capability(device: Device) -> tuple[int, int]:
 
 
 def built_for_others(device: Device, error: BaseException) -> str:
-    """Return the sentence that a library, such as torch, has no kernels for a device, with `error` and a remedy."""
+    """Return a sentence that a library, e.g. torch, has no kernels for a device; it includes `error` and a remedy."""
     wanted = f"compute capability {found}" if (found := device.detail.get("capability")) else "this device"
     text = beginning((str(error).splitlines() or [""])[0], 90)
     of_torch = torch is not None and device.backend == "cuda"

@@ -22,17 +22,17 @@ from canaryd.probe import Absent, Context, Reading, Skip
 from canaryd.worker.numeric.tensors import need_torch, on_cores, torch, torch_device, visible_cores
 
 WARM_UP = 30.0
-"""Seconds of load before the first trial: then die and package, but not a heavy cooler, are as hot as in serving."""
+"""Seconds of load before the first trial. After it die and package are as hot as in serving, but not a heavy cooler."""
 PAUSE = 10.0
 """Seconds of idling before the first trial, and again before each later group of them."""
 BEFORE = 0.25
-"""Largest share of the run's time that is used for warming up, or for one pause."""
+"""Largest share of the run's time for the load before the first trial, or for one pause."""
 LOAD = 0.5
 """Seconds of load, steady or pulsed, before each later group of trials: five times as long as the group."""
 PULSE = 0.01
 """Seconds of one burst of load, and of the pause after it."""
 GROUP = {"steady": 0.1, "pulsed": 0.1, "idle": 1.0}
-"""Condition → seconds of trials between loads or pauses. After a pause, the rise of clocks and voltage is the test."""
+"""Condition → seconds of trials between two loads or pauses. In "idle", the rise of clocks and voltage is tested."""
 SMALLEST, LARGEST = 512, 4096
 """Smallest and largest side of the square product that makes the load; a product should last for `WORTH`. The largest
 needs 96 MiB on an accelerator and 192 MiB on a CPU, which a serving node can spare."""
@@ -112,7 +112,7 @@ class Pace:
         return facts
 
     def _pulses(self, seconds: float) -> None:
-        """Alternate bursts of load and pauses for `seconds`; end with a burst once, and with a pause the next time."""
+        """Alternate bursts of load and pauses for `seconds`; a burst is the last part in every second call."""
         end = self._ctx.clock() + seconds
         while self._ctx.clock() < end and self._ctx.left > 0.0:
             self._work(PULSE)

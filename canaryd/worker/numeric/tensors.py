@@ -73,7 +73,8 @@ class Format:
     emin: int
     """Smallest exponent of a normal number: 2**emin is normal."""
     emax: int
-    """Largest exponent: an integer below 2**bits times 2**e is finite if its top bit is at most 2**emax."""
+    """Largest exponent: an integer below 2**bits, times 2**e, is finite if its highest bit then stands for at most
+    2**emax."""
 
     @property
     def dtype(self) -> Any:
@@ -106,9 +107,10 @@ def form_of(dtype: Any) -> Format:
 
 
 SMALL = 1 << 20
-"""Size of a result in bytes up to which one thread compares as fast as many threads (benchmarks.verified_gemm)."""
+"""Largest result, in bytes, that one thread compares as fast as many threads (benchmarks.verified_gemm)."""
 FEW = 16
-"""Number of threads up to which one thread with memcmp, which takes eight bytes and more at a time, is as fast."""
+"""Number of threads below which one thread also compares larger results, with memcmp, which reads eight bytes or more
+at a time: up to `SMALL` x `FEW` / threads bytes."""
 _INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -130,7 +132,7 @@ def bytes_of(tensor: Any) -> bytes:
 
 
 def words(*tensors: Any) -> tuple[Any, ...]:
-    """Return the raw bits of tensors of one format as 64-bit words if the sizes of all allow it, else as `bits` does.
+    """Return the raw bits of tensors of one format, as 64-bit words if their sizes allow this, else as `bits` does.
 
     Nothing is copied. A comparison of words reads four bfloat16 values at once, so that its speed is limited by the
     memory and not by the number of elements.
@@ -165,8 +167,8 @@ def _memcmp() -> Any:
 def is_alone(result: Any) -> bool:
     """Return whether one thread compares and overwrites this result of a processor, with the C library.
 
-    If not, torch does so with all threads. The host's check of the comparison uses the other of these methods. Waking
-    threads takes longer than it saves for a `SMALL` result, or for a larger one where there are few threads.
+    If not, torch does so with all threads. The host's check of a comparison uses the other of the two methods. Waking
+    threads takes longer than it saves for a `SMALL` result, or for a larger one if there are few threads (`FEW`).
     """
     threads = torch.get_num_threads()
     return bool(threads == 1 or result.nbytes <= SMALL * max(1, FEW // threads))
@@ -218,7 +220,7 @@ def _index_now(kind: str, names: tuple[str, ...], index: int, *, by_place: bool)
 
 
 def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-    """Return copies of host tensors in new allocations on the device, with the same strides (transposed stays so)."""
+    """Return copies of host tensors in new allocations on the device; a transposed tensor stays transposed."""
     target = torch_device(device)
     # clone() first: on the CPU `to` would return the same memory, and an upload must be fresh.
     return tuple(t.clone(memory_format=torch.preserve_format).to(target) for t in tensors)
@@ -338,7 +340,7 @@ def can_pin() -> bool:
 
 @contextlib.contextmanager
 def on_cores(cores: Collection[int], threads: int) -> Iterator[None]:
-    """Run the block's torch work in `threads` threads on `cores`; with no cores, on those that were allowed before."""
+    """Run the block's torch work in `threads` threads on `cores`; if `cores` is empty, on the present cores."""
     before, pinned = torch.get_num_threads(), visible_cores()
     pins = bool(cores) and can_pin()
     try:
@@ -407,8 +409,8 @@ def synchronize(device: Device) -> None:
 
 
 AHEAD = 256 << 20
-"""Number of bytes that a device overwrites before a timed call. This takes over 50 µs at 5 TB/s, in which the host
-enqueues the call. So the device does not wait for the host, and its caches hold nothing of the call before."""
+"""Number of bytes that a device overwrites before a timed call. This takes over 50 µs at 5 TB/s. In this time the host
+enqueues the call, so the device does not wait for the host, and its caches hold nothing of the call before."""
 
 
 def has_events(device: Device) -> bool:
@@ -435,7 +437,7 @@ def timed(device: Device, call: Callable[[], Any], wait: Callable[[], None]) -> 
 
 
 def event(device: Device) -> Any:
-    """Return an event that marks the end of all work enqueued on the device so far, or None if it has no events."""
+    """Return an event that marks the end of all work enqueued on the device so far, or None if there are no events."""
     if not has_events(device):
         return None
     made = torch.cuda.Event(enable_timing=True)
@@ -444,7 +446,7 @@ def event(device: Device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two events by the device's clock; wait until the device has passed the second."""
+    """Return the seconds between two events by the device's clock, after waiting until the device passes `end`."""
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 

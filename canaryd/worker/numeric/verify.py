@@ -30,7 +30,7 @@ FIXED_SEED = 20_260_101
 FRESH_UPLOADS = 3
 """Number of new uploads of the same operands right after a mismatch, in the same process."""
 ELSEWHERE = 5.0
-"""Seconds that a run spends on computing its first wrong result again on a processor's other cores (ours)."""
+"""Seconds that a run spends on computing its first wrong result again on a processor's other cores (our choice)."""
 
 
 def verify_all(
@@ -38,8 +38,8 @@ def verify_all(
 ) -> Iterator[Fact]:
     """Verify each fixed case once and the fresh cases until the time is over; yield every fact of the run.
 
-    `shipped` is the file with the goldens' digests that were made elsewhere; `refused` has reasons for omitted cases.
-    Raises `Skip` if there is nothing to do.
+    `shipped` is the file with digests of goldens that were made on other machines; `refused` has reasons for omitted
+    cases. Raises `Skip` if there is nothing to do.
     """
     need_torch()  # the host makes the goldens with it, whatever computes
     session = Session(ctx)
@@ -113,9 +113,9 @@ def case_seed(ctx: Context, case: Case) -> int:
 def verify_case(
     session: Session, case: Case, seconds: float, shipped: str = "", following: tuple[Case, str] | None = None
 ) -> Iterator[Fact]:
-    """Verify one case for `seconds`, at least once; yield its facts. Operands are new each turn if the device gathers.
+    """Verify one case for `seconds`, at least once; yield its facts. If the device gathers, each turn has new operands.
 
-    `shipped` is the digest of the golden, or ""; `following` is the next case (with digest), made meanwhile.
+    `shipped` is the digest of the golden, or "". `following` is the next case with its digest; it is made meanwhile.
     """
     ctx = session.ctx
     core = session.place(case.name)
@@ -149,7 +149,7 @@ def verify_case(
 def _repeat(
     session: Session, case: Case, comparison: Comparison, seed: int, core: int | None, shipped: str
 ) -> Generator[Fact, None, Comparison]:
-    """Make, upload and compute the same operands again; yield wrong results; return the comparison with their count."""
+    """Make, upload and compute the same operands again; yield wrong results, return `comparison` with their number."""
     again = []
     settle(session)
     for _ in range(FRESH_UPLOADS):
@@ -165,10 +165,10 @@ def _repeat(
 
 
 def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: int | None) -> Iterator[Comparison]:
-    """Compute the operands of a wrong result on each other core alone, once in a run; yield one comparison per core.
+    """Compute the operands of a wrong result on each other core alone; yield one comparison per core, once in a run.
 
-    Right results there accuse the first core. If `ELSEWHERE` is too short for all cores, another run begins with
-    others.
+    Right results on other cores accuse the first core. If `ELSEWHERE` is too short for all cores, the next run starts
+    with other cores.
     """
     others = [c for c in session.cores if c != core]
     if session.cores_compared or not (session.pins and can_pin() and others):

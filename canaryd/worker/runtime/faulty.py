@@ -1,4 +1,4 @@
-"""A torch runtime with a broken gather, for drills: one method makes an error, and the device itself is right."""
+"""Torch runtimes whose gather is wrong on purpose, for drills: one method makes an error, the device makes none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch
 
 INDICES = 4
-"""Number of index tensors that `Gatherer.gather` uploads at once: A's rows, B's columns, and the golden's both."""
+"""Number of index tensors that one gather uploads: A's rows and B's columns, and both again for the golden."""
 
 
 class Faulty(Torch):
@@ -29,7 +29,7 @@ class Faulty(Torch):
         return False
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """See `Runtime.upload`."""
+        """Return copies of host tensors on the device, and count the gathers that their uploads begin."""
         self.turns += len(tensors) == INDICES
         return super().upload(tensors, device)
 
@@ -43,7 +43,7 @@ class WrongIndex(Faulty):
     """(right index, wrong index) of the row."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """See `Runtime.upload`."""
+        """Return copies of host tensors on the device; the due gather gets one wrong index."""
         done = super().upload(tensors, device)
         if len(tensors) == INDICES and self.turns > self.turn and not self.struck:
             index = done[self.which].view(-1)
@@ -67,12 +67,12 @@ class StaleRow(Faulty):
     """Whether indices were just uploaded, so that the next gather makes operand A."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """See `Runtime.upload`."""
+        """Return copies of host tensors on the device, and note whether they are the indices of a gather."""
         self.next_is_a = len(tensors) == INDICES
         return super().upload(tensors, device)
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """See `Runtime.run`."""
+        """Return the result of an operation; one row of the due gather of operand A keeps its earlier values."""
         strikes = self.next_is_a and out is not None and self.turns > self.turn and not self.struck
         self.next_is_a = False
         if not strikes:

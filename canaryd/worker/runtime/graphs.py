@@ -26,10 +26,7 @@ class Graph:
     """Captured work, which reads and writes the same memory at each launch."""
 
     def __init__(self, device: Any, work: Callable[[], Any]) -> None:
-        """Run the work once and capture it; `work` returns truth values (n,) on the device.
-
-        Raises torch's exception if the work cannot be captured.
-        """
+        """Run and capture `work`, which returns truth values (n,) on the device; raise torch's error if it fails."""
         with torch.cuda.device(device):
             stream, tried = try_aside(device, work)
             count = len(tried)
@@ -58,7 +55,7 @@ class Graph:
         self._done.record(torch.cuda.current_stream(self._device))
 
     def answers(self) -> list[int]:
-        """Wait for the last launch; return the n truth values (0 or 1), or `NOT_RUN` where the graph wrote nothing."""
+        """Wait for the last launch; return n numbers: truth values (0 or 1), or `NOT_RUN` where none was written."""
         self._done.synchronize()
         return [int(answer) for answer in self._read.tolist()]
 
@@ -134,11 +131,11 @@ def aside(device: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _memory(device: Any) -> Any:
-    """Return an empty graph whose memory all other graphs share: a graph reuses what an earlier one has released.
+    """Return an empty graph whose memory all other graphs share: a graph reuses what an earlier graph has released.
 
-    If each graph had memory of its own, the graphs would fill the device, and even a server would find none left.
-    Sharing is safe for two reasons. No graph runs beside another, because all use one stream. Nobody reads shared
-    memory after another graph has run, because results that are read lie elsewhere.
+    If each graph had memory of its own, the graphs would fill the device, and a server would find none left. Sharing is
+    safe for two reasons. No graph runs beside another, because all use one stream. Nobody reads shared memory after
+    another graph has run, because results that are read lie elsewhere.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=aside(device)):
@@ -147,5 +144,5 @@ def _memory(device: Any) -> Any:
 
 
 def let_go() -> None:
-    """Release the memory that graphs share; torch gets it back when the last graph is gone."""
+    """Release the memory that graphs share; it is free again for torch when the last graph is deleted."""
     _memory.cache_clear()

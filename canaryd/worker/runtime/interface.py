@@ -22,7 +22,7 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import stack
 
 BURST_BYTES = 256 << 20
-"""Most bytes of the results that are computed before the host reads their comparisons: a quarter of `budget.memory`, or
+"""Maximum bytes of results that are computed before the host reads their comparisons: a quarter of `budget.memory`, or
 eight bfloat16 products of size 4096. An H200 computes these in 1.4 ms, and waits for the host at each reading."""
 Change = Callable[[Any, int], None]
 """A function that changes a contiguous one-dimensional view of raw bits in place; the integer selects the position."""
@@ -41,15 +41,15 @@ class Packing:
     """The quantised form of a product's weights: groups of codes that share a scale and, in "affine", an offset."""
 
     mode: str
-    """"affine", "mxfp4", "mxfp8" or "nvfp4"."""
+    """Kind of the scales and codes: "affine", "mxfp4", "mxfp8" or "nvfp4"."""
     bits: int
-    """Bits of one code."""
+    """Number of bits of one code."""
     group: int
     """Number of codes in a group."""
 
     @property
     def name(self) -> str:
-        """The part of a case's name that describes the packing: "affine4x64", "mxfp4"."""
+        """The part of a case's name that describes the packing, e.g. "affine4x64" or "mxfp4"."""
         return f"affine{self.bits}x{self.group}" if self.mode == "affine" else self.mode
 
 
@@ -58,30 +58,30 @@ class Operation:
     """An operation that a device carries out on uploaded operands."""
 
     name: str
-    """"matmul"; "quantized" (x times weights packed as in `packing`: x, codes in words of 32 bits, scales, offsets in
-    "affine"); "attention"; a name of `canaryd.worker.numeric.indexing.OPERATIONS`; "rows" (out[i] = pool[index[i]]);
-    "columns" (out[:, j] = pool[:, index[j]]). "rows" and "columns" take one row of indices per matrix of a batch, whose
-    pools may differ."""
+    """What to compute: "matmul"; "quantized" (x times weights packed as in `packing`; operands: x, codes in words of 32
+    bits, scales, and offsets in "affine"); "attention"; a name of `canaryd.worker.numeric.indexing.OPERATIONS`; "rows"
+    (out[i] = pool[index[i]]); or "columns" (out[:, j] = pool[:, index[j]]). For a batch, "rows" and "columns" take one
+    row of indices per matrix, and each matrix can have its own pool."""
     source: str = ""
-    """matmul, quantized, attention: format of the operands, a name of `tensors.FORMATS`, or "int8" or "uint8" for the
-    left operand of integers. quantized: also the format of the result."""
+    """Format of the operands of "matmul", "quantized" and "attention": a name of `tensors.FORMATS`, or "int8" or
+    "uint8" for the left operand of integers. For "quantized" the result has this format too."""
     target: str = ""
-    """matmul: format of the result."""
+    """Format of the result of "matmul"; "" for other operations."""
     kernel: str = ""
-    """Attention only: one of `Runtime.attention_kernels`, or "" for the kernel that the runtime chooses."""
+    """Kernel of "attention": one of `Runtime.attention_kernels`, or "" for the kernel that the runtime chooses."""
     mask: str = ""
-    """attention: one of `attention.MASKS`."""
+    """Mask of "attention", one of `attention.MASKS`; "" for other operations."""
     turned: bool = False
-    """rows, columns: return a transposed view of the gathered matrix. quantized: the weights are stored as (K, N), not
-    as (N, K)."""
+    """For "rows" and "columns", True: return a transposed view of the gathered matrix. For "quantized", True: the
+    weights are stored as (K, N), not as (N, K)."""
     packing: Packing | None = None
-    """quantized: how the weights are stored."""
+    """The way in which the weights of "quantized" are stored; None for other operations."""
     together: int = 1
-    """columns: number of neighbouring columns that one index selects together."""
+    """For "columns": number of neighbouring columns that one index selects."""
 
 
 class KeyValues:
-    """Keys and values of the positions processed so far: for each layer, arrays (rows, KV heads, length, head size)."""
+    """Keys and values of the positions so far: for each layer, two arrays (rows, KV heads, length, head size)."""
 
     def __init__(self, layers: int, zeros: Callable[[], Any]) -> None:
         """Allocate the arrays of each layer with `zeros`, which returns an array with room for all positions."""
@@ -89,7 +89,7 @@ class KeyValues:
         self.used = 0
 
     def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
-        """Append new positions of one layer; return all positions of that layer. The caller must increase `used`."""
+        """Append new positions of one layer; return its (keys, values) so far. The caller increases `used`."""
         end = self.used + key.shape[2]
         self.keys[layer][:, :, self.used : end] = key
         self.values[layer][:, :, self.used : end] = value
@@ -109,37 +109,38 @@ class Operators(Protocol):
         """Call `work` and return its array, contiguous and completely computed; raise as `Runtime.run` does."""
 
     def embed(self, table: Any, tokens: Any) -> Any:
-        """Return the rows of a table whose numbers are `tokens`."""
+        """Return the rows of `table` with the numbers `tokens`."""
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """Return x times the transpose of a weight, plus the bias if it is not None."""
+        """Return `x` times the transpose of `weight`, plus `bias` if it is not None."""
 
     def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
-        """Return x divided by the root of its mean square, times a weight (RMS norm)."""
+        """Return `x` divided by the root of (its mean square + `epsilon`), times `weight` (RMS norm)."""
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
-        """Return a function of (x, positions) that returns the array x (…, positions, head), rotated by its positions.
+        """Return a function that takes (x, positions) and returns x (…, positions, head), rotated by the positions.
 
-        It pairs dimension i with i + head/2; `theta` is the base of the frequencies; `like` is an array on the device.
+        The function pairs dimension i with i + head/2; `theta` is the base of the frequencies; `like` is an array on
+        the device.
         """
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:
         """Return the attention of query, key and value, computed by `kernel`, one of `Runtime.attention_kernels`."""
 
     def softmax(self, scores: Any, at: Any) -> Any:
-        """Return each query's softmax over the keys at positions up to its own, `at`, computed in float32 or wider."""
+        """Return each query's softmax over the keys up to its own position, given in `at`; in float32 or wider."""
 
     def silu(self, x: Any) -> Any:
         """Return x times its sigmoid."""
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """Return for each word its `count` most probable experts, from logits (…, experts): shares and expert numbers.
+        """Return (shares, numbers) of the `count` most probable experts for each word, from logits (…, experts).
 
         Both arrays are (…, count). The shares of a word add up to 1; they are computed in float32 or wider.
         """
 
     def choose(self, logits: Any) -> Any:
-        """Return the numbers of the words (rows, positions) with the largest logits, int64."""
+        """Return the number of the word with the largest logit at each position: int64 (rows, positions)."""
 
     def join(self, arrays: list[Any]) -> Any:
         """Return the arrays joined along the second axis."""
@@ -152,7 +153,7 @@ class Operators(Protocol):
 
 
 class Repeated(Protocol):
-    """A burst of results that the device computes and compares repeatedly without the host."""
+    """A burst of results (computed and compared as one group) that the device repeats without the host."""
 
     def launch(self) -> None:
         """Start the burst on the device once more, without waiting for it."""
@@ -183,7 +184,8 @@ class Runtime(Protocol):
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 
     cannot_repeat: str = ""
-    """The reason why a burst failed to repeat in this process, or ""; torch may mix later bursts with that one."""
+    """The reason why repeating a burst failed in this process, or "". After a failure torch may mix later bursts with
+    that one, so none is tried."""
 
     rounds: bool = True
     """Whether the runtime rounds to nearest, ties to even; if not, cases whose golden needs rounding are not tested."""
@@ -201,7 +203,7 @@ class Runtime(Protocol):
         """Set every switch that may change a result's bits to its exact value during the block; yield the settings."""
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new memory of the device; the strides stay the same."""
+        """Return copies of host tensors in new memory of the device; the strides stay the same."""
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
         """Compute and return the contiguous result; `out` is an earlier result whose memory may be reused, or None.
@@ -219,14 +221,14 @@ class Runtime(Protocol):
         """Return an array after `change` was called on its raw bits with `choice`, in place if that is possible."""
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite results after a comparison, so that no right result is left for a kernel that writes nothing."""
+        """Overwrite results after a comparison. A kernel that writes nothing then leaves no right result behind."""
 
     def burst(self, golden: Any) -> int:  # noqa: ARG002
         """Return the number of results like `golden` to compute before the host reads their comparisons; at least 1."""
         return 1
 
     def room(self, like: Any, count: int) -> list[Any]:  # noqa: ARG002
-        """Return `count` arrays like `like`, in which `run` can put its results, or a None for each if it cannot."""
+        """Return `count` arrays like `like` for the results of `run`; each is None if `run` cannot use given memory."""
         return [None] * count
 
     def repeats(self, device: Device) -> bool:  # noqa: ARG002
@@ -273,7 +275,7 @@ def of(device: Device) -> Runtime:
 
 
 def imported(name: str, *modules: str) -> tuple[list[Any], str]:
-    """Return ([the modules], "") of a package, or ([None for each module], the reason) if the import failed."""
+    """Import a package; return ([its modules], ""), or ([None for each module], the reason) if this failed."""
     try:
         return [importlib.import_module(module) for module in modules], ""
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
@@ -281,7 +283,7 @@ def imported(name: str, *modules: str) -> tuple[list[Any], str]:
 
 
 def numbered(runtime: str, unit: str, index: int, model: str, detail: Mapping[str, str], *, on_host: bool) -> Device:
-    """Return a device that its runtime knows only by number; its uuid derives from the host's. `on_host`: a CPU."""
+    """Return a device that its runtime knows only by number, with a uuid derived from the host's; `on_host`: a CPU."""
     cpu = stack.cpu()
     return Device(
         uuid=f"{runtime.upper()}-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
@@ -295,7 +297,7 @@ def numbered(runtime: str, unit: str, index: int, model: str, detail: Mapping[st
 
 
 def operators_of(device: Device) -> Operators:
-    """Return the operators for the exact canary; raise `Skip` if it does not run through the device's runtime."""
+    """Return the operators for the exact canary; raise `Skip` if the device's runtime does not run exact canaries."""
     found = of(device).operators
     if found is None:
         raise Skip(f"the exact canary does not run through {device.runtime}")

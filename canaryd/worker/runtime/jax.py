@@ -1,4 +1,4 @@
-"""JAX: the only library for TPUs, and a second one (by XLA) for CPUs and GPUs. No other module imports JAX.
+"""The runtime of JAX: the only library for TPUs, and one more (XLA) for CPUs and GPUs. Only this module imports JAX.
 
 By default JAX multiplies float32 in bfloat16 on TPUs and in TF32 on GPUs, so every product sets its algorithm
 (`jax.lax.DotAlgorithmPreset`) and is refused if the device lacks this algorithm. Arrays cannot be changed: a method
@@ -42,7 +42,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class _Array:
-    """A JAX array, and whether its last two dimensions are exchanged in memory."""
+    """A JAX array, and a flag: whether its last two dimensions are exchanged in memory."""
 
     data: Any
     turned: bool = False
@@ -80,7 +80,7 @@ class _Jax(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the precisions: each product sets its algorithm; attention's float32 products use the highest one."""
+        """Yield the precisions: each product sets its own algorithm, and attention multiplies float32 in float32."""
         self.need(device)
         with jax.default_matmul_precision("highest"):
             yield {"algorithm": "named for each product", "jax_default_matmul_precision": "highest"}
@@ -119,12 +119,12 @@ class _Jax(Runtime):
         return self._array(tensor)
 
     def spoil(self, results: list[Any]) -> None:
-        """Invert every result in place: XLA reuses the memory of an array that is donated to it."""
+        """Invert every result in the same memory: each array is donated to XLA, which reuses its memory."""
         for result in results:
             _compiled(_inverted, donate_argnums=0)(result.data).block_until_ready()
 
     def synchronize(self, device: Device) -> None:
-        """Wait for the device, by a transfer that is last in its queue."""
+        """Wait for the device by a transfer: it is the last work in the device's queue."""
         self.need(device)
         (jax.device_put(0, self._device) + 0).block_until_ready()
 

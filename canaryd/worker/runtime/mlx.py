@@ -1,4 +1,4 @@
-"""MLX: the CPU, Metal on Macs, and CUDA. No other module imports MLX.
+"""The runtime of MLX, for CPUs, Metal on Macs, and CUDA. No other module imports MLX.
 
 Arrays lie in memory that the host shares, so their bits are read and changed in place. MLX has no integer products, and
 no products whose result has another format than the operands.
@@ -31,18 +31,19 @@ from canaryd.worker.runtime.interface import (
 (mx,), _why_not = imported("mlx", "mlx.core")
 
 TF32 = "MLX_ENABLE_TF32"
-"""Environment variable that MLX reads at its first product; 1 unless set. MLX then rounds float32 operands of products,
-attention, convolutions and quantised products to TF32 on CUDA and the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
+"""Environment variable that MLX reads at its first product; if it is not set, it counts as 1. With 1, MLX rounds
+float32 operands of products, attention, convolutions and quantised products to TF32 on CUDA and the newest Metal (mlx,
+mlx/utils.h, enable_tf32)."""
 PACKINGS = (
     *(Packing("affine", bits, group) for bits in (4, 8) for group in (32, 64, 128)),
     *(Packing("mxfp4", 4, 32), Packing("mxfp8", 8, 32), Packing("nvfp4", 4, 16)),
 )
-"""The packings of mlx 0.32, but of mode "affine" only the widths with which models are served."""
+"""The packings of mlx 0.32; mode "affine" is limited to the widths with which models are served."""
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 class _Operators:
-    """The operators, called as mlx-lm calls them."""
+    """The operators of a language model, called as mlx-lm calls them."""
 
     exponential = "float32"
 
@@ -59,7 +60,7 @@ class _Operators:
         return mx.fast.rms_norm(x, weight, epsilon)
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG002  MLX has its own
-        """Return MLX's own rotary function, which needs only the first of the positions."""
+        """Return a function that rotates x, MLX's own; it uses only the first of the positions."""
         return lambda x, at: mx.fast.rope(x, head, traditional=False, base=theta, scale=1.0, offset=at[0])
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:  # noqa: ARG002  it has one
@@ -74,7 +75,7 @@ class _Operators:
         return x * mx.sigmoid(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """Return shares and experts as `Operators.route` does; softmax covers the chosen experts only, as in mlx-lm."""
+        """Return (shares, experts) like `Operators.route`; softmax covers the chosen experts only, as in mlx-lm."""
         chosen = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
         return mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True), chosen
 
@@ -92,7 +93,7 @@ class _Operators:
 
 
 class _Mlx(Runtime):
-    """The runtime of MLX's devices; its arrays are MLX's."""
+    """The runtime of MLX's devices; its arrays are arrays of MLX."""
 
     name = "mlx"
     attention_kernels = ("FAST",)
@@ -135,7 +136,7 @@ class _Mlx(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield the one switch that changes bits, `TF32`; its value is fixed when the worker starts."""
+        """Yield {`TF32`: value}, the only switch that changes bits; its value is fixed when the worker starts."""
         self.need(device)
         yield {TF32: os.environ.get(TF32, "1")}
 
@@ -144,7 +145,7 @@ class _Mlx(Runtime):
         return tuple(map(_array, tensors))
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG002  results are new
-        """Compute, and wait for the result, because MLX evaluates lazily."""
+        """Return the computed result; wait for it, because MLX evaluates lazily."""
         return _there(lambda: _compute(operation, operands))
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
@@ -165,7 +166,7 @@ class _Mlx(Runtime):
             flat_bits(_seen(result)).fill_(-1 if result.itemsize > 1 else 255)
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
-        """Return the bytes that CUDA reports; Metal does not report free memory."""
+        """Return (free, total) bytes of a CUDA device's memory; Metal does not report free memory, so free is None."""
         facts = mx.device_info(mx.Device(mx.gpu, device.index)) if mx is not None else {}
         return facts.get("free_memory"), facts.get("total_memory") or facts.get("memory_size")
 

@@ -1,8 +1,8 @@
-"""ONNX Runtime: the CPU, and devices through all its other execution providers. No other module imports it.
+"""The runtime of ONNX Runtime: the CPU, and devices of all its other execution providers. No other module imports it.
 
 Each upload builds a graph of one node whose last operand is a constant, which the provider copies into its own memory
-(CoreML accepts no other right operand in a product). A provider that cannot run a node silently leaves it to the
-CPU. So every session must prove where its nodes ran; a result without proof is not evidence.
+(CoreML accepts no other right operand in a product). A provider that cannot run a node silently leaves it to the CPU.
+So every session must prove where its nodes ran; a result without proof is not evidence.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ PROVIDERS = {
     "cann": "CANNExecutionProvider", "openvino": "OpenVINOExecutionProvider", "qnn": "QNNExecutionProvider",
     "directml": "DmlExecutionProvider", "xnnpack": "XnnpackExecutionProvider",
 }  # fmt: skip
-"""Unit → execution provider. Providers that use a network service or a browser compute on no device of this host."""
+"""Unit → execution provider. Providers that compute in a network service or a browser are left out: they use no device
+of this host."""
 PROCESSOR = ("cpu", "xnnpack")
 """Units that are the host's CPU."""
 SWITCHES: Mapping[str, Mapping[str, str]] = {"cuda": {"use_tf32": "0"}}
-"""Unit → options with which its provider keeps every bit of the format. CUDA's default is use_tf32=1."""
+"""Unit → options with which its provider rounds no operand. CUDA's default, use_tf32=1, rounds."""
 NAMED = 8
-"""Most nodes that a message lists."""
+"""Maximum number of nodes that a message names."""
 RECORD = "session.record_ep_graph_assignment_info"
 OPSET, IR = 23, 11
-"""Versions of the graphs: the first opset with Attention, and the IR version of the ONNX release with it (1.18)."""
+"""Versions in the graphs. OPSET is the first opset with Attention; IR belongs to the ONNX release with it (1.18)."""
 
 
 class Operands(tuple[Any, ...]):  # noqa: SLOT001  it could hold no session then
@@ -51,17 +52,17 @@ Node = tuple[str, list[str], str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Graph:
-    """A graph with the shape and format of its result."""
+    """A graph, with the shape and the format of its result."""
 
     nodes: list[Node]
     dtype: Any
     shape: tuple[int, ...]
     constants: Mapping[str, Any]
-    """Name → constant tensor of the graph that is not one of the operands."""
+    """Name → tensor, for constants of the graph that are not operands."""
 
 
 class _Onnx(Runtime):
-    """The runtime of ONNX Runtime's execution providers; arrays are host tensors, which a session copies both ways."""
+    """The runtime of ONNX Runtime's execution providers. Arrays are host tensors; a session copies them both ways."""
 
     name = "onnx"
     attention_kernels = ("ATTENTION",)
@@ -105,7 +106,7 @@ class _Onnx(Runtime):
         yield {"graph_optimization_level": "all", **SWITCHES.get(device.unit, {})}
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors and make a new session, which brings them to the device."""
+        """Return copies of host tensors with a new session, which brings them to the device."""
         self.need(device)
         return Operands(t.clone(memory_format=torch.preserve_format) for t in tensors)
 
@@ -133,11 +134,11 @@ class _Onnx(Runtime):
         return result
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
-        """Compare on the host, where ONNX Runtime's results are."""
+        """Return for each result whether its bits equal the golden's; the host compares, because results lie there."""
         return [host_same_bits(result, golden) for result in results]
 
     def download(self, array: Any) -> Any:
-        """Return a copy: a result lies on the host, in memory that the next result overwrites."""
+        """Return a copy of a result: the result lies on the host, in memory that the next result overwrites."""
         return array.clone()
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
@@ -186,7 +187,7 @@ def kind(dtype: Any) -> int:
 
 
 def _stored(tensor: Any) -> Any:
-    """Return a tensor in the order of its memory: a transposed view is returned without its transposition."""
+    """Return a tensor in the order of its memory; for a transposed view, that is the tensor before transposition."""
     return tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)
 
 

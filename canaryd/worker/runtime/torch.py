@@ -1,4 +1,4 @@
-"""torch: CPUs, CUDA, ROCm, MPS, XPU and NPU. Only `canaryd.worker.numeric.tensors` imports the torch package."""
+"""The runtime of torch: CPUs, CUDA, ROCm, MPS, XPU and NPU. It gets torch from `canaryd.worker.numeric.tensors`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
 
 BURST = 8
-"""Number of results that an accelerator computes before the host reads all their comparisons at one synchronisation."""
+"""Number of results that an accelerator computes before the host waits once and reads all their comparisons."""
 LONGEST = 1024
-"""Most positions of a text, which is a prompt with its continuation (ours)."""
+"""Maximum number of positions of a text, which is a prompt with its continuation (our choice)."""
 
 
 class _Operators:
@@ -48,7 +48,7 @@ class _Operators:
         return scaled.to(x.dtype) * weight
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
-        """Return the rotary function; the host computes its cosines and sines in float64."""
+        """Return a function that rotates x by its positions; the host computes the cosines and sines in float64."""
         angles = rotary_angles(head, theta)
         turns = [table.to(like.dtype).to(like.device) for table in (angles.cos(), angles.sin())]
 
@@ -72,7 +72,7 @@ class _Operators:
         return door.torch.nn.functional.silu(x)
 
     def route(self, logits: Any, count: int) -> tuple[Any, Any]:
-        """Return shares and experts as `Operators.route`, with softmax over all experts, like transformers and vLLM."""
+        """Return (shares, experts) like `Operators.route`; softmax covers all experts, as in transformers and vLLM."""
         shares, chosen = door.torch.softmax(_wide(logits), -1).topk(count, -1)
         return (shares / shares.sum(-1, keepdim=True)).to(logits.dtype), chosen
 
@@ -90,7 +90,7 @@ class _Operators:
 
 
 def rotary_angles(head: int, theta: float) -> Any:
-    """Return the rotary angle of each position and pair of dimensions, float64 (LONGEST, head / 2); `theta`: base."""
+    """Return the rotary angle of each position and pair, float64 (LONGEST, head / 2); `theta`: frequencies' base."""
     speeds = door.torch.tensor([theta ** (-2 * i / head) for i in range(head // 2)], dtype=door.torch.float64)
     return door.torch.arange(LONGEST, dtype=door.torch.float64)[:, None] * speeds
 
@@ -127,11 +127,11 @@ class Torch(Runtime):
         return door.strict_switches()
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new allocations of the device."""
+        """Return copies of host tensors in new allocations of the device."""
         return door.upload(tensors, device)
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """Compute with torch's own kernels."""
+        """Return the result of an operation, computed by torch's own kernels."""
         if operation.name == "matmul":
             return multiply(operation.source, operation.target, operands, out)
         if operation.name == "attention":
@@ -153,16 +153,16 @@ class Torch(Runtime):
         return [not differs for differs in _differ(results, golden).tolist()]
 
     def download(self, array: Any) -> Any:
-        """Return a tensor on the host."""
+        """Return a tensor with the same bits on the host."""
         return array.cpu()
 
     def changed(self, array: Any, change: Change, choice: int) -> Any:
-        """Change a tensor in place."""
+        """Return `array`, after calling `change` on its raw bits with `choice`, in place."""
         change(door.flat_bits(array), choice)
         return array
 
     def spoil(self, results: list[Any]) -> None:
-        """Overwrite every result."""
+        """Overwrite every bit of every result with ones."""
         for result in _joined(results):
             door.spoil(result)
 
@@ -177,11 +177,11 @@ class Torch(Runtime):
         return list(door.torch.empty((count, *like.shape), dtype=like.dtype, device=like.device))
 
     def repeats(self, device: Device) -> bool:
-        """Return whether the device has CUDA graphs: CUDA has them, and ROCm under the same name."""
+        """Return whether the device has CUDA graphs; ROCm devices have them under the same name."""
         return device.backend in ("cuda", "rocm")
 
     def repeated(self, device: Device, burst: Callable[[], tuple[list[Any], Any]]) -> Repeated:
-        """Return a CUDA graph of the burst."""
+        """Return a CUDA graph that computes and compares the burst at each launch."""
         return graphs.Graph(door.torch_device(device), lambda: _differ(*burst()))
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
@@ -213,7 +213,7 @@ class Torch(Runtime):
         return getattr(door.torch, device.torch_place[0], None)
 
     def synchronize(self, device: Device) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished all work."""
         door.synchronize(device)
 
     def let_go(self) -> None:
@@ -223,7 +223,7 @@ class Torch(Runtime):
 
 
 def _joined(results: list[Any]) -> list[Any]:
-    """Return adjacent contiguous results as one tensor (n, …); return other results unchanged."""
+    """Return [one tensor (n, …)] for contiguous results that are adjacent in memory; return other results unchanged."""
     first, *others = results
     size = first.numel()
     at, memory = first.storage_offset(), _memory_of(first)
@@ -250,7 +250,7 @@ def _differ(results: list[Any], golden: Any) -> Any:
 
 
 def _taken(operation: Operation, pool: Any, index: Any, out: Any) -> Any:
-    """Return rows or columns of a pool, copied as raw bits, because torch cannot index FP8; `out` may be reused."""
+    """Return the rows or columns `index` of a pool; they are copied as raw bits, because torch cannot index FP8."""
     raw = bits(pool)
     kept = None if out is None else bits(out.mT if operation.turned else out)
     if operation.name == "rows":

@@ -1,4 +1,4 @@
-"""WebGPU: any GPU with a Vulkan, Metal or Direct3D 12 driver. No other module imports wgpu.
+"""The runtime of WebGPU: any GPU with a Vulkan, Metal or Direct3D 12 driver. No other module imports wgpu.
 
 The shaders are plain WGSL, which uses shader units and no matrix units. WGSL guarantees results that are exactly
 representable. It guarantees no rounding mode, subnormals, infinities, NaN or sign of zero (WGSL, section 15.7,
@@ -37,7 +37,7 @@ class _Array:
     buffer: Any
     dtype: Any
     shape: tuple[int, ...]
-    """The tensor's own shape; if `turned`, its last two dimensions are exchanged in memory only."""
+    """The shape of the tensor as the caller sees it; `turned` does not change it."""
     turned: bool = False
     """Whether the last two dimensions are exchanged in memory."""
 
@@ -48,7 +48,7 @@ class _Array:
 
 
 class _Webgpu(Runtime):
-    """The runtime of WebGPU's adapters; its arrays are buffers."""
+    """The runtime of WebGPU's adapters; its arrays are buffers on the device."""
 
     name = "webgpu"
     attention_kernels = ()  # WGSL gives exp within 3 + 2 |x| units in the last place: no one right answer
@@ -85,12 +85,12 @@ class _Webgpu(Runtime):
 
     @contextlib.contextmanager
     def strict(self, device: Device) -> Iterator[dict[str, str]]:
-        """Yield what WGSL guarantees about results; the language has no switch to set."""
+        """Yield what WGSL guarantees about results, as name → text; WGSL has no switch to set."""
         self.need(device)
         yield {"guarantee": "WGSL: exactly representable results alone", "units": device.detail["units"]}
 
     def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
-        """Copy host tensors into new buffers; raise `Unsupported` for values that WGSL does not guarantee."""
+        """Return copies of host tensors in new buffers; raise `Unsupported` for values that WGSL does not guarantee."""
         self.need(device)
         return tuple(map(self._array, tensors))
 
@@ -126,7 +126,7 @@ class _Webgpu(Runtime):
             self.compute(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
 
     def synchronize(self, device: Device) -> None:
-        """Wait for the device, by a read that is last in its queue."""
+        """Wait for the device by a read: it is the last work in the device's queue."""
         self.need(device)
         self._gpu.queue.read_buffer(self.new_buffer(4))
 
@@ -138,7 +138,7 @@ class _Webgpu(Runtime):
 
     @property
     def largest(self) -> int:
-        """The largest buffer (bytes) of the device that was opened last."""
+        """Size in bytes of the largest buffer that the most recently opened device allows."""
         return int(min(self._gpu.limits[name] for name in LIMITS))
 
     def read(self, buffer: Any, offset: int, size: int) -> Any:
@@ -164,7 +164,7 @@ class _Webgpu(Runtime):
         return array
 
     def _result(self, dtype: Any, shape: tuple[int, ...], out: Any) -> _Array:
-        """Return the array for a result; it is overwritten first, so that no right result can be there by chance."""
+        """Return `out`, or a new array for a result, overwritten so that memory holds no right result by chance."""
         if out is not None:
             return out  # type: ignore[no-any-return]
         made = _Array(self.new_buffer(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
@@ -210,7 +210,7 @@ class _Webgpu(Runtime):
         return result
 
     def compute(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
-        """Run a shader of `wgsl.linear` for `count` elements; `more`: up to seven numbers for n[1], n[2] and so on."""
+        """Run a shader of `wgsl.linear` for `count` elements; `more` has up to seven numbers: n[1], n[2], …."""
         groups = -(-count // wgsl.GROUP)
         wide = min(groups, 32768)
         words = (count, *more, *[0] * 7)[:8]
@@ -239,7 +239,7 @@ def _pipeline(gpu: Any, shader: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _adapters() -> list[tuple[Any, str, int]]:
-    """Return every adapter with its unit and its number within the unit; the unit of a software renderer is the CPU."""
+    """Return (adapter, unit, number within the unit) for every adapter; a software renderer has the unit "cpu"."""
     if wgpu is None:
         raise Skip(f"{_why_not}. Install it there: pip install wgpu")
     with contextlib.suppress(RuntimeError):  # set already

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 TILE = 64
-"""Rows and columns of a product that one workgroup computes: 16 x 16 invocations of 4 x 4 results each."""
+"""Number of rows, and of columns, of a product that one workgroup computes: 16 x 16 invocations, each 4 x 4 results."""
 GROUP = 256
-"""Invocations per workgroup of all shaders except that of the product."""
+"""Number of invocations per workgroup in all shaders except the product's."""
 
 LOADS = {
     "float32": ("f32", "f32", "f32({0}[i])"),
@@ -96,7 +96,7 @@ _ADD = "array<atomic<u32>>"
 
 
 def linear(body: str, *types: str) -> str:
-    """Return a shader that runs `body` for every i below n[0]; `types` are the types of x0, x1, ... and out."""
+    """Return a shader that runs `body` for every i below n[0]; `types`: types of x0, x1, … and, last, of out."""
     names = [*(f"x{i}" for i in range(len(types) - 1)), "out"]
     bindings = "\n".join(
         f"@group(0) @binding({i}) var<storage, {'read_write' if name == 'out' else 'read'}> {name}: {kind};"
@@ -160,7 +160,7 @@ INDEX = {
         _WORDS,
     ),
 }
-"""Shaders of the operations of `indexing.OPERATIONS` that need one pass; integers of 64 bits are two words."""
+"""Operation of `indexing.OPERATIONS` that needs only one pass → its shader. A 64-bit integer is two words."""
 
 # Of memory sweeps: a slice of words, from number n[1] of the slice on, which is number n[2] + n[3] * 2**32 of them all.
 _OWN = (  # the word's own number, and its complement in the upper half (canaryd.worker.memory.slices.OWN)

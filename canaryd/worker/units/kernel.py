@@ -1,7 +1,7 @@
 """The kernel that computes exact tiles on every SM: the only module that imports Triton.
 
 Every torch that was built with CUDA brings Triton. Triton compiles the same source for the chip, or interprets it on
-the host (TRITON_INTERPRET=1). The host has no SMs, so the caller then says on which one each block runs.
+the host (TRITON_INTERPRET=1). The host has no SMs, so in that case the caller chooses an SM for each block.
 """
 
 import triton

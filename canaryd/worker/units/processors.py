@@ -16,8 +16,8 @@ from canaryd.worker.runtime.interface import Unsupported
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
 FIRST_TENSOR_CORES = (8, 0)
-"""Lowest compute capability for which Triton uses tensor cores for these formats (3.2, 3.4 and 3.9 compiled for 7.5,
-8.0, 8.9, 9.0, 10.0 and 12.0)."""
+"""Lowest compute capability for which Triton uses tensor cores for these formats. Checked by compiling with Triton 3.2,
+3.4 and 3.9 for 7.5, 8.0, 8.9, 9.0, 10.0 and 12.0."""
 STEP = 64
 """Number of elements along K that a block holds at a time: at least 32, which tensor cores need for int8."""
 
@@ -34,11 +34,11 @@ class Processor(Protocol):
         """Return the reason why the device cannot compute these tiles, or "" if it can."""
 
     def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:
-        """Compute the tiles in `blocks` blocks on different units; `shift` moves the results within the memory."""
+        """Compute the tiles in `blocks` blocks, spread over the units; `shift` moves the results within the memory."""
 
 
 class Cores:
-    """The cores of this host that the process may use; one core computes at a time, by affinity."""
+    """The cores of this host that the process may use. They compute one after the other, by pinning (affinity)."""
 
     unit = "core"
 
@@ -48,11 +48,11 @@ class Cores:
         self.count = len(self.cores)
 
     def refuses(self, tiles: Tiles) -> str:  # noqa: ARG002  what a processor's library refuses it says itself
-        """See `Processor`."""
+        """Return the reason why the cores cannot compute these tiles, or "" if they can."""
         return "" if can_pin() else "no core can be named where a process may not choose the core that it runs on"
 
     def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:  # noqa: ARG002
-        """See `Processor`; every core takes exactly one block."""
+        """Compute the tiles once on every core, one block per core; return the results."""
         a, b = operands
         turned = shift % self.count
         cores = [*self.cores[turned:], *self.cores[:turned]]
@@ -65,7 +65,7 @@ class Cores:
 
 
 class Multiprocessors:
-    """The SMs of a GPU. The kernel reads the number of the SM that runs it.
+    """The SMs of a GPU. The kernel reads the number of the SM on which it runs.
 
     If the kernel is interpreted on the host, two arguments replace the chip: `placement` takes the number of blocks and
     returns the SM of each, and `lane` has the lane of each element (M, N).
@@ -90,7 +90,7 @@ class Multiprocessors:
         self.count = int(device.detail["multiprocessors"])
 
     def refuses(self, tiles: Tiles) -> str:
-        """See `Processor`."""
+        """Return the reason why the GPU cannot compute these tiles, or "" if it can."""
         if self.missing:
             return self.missing
         if tiles.path == "dot" and capability(self.device) < FIRST_TENSOR_CORES:
@@ -99,7 +99,7 @@ class Multiprocessors:
         return ""
 
     def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:
-        """See `Processor`."""
+        """Compute the tiles in `blocks` blocks, which the GPU spreads over its SMs; return the results."""
         a, b = operands
         where = a.device
         results = torch.empty((blocks, *tiles.sizes), dtype=getattr(torch, tiles.target), device=where)
@@ -121,10 +121,11 @@ class Multiprocessors:
 
 @contextlib.contextmanager
 def _needs_set_up() -> Iterator[None]:
-    """Raise `Unsupported` if Triton cannot be set up on this machine: that is no evidence about the device.
+    """Raise `Unsupported` if Triton cannot be set up on this machine, which says nothing about the device's health.
 
-    Triton compiles its launcher with a C compiler and finds libcuda.so.1 with ldconfig or LD_LIBRARY_PATH (an
-    assertion; triton, backends/nvidia/driver.py). It keeps both in a cache that it must be able to write and load.
+    Triton compiles its launcher with a C compiler and finds libcuda.so.1 with ldconfig or LD_LIBRARY_PATH (otherwise it
+    raises AssertionError; triton, backends/nvidia/driver.py). It keeps both in a cache that it must be able to write
+    and load.
     """
     try:
         yield

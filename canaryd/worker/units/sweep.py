@@ -26,14 +26,16 @@ from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 LEAST = 2
 """Smallest number of launches of a case. The second launch writes its results to other places in memory."""
 PATIENCE = 8
-"""Number of launches of a case after which it stops waiting for units that no block has reached."""
+"""Number of launches of a case after which the case no longer waits for units that no block has reached."""
 WRONG_ENOUGH = 4
-"""Number of wrong launches after which a case stops: enough to see whether a unit is always wrong or sometimes."""
+"""Number of wrong launches after which a case stops. They are enough to see whether a unit is wrong always or
+sometimes."""
 NAMED = 8
-"""Wrong units of a case up to this number are reported one by one; more are reported together: none alone is to
-blame."""
+"""Maximum number of wrong units of a case that are reported one by one. More are reported together, because no single
+unit is then to blame."""
 MOST_BLOCKS = 8
-"""Most blocks per unit of a launch, used if fewer did not reach every unit and if the results fit into a burst."""
+"""Maximum number of blocks per unit in a launch. It is used if fewer did not reach every unit and if the results fit
+into a burst."""
 
 
 @dataclass
@@ -63,7 +65,7 @@ class _Sweep:
         return max(0, self.processor.count - len(self.seen))
 
     def compute(self, case: Case, tiles: Tiles, problem: Problem) -> tuple[dict[int, _Tally], str]:
-        """Upload a problem and compute it once on every unit; return (counts by unit, error of the comparison).
+        """Upload a problem and compute it once on every unit; return (unit → its counts, error of the comparison).
 
         The error is "" if the host, which compares the first block too, agrees with the device.
         """
@@ -94,7 +96,7 @@ class _Sweep:
         return dict(tallies), erred
 
     def _count(self, problem: Problem, tallies: dict[int, _Tally]) -> None:
-        """Add the results to the run's totals; double the next launch's blocks if some units have not computed."""
+        """Add the results to the run's totals; double the blocks of the next launch if some units have not computed."""
         computed = sum(tally.tiles for tally in tallies.values())
         rounds = problem.golden.shape[0]
         self.session.trials += computed
@@ -106,7 +108,7 @@ class _Sweep:
 
 
 def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> Iterator[Fact]:
-    """Compute every kind of tiles on every unit; yield every fact of the run, also a reason for each skipped case."""
+    """Compute every kind of tiles on every unit; yield every fact of the run, with a reason for each skipped case."""
     session = Session(ctx)
     sweep = _Sweep(session, processor, blocks=processor.count)
     cases = {tiles.name: tiles for tiles in every}
@@ -203,7 +205,7 @@ def _verify(sweep: _Sweep, case: Case, tiles: Tiles, seconds: float) -> Iterator
 
 
 def _comparisons(sample: Comparison, unit: str, launches: Sequence[dict[int, _Tally]]) -> Iterator[Comparison]:
-    """Yield one comparison per wrong unit and launch, and one for each group of right units with equally many tiles."""
+    """Yield one comparison per wrong unit and launch, and one for all right units that computed equally many tiles."""
     of: dict[int, list[_Tally]] = defaultdict(list)
     for tallies in launches:
         for number, tally in tallies.items():
@@ -241,7 +243,7 @@ def _place(unit: str, *numbers: int) -> Place:
 
 
 def _evidence(golden: Any, launch: Launch, block: int) -> Evidence:
-    """Return the evidence of a block's wrong tiles, stacked to one matrix, with the lane that they share."""
+    """Return the evidence of the wrong tiles of a block, viewed as one matrix, with the lane that all of them share."""
     observed = launch.results[block].cpu()
     width = golden.shape[-1]
     found = evidence.collect(golden.view(-1, width), observed.view(-1, width))

@@ -11,15 +11,15 @@ from canaryd.worker.numeric.tensors import FORMATS, torch
 
 @dataclass(frozen=True)
 class Tiles:
-    """`rounds` products M x K times K x N of one kind."""
+    """A batch of `rounds` products M x K times K x N of one kind."""
 
     source: str
     """Format of the operands: a name of `FORMATS`, "int8", or "int32" (values of int8 in 32 bits)."""
     content: str
     """A content class of products (docs/goldens.md)."""
     path: str
-    """Way to compute them: "dot" (tensor cores), "fma" (one multiplication and addition after the other), or "gemm"
-    (the library of a processor)."""
+    """Way to compute the products: "dot" (tensor cores), "fma" (one multiplication and addition after the other), or
+    "gemm" (the library of a processor)."""
     accumulator: int
     """Number of significant bits of the narrowest format in which a unit can keep a partial sum."""
     rounds: int
@@ -52,9 +52,9 @@ class Tiles:
         return self.rounds, self.M, self.N
 
     def build(self, seed: int) -> Problem:
-        """Return operands A (rounds, M, K) and B (rounds, N, K), B's columns as rows, with the golden (rounds, M, N).
+        """Return the problem: operands A (rounds, M, K) and B (rounds, N, K), golden (right result) (rounds, M, N).
 
-        Raises `Inexact` under the same conditions as the builders of products.
+        Rows of B are the columns to multiply. Raises `Inexact` under the same conditions as the builders of products.
         """
         shape = f"M={self.rounds * self.M} N={self.N} K={self.K} rounds={self.rounds}"
         if self.is_integer:  # all rounds have one B
@@ -71,7 +71,7 @@ class Tiles:
 
 
 MOVED = -1
-"""Number that stands for the unit if the block moved to another unit while it computed."""
+"""Number that replaces a unit's number if the block moved to another unit while it computed."""
 
 
 @dataclass(frozen=True)

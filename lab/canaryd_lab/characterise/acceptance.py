@@ -11,11 +11,11 @@ from canaryd_lab.characterise.results import Result, Status
 from canaryd_lab.observation import Claim, Seen
 
 CASES = "cases/"
-"""Beginning of the names of the parts that run cases of the probes; results of other parts accept nothing."""
+"""Beginning of the names of parts (tests) that run cases of the probes. Only results of these parts are accepted."""
 
 
 def records(device: Device, results: Sequence[Result]) -> list[Met]:
-    """Return a record for each right part whose stack is known: its classes that were right in every case."""
+    """Return a record for each right part with a known stack: the classes of cases that were right in every case."""
     found = []
     for result in results:
         stack = result.facts.get("stack", {})

@@ -18,9 +18,9 @@ from canaryd_lab.characterise.page import page
 from canaryd_lab.characterise.results import Directory, Part, Result, file_name, sliced, write
 
 RESERVE = 4.0
-"""Seconds reserved for the document, the page and the end of the workers (ours)."""
+"""Seconds reserved for the document, the page and the end of the workers (our choice)."""
 FIRST = 60.0
-"""Seconds for reading the device and its stack, even if the given minutes are fewer (ours)."""
+"""Seconds for reading the device and its stack, even if the given minutes are fewer (our choice)."""
 
 
 class NoSuchPart(ValueError):
@@ -28,7 +28,7 @@ class NoSuchPart(ValueError):
 
 
 def _is_named(part: str, name: str) -> bool:
-    """Return whether `name` is the whole name `part`, or a beginning of it that ends before a "/"."""
+    """Return whether `part` is called `name`, or has a name that begins with `name` and a "/"."""
     return part == name or part.startswith(f"{name}/")
 
 
@@ -42,7 +42,7 @@ class Options:
     directory: Path | None = None
     """Directory of the results, new or with earlier results; None for a new directory in the working directory."""
     only: tuple[str, ...] = ()
-    """Names of the parts to run, or beginnings of names that end before a "/"; empty for all parts."""
+    """Names of the parts (groups of tests) to run, or beginnings of names that end before a "/"; empty for all."""
 
 
 @dataclass
@@ -52,11 +52,11 @@ class Characterisation:
     conversation: Conversation
     options: Options
     on_part: Callable[[Part, int, int], None] = lambda _part, _number, _of: None
-    """Called before each part with the part, its number, and the number of parts."""
+    """Function that is called before each part with the part, its number, and the number of parts."""
     on_result: Callable[[Result], None] = lambda _result: None
     directory: Directory = field(init=False)
     base: Path = field(init=False)
-    """Path of the document without its suffix."""
+    """Path of the document (the characterisation as JSON) without its suffix."""
     planned: list[Part] = field(init=False, default_factory=list)
     left: list[Part] = field(init=False, default_factory=list)
     """Parts of this slice that have no result yet."""
@@ -64,8 +64,8 @@ class Characterisation:
     def run(self) -> document.Document:
         """Carry out the parts that have no result yet, and return the document.
 
-        Raises `NoSuchPart`, `NotOurs`, `FileExistsError` if the default directory exists, `OSError` if it cannot be
-        written, `RuntimeError` if no worker answers.
+        Raises `NoSuchPart` or `NotOurs`; `FileExistsError` if the default directory exists; `OSError` if the directory
+        cannot be written; `RuntimeError` if no worker answers.
         """
         begun = time.monotonic()
         deadline = begun + 60.0 * self.options.minutes - RESERVE
@@ -116,7 +116,7 @@ class Characterisation:
         return host_parts.parts(self.conversation) | outside.parts(self.conversation)
 
     def _environment(self, parts: dict[str, Part]) -> Result:
-        """Return the result of the part that reads the device and its stack; open the directory for their results."""
+        """Run the part that reads the device and its stack, and return its result; open the directory for results."""
         device = self.conversation.device
         result = self._carry_out(parts["environment"])
         if result.outcome is not Outcome.COMPLETED:

@@ -1,4 +1,4 @@
-"""Ask a worker to carry out parts of a characterisation: many parts in one worker, a new worker after a failure."""
+"""Ask a worker to carry out parts (groups of tests) of a characterisation; after a failure a new worker continues."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 MODULE = "characterise"
 START = 4.0
-"""Seconds that the start of a worker takes, because it imports torch (ours)."""
+"""Seconds that the start of a worker takes, mostly for the import of torch (our choice)."""
 GRACE = 45.0
-"""Seconds after the end of its own time until a part is killed, for importing torch and loading kernels (ours)."""
+"""Seconds that a part gets beyond its own time, for importing torch and loading kernels, before it is killed (our
+choice)."""
 SEED = 20_261_123
 
 
@@ -49,7 +50,7 @@ class Conversation:
             self._series = None
 
     def start(self, *, numeric: bool = True, together: bool = False) -> Series:
-        """Return a new worker's series, which the caller must end. The shared worker ends first unless `together`."""
+        """Start a worker; return its series, which the caller ends. Unless `together`, the shared worker ends first."""
         if not together:
             self.close()
         device = self.device if numeric else None
@@ -65,7 +66,7 @@ class Conversation:
 
     @property
     def is_late(self) -> bool:
-        """Whether the user's minutes are spent: a part that was cut short by this has no result."""
+        """Whether the user's minutes are spent. A part that was cut short for this reason has no result."""
         return time.monotonic() > self.deadline - 0.5
 
     def listed(self) -> list[Part]:
@@ -76,7 +77,7 @@ class Conversation:
         return [from_json(Part, part) for part in value["parts"]]
 
     def ask(self, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Return (outcome, data, detail) of a request to the shared worker, which is replaced unless it completed."""
+        """Return (outcome, data, detail) of a request to the shared worker, which is replaced after a failure."""
         if self._series is None:
             self._series = self.start(together=True)
         answer = self._series.answer(MODULE, arguments, self.within(timeout))
@@ -93,7 +94,7 @@ class Conversation:
         return self.seconds(part) + part.workers * START
 
     def carry_out(self, part: Part, **more: Any) -> Result:
-        """Let the worker carry out one of its parts; return a result even if the part fails."""
+        """Let the worker carry out a part, with `more` arguments; return a result even if the part fails."""
         self.last = ""
         limit = self.seconds(part)
         arguments = {"part": part.name, "device": to_json(self.device), "seconds": limit, "drill": self.drill, **more}
@@ -114,7 +115,7 @@ class Conversation:
         series: Series | None = None,
         **more: Any,
     ) -> Run:
-        """Return a probe's run that is not stored, so that no result counts for or against the device."""
+        """Run a probe and return its run. The run is not stored, so it counts neither for nor against the device."""
         own = series or self.start()
         request = RunRequest(
             probe_path=entry.file.path,
@@ -141,7 +142,7 @@ def result(
     seen: tuple[Observation, ...] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Return the result of a part, except its start and duration, which the caller adds."""
+    """Return the result of a part, without start and duration, which the caller adds. `seen`: its observations."""
     return Result(
         name=part.name,
         title=part.title,

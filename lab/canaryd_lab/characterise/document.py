@@ -21,7 +21,7 @@ STACK_NAMES = ("torch", "mlx", "onnxruntime", "jax", "cuda", "driver")
 
 
 def stack_name(stack: Mapping[str, str]) -> str:
-    """Return a short name of a stack: "torch2.9.1+cu128-cuda12.8-driver570.86"."""
+    """Return a short name of a stack, such as "torch2.9.1+cu128-cuda12.8-driver570.86"."""
     return "-".join(f"{name}{stack[name]}" for name in STACK_NAMES if stack.get(name)) or "no-runtime"
 
 
@@ -52,7 +52,7 @@ def document(device: Device, results: Sequence[Result], left: Sequence[Part], *,
 
 
 def verdict(results: Sequence[Result], left: Sequence[Part]) -> str:
-    """Return the worst verdict of all parts: "invalid", "wrong", "unclassified", "failed", "incomplete" or "right"."""
+    """Return the worst verdict: "invalid", "wrong", "unclassified", "failed", "incomplete" (parts left) or "right"."""
     worst = {r.status for r in results}
     for status in (Status.INVALID, Status.WRONG, Status.UNCLASSIFIED, Status.FAILED):
         if status in worst:

@@ -1,4 +1,4 @@
-"""Parts that run in the daemon's interpreter: they start workers and probes, and check the outcome."""
+"""Parts (groups of tests) that run in the daemon's interpreter: they start workers and probes and check the outcome."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 CarryOut = Callable[[Part, Conversation], Result]
 EVERY = ("*",)
-"""The names of cases with which a probe runs all its cases, and so every shape and layout of each case."""
+"""Value of `Context.cases` with which a probe runs all its cases, in every shape and layout."""
 SECONDS: Mapping[str, float] = {
     "exact_integer": 10, "exact_matmul": 50, "exact_attention": 40, "recorded_kernels": 12,
 }  # fmt: skip
-"""Probe → most seconds for running all its cases once; `OTHERS` for a probe that is not listed."""
+"""Probe → maximum seconds for running all its cases once. `OTHERS` is the limit of a probe that is not listed."""
 OTHERS = 15.0
 KILLED_WITHIN = 5.0
-"""Seconds after SIGKILL within which a worker must be gone (ours); the supervisor's own limit `WAKE` is longer."""
+"""Seconds after SIGKILL within which a worker must be gone (our choice). The supervisor's limit, `WAKE`, is longer."""
 
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
@@ -84,7 +84,7 @@ def _recorded(case: str, digests: list[set[str]]) -> Observation:
 
 
 def kill(part: Part, conversation: Conversation) -> Result:
-    """Kill a worker that computes, let another exceed its deadline, then verify right answers in a new worker."""
+    """Kill a computing worker, let another exceed its deadline, then check that a new worker computes correctly."""
     seen = [_killed(conversation), _overrun(conversation)]
     again = conversation.carry_out(replace(part, name="controls", seconds=10.0))
     right = again.outcome is Outcome.COMPLETED and again.count(Claim.CONTROL, Seen.WRONG) > 0

@@ -1,4 +1,4 @@
-"""Parts that compare the device with an outside source: the exact canary's proved results, or the vendor's own tool."""
+"""Parts (groups of tests) that compare a device with the exact canary's proved results, or with the vendor's tool."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def capture(part: Part, conversation: Conversation) -> Result:
 
 
 def telemetry(part: Part, conversation: Conversation) -> Result:
-    """Read the device's telemetry and the vendor's tool at the same time, and compare them field by field."""
+    """Read the device's telemetry, then the vendor's tool, and compare both field by field."""
     device, engine = conversation.device, conversation.engine
     name = TELEMETRY.get(device.backend, "")
     if name not in engine.entries:
@@ -84,7 +84,7 @@ def telemetry(part: Part, conversation: Conversation) -> Result:
 
 
 def _compared(readings: Mapping[str, Any], fields: Mapping[str, Any]) -> list[Observation]:
-    """Return a comparison for each field of the tool; `fields`: reading's name → the tool's value and tolerance."""
+    """Return one observation per field of the tool; `fields`: name of a reading → the tool's value and tolerance."""
     seen = []
     for key, field in fields.items():
         theirs, tolerance = field["value"], float(field["tolerance"])

@@ -12,7 +12,7 @@ from canaryd_lab.characterise.document import Document
 from canaryd_lab.html import escape
 
 ROWS = 64
-"""Most observations that a table on the page shows; the JSON document has all."""
+"""Maximum number of observations that a table on the page shows; the JSON document has all of them."""
 STYLE = """
 h3 { margin: 1.2rem 0 .3rem; font-size: 1rem; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; padding-top: .6rem; border-top: 1px solid var(--line); }
@@ -40,7 +40,7 @@ ROLES = {"right": "good", "measured": "good", "not_tried": "calm"}
 UNITS = {"flops_per_second": "flops per second", "bytes": "bytes", "seconds": "seconds"}
 """Suffix of a value's name → its unit."""
 IMPORTANT = {("strict", "wrong"): 0, ("control", "right"): 0, ("strict", "raised"): 1, ("open", "raised"): 1}
-"""(claim, what was seen) → place of the observation in a table, 0 first; all other observations follow."""
+"""(claim, what was seen) → place of such observations in a table, 0 first. All other observations come last."""
 
 
 def page(document: Document) -> str:
@@ -87,12 +87,12 @@ def _overview(document: Document) -> str:
 
 
 def _in_part(part: Mapping[str, Any]) -> bool:
-    """Return whether the part was incomplete: its time was spent before some observation was made."""
+    """Return whether the part ran only partly, because its time was spent before some observation was made."""
     return any("not_reached" in counts for counts in part["counts"].values())
 
 
 def _summary(part: Mapping[str, Any]) -> str:
-    """Return the numbers of a part's observations as text: for each claim, how many had which outcome."""
+    """Return a text that says, for each claim, how many observations of a part had which outcome."""
     parts = []
     for claim, counts in part["counts"].items():
         words = ", ".join(f"{n:,} {seen.replace('_', ' ')}" for seen, n in counts.items())
@@ -151,7 +151,7 @@ def _environment(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _matrix(observations: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of how many observations were right; rows and columns are the first two parts of the names."""
+    """Return an HTML table of the numbers of right observations; the first two parts of a name give row and column."""
     cells: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for o in observations:
         first, _, rest = o["name"].partition("/")
@@ -218,7 +218,7 @@ def _seen(o: Mapping[str, Any]) -> str:
 
 
 def _breakable(text: str) -> str:
-    """Return a name as HTML that may break after "/" and ">"."""
+    """Return a name as HTML in which the browser can break the line after "/" and ">"."""
     return escape(text).replace("/", "/<wbr>").replace("&gt;", "&gt;<wbr>")
 
 

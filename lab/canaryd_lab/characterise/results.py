@@ -26,7 +26,7 @@ class Status(str, enum.Enum):
     MEASURED = "measured"
     """The part ran, and it contains nothing that can be wrong."""
     NOT_TRIED = "not_tried"
-    """Nothing in the part could be tried: the device or stack offers none of it, or time was too short."""
+    """No test in the part could be tried: the device or stack lacks what they need, or time was too short."""
     WRONG = "wrong"
     """A strict result was wrong."""
     INVALID = "invalid"
@@ -50,9 +50,9 @@ class Part:
     """The part's name, e.g. "exactness/bfloat16", also used for its file."""
     title: str
     rank: int
-    """The part's place in the order; the parts whose results say most about the device come first."""
+    """Place of the part in the order, lowest first: parts that say most about the device come first."""
     seconds: float
-    """Most seconds that the part may work if the user gives ten minutes for all parts."""
+    """Maximum seconds that the part works if the user gives ten minutes for all parts."""
     workers: int = 0
     """Number of workers that the part starts itself."""
 
@@ -70,7 +70,7 @@ class Result:
     outcome: Outcome
     """The outcome of the worker's run."""
     detail: Sentence = ""
-    """The reason why the part did not complete, or what it skips."""
+    """The reason why the part did not complete, or a sentence on what it skipped."""
     observations: tuple[Observation, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def status(self) -> Status:
-        """The worst status that the outcome of the run or an observation requires."""
+        """The status of the part: the worst that its outcome or one of its observations gives."""
         if any(o.claim is Claim.CONTROL and o.seen in (Seen.RIGHT, Seen.RAISED) for o in self.observations):
             return Status.INVALID
         if self.count(Claim.STRICT, Seen.WRONG):
@@ -113,13 +113,13 @@ class Directory:
         self._parts = path / "parts"
 
     def open(self, identity: Mapping[str, str]) -> None:
-        """Create the directory or continue in it; raise `NotOurs` if it belongs to another `identity`, or `OSError`."""
+        """Create the directory or continue in it; raise `NotOurs` for one with another `identity`, or `OSError`."""
         self._parts.mkdir(parents=True, exist_ok=True)
         if not self.compare(identity):
             write(self.path / "identity.json", json.dumps(dict(identity), indent=2) + "\n")
 
     def compare(self, identity: Mapping[str, str]) -> bool:
-        """Return whether the directory has an identity; raise `NotOurs` if it is another than `identity`."""
+        """Return whether the directory has an identity yet; raise `NotOurs` if it has another one than `identity`."""
         try:
             known = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -143,7 +143,7 @@ class Directory:
 
 
 def file_name(text: str) -> str:
-    """Return a text with the characters replaced that cannot stand in the name of a file."""
+    """Return a text in which every character that a file's name cannot have is replaced."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.") or "unnamed"
 
 
@@ -153,6 +153,6 @@ def write(path: Path, text: str) -> None:
 
 
 def sliced(parts: Iterable[Part], number: int, of: int) -> list[Part]:
-    """Return every `of`-th part by rank, from part number `number` on (counted from 1)."""
+    """Return every `of`-th part in the order of ranks, beginning with part `number` (the first is 1)."""
     ordered = sorted(parts, key=lambda p: (p.rank, p.name))
     return ordered[number - 1 :: of]

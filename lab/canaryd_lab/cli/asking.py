@@ -1,4 +1,4 @@
-"""Functions that the lab's commands share: they send a request to a module of the worker and return the answer."""
+"""Functions that the lab's commands share: they ask a module of the worker and return the answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from canaryd.model import Device, Outcome
 from canaryd.store.locks import Busy
 
 PATIENCE = 3600.0
-"""Most seconds of a capture or a comparison, which may read a large model from a disk."""
+"""Maximum seconds of a capture or a comparison, which may read a large model from a disk."""
 
 
 def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
-    """Return the answer of `module` in a worker to `arguments`; print a complaint and return None if it gives none."""
+    """Let `module` in a worker answer a request; return its answer, or None after printing why there is none."""
     printer = ProgressPrinter()
     try:
         outcome, answer, detail = engine.answer(
@@ -39,7 +39,7 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
 def ask_processor(
     command: str, engine: Engine, what_for: str, module: str, arguments: dict[str, Any], wait: float
 ) -> dict[str, Any] | None:
-    """Return the answer of `ask` from a worker on this host's CPU, which has torch; None if no worker can start."""
+    """Return `ask`'s answer from a worker on this host's CPU; None, after printing the reason, if none can start."""
     cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
     if cpu is None:
         complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)

@@ -79,7 +79,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def layers(text: str) -> int:
-    """Return the number of layers in an option's text."""
+    """Return the number of layers in the text of an option."""
     if not text.isdecimal() or not 1 <= int(text[:9]) <= 1000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers; write for example 4")
     return int(text)
@@ -115,7 +115,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def unusable(directory: Path) -> str:
-    """Return the reason why a directory cannot be written, or "" if no reason is known before writing."""
+    """Return the reason why a checkpoint cannot be written into a directory, or "" if none is known beforehand."""
     try:
         there = directory.is_dir()
         if there and any(directory.iterdir()):

@@ -82,7 +82,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def minutes(text: str) -> float:
-    """Return the number of minutes in an option's text."""
+    """Return the number of minutes in the text of an option."""
     try:
         value = float(text)
     except ValueError:
@@ -93,7 +93,7 @@ def minutes(text: str) -> float:
 
 
 def slice_(text: str) -> tuple[int, int]:
-    """Return the numbers of an option's text: (1, 4) for "1/4"."""
+    """Return the two numbers in the text of an option: (1, 4) for "1/4"."""
     found = re.fullmatch(r"([1-9][0-9]{0,2})/([1-9][0-9]{0,2})", text)
     if not found or int(found[1]) > int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a slice; write for example 1/4, then 2/4")
@@ -101,7 +101,7 @@ def slice_(text: str) -> tuple[int, int]:
 
 
 class Printer(ProgressPrinter):
-    """Shows the progress of the parts, formatted like the progress of a check."""
+    """Shows the progress of the parts of a characterisation, in the same format as the progress of a check."""
 
     part, done = "environment", 0.0
     """The current part, and the share of all parts that are done."""
@@ -187,7 +187,7 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _mistake(options: argparse.Namespace) -> str:
-    """Return the mistake in the options that can be found before a worker starts, or "" if there is none."""
+    """Return a sentence on a mistake in the options that shows before a worker starts, or "" if there is none."""
     if options.accept and options.drill:
         return "--accept: a drill shows nothing of the device; leave --drill out"
     try:
@@ -199,7 +199,7 @@ def _mistake(options: argparse.Namespace) -> str:
 
 
 def _accept(store: Store, document: Document, work: Characterisation) -> bool:
-    """Store as accepted the classes of cases that were right; return whether any were stored."""
+    """Mark the classes of cases that were right as accepted in the store; return whether there was any."""
     if document["verdict"] != "right":
         complain(f"--accept: nothing was accepted, because this characterisation is {document['verdict']}")
         return False

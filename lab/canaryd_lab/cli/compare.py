@@ -1,4 +1,4 @@
-"""The commands `canaryd capture` (into a file, or with `--exact`) and `canaryd compare`."""
+"""The commands `canaryd capture` (which writes a file, or compares with the truth: `--exact`) and `canaryd compare`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _add_compare(commands: Commands) -> None:
 
 
 def capture_command(options: argparse.Namespace, settings: Config) -> int:
-    """Write a capture of a model, or compare the exact canary with the truth; return the exit code."""
+    """Write a capture of a model's results, or compare an exact canary with the truth; return the exit code."""
     if wrong := _contradiction(options):
         complain(f"capture: {wrong}")
         return USAGE
@@ -202,7 +202,7 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _unreadable(path: Path) -> str:
-    """Return the reason why this user cannot read a file, or ""; files within a directory are not checked."""
+    """Return the reason why this user cannot read a path, or ""; of a directory the files are not checked."""
     try:
         if not path.is_dir():
             path.open("rb").close()

@@ -1,4 +1,4 @@
-"""The command `canaryd pack`."""
+"""The command `canaryd pack`, which writes a golden pack (cases with right results) and judges results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def pack_command(options: argparse.Namespace, settings: Config) -> int:
-    """Write a pack or judge a result file; return the exit code."""
+    """Write a golden pack or judge a result file; return the exit code."""
     if options.what == "verify":
         return _verify(options)
     if options.pack:
@@ -52,7 +52,7 @@ def pack_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _export(options: argparse.Namespace, settings: Config) -> int:
-    """Write a pack in a worker, which has torch."""
+    """Write a golden pack in a worker, which has torch; return the exit code."""
     directory = options.path.absolute()
     if mistake := unusable(directory):
         complain(mistake)
@@ -72,7 +72,7 @@ def _export(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Judge a result file here, without worker or device."""
+    """Judge a result file in this process, without worker or device; return the exit code."""
     try:
         judged = pack.judge(options.path, options.pack or options.path.absolute().parent)
     except pack.Refused as refused:

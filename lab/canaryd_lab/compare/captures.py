@@ -14,9 +14,9 @@ from canaryd_lab import html
 from canaryd_lab.html import escape
 
 WIDTH = 100
-"""Most columns of the table; on a narrower terminal the operators' names are shortened."""
+"""Maximum number of columns of the table; on a narrower terminal the operators' names are shortened."""
 SERIES = 6
-"""Most lines in the plot. Each line is a forward pass, and the pass with the first difference is always shown."""
+"""Maximum number of lines in the plot. Each is a forward pass; the pass with the first difference is always shown."""
 WORDS = {
     "equal": "EQUAL",
     "rounding": "ROUNDING",
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 
 def table(result: Mapping[str, Any], width: int | None = None) -> str:
-    """Return the comparison as text of at most `width` (None: the terminal's) and at most `WIDTH` columns."""
+    """Return the comparison as text of at most `WIDTH` columns, and at most `width` (None: the terminal's width)."""
     verdict = result["verdict"]
     room = min(WIDTH, columns() if width is None else width)
     lines = wrapped(f"{WORDS[verdict['kind']]}: ", verdict["why"], room)
@@ -70,13 +70,13 @@ def _passes(result: Mapping[str, Any]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _detailed_pass(result: Mapping[str, Any], passes: Mapping[tuple[str, str], list[Row]]) -> tuple[str, str] | None:
-    """Return the (prompt, step) of the pass to show row by row: the one with the first difference, else the first."""
+    """Return (prompt, step) of the pass with the first difference, else of the first pass; None if there is no pass."""
     verdict = result["verdict"]
     return (verdict["prompt"], verdict["step"]) if verdict["prompt"] else next(iter(passes), None)
 
 
 def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any], room: int) -> list[str]:
-    """Return the lines of a table for one pass, `room` columns wide; a stretch of equal tensors is one line."""
+    """Return the lines of a table for one pass, `room` columns wide; consecutive equal tensors share one line."""
     name = max(12, min(26, room - 62))
     lines = [
         f"  {'layer':<6} {'operator':<{name}} {'rel. L2':>8} {'1 - cos':>8} {'ULP':>10} {'max diff':>8} {'excess':>7}"
@@ -142,7 +142,7 @@ def _detail(row: Row) -> list[str]:
 
 
 def _folded(passes: Mapping[tuple[str, str], list[Row]]) -> list[str]:
-    """Return one line for each pass that differs, and one line for each stretch of equal passes."""
+    """Return one line for each pass that differs, and one line for each group of consecutive equal passes."""
     lines = []
     for equal, stretch in groupby(passes.items(), key=lambda item: all(row["equal"] for row in item[1])):
         part = list(stretch)
@@ -248,7 +248,7 @@ def _at(row: Row) -> tuple[str, str]:
 
 
 def _layers(places: Sequence[tuple[str, str]], x: Any, step: float, bottom: float) -> list[str]:
-    """Return the SVG of the marks below the axis where each layer begins, with names if there is room."""
+    """Return the SVG of marks below the axis, one where each layer begins, with the layers' names if they fit."""
     parts, room = [], -math.inf
     i = 0
     for layer, stretch in groupby(places, key=lambda place: place[0]):

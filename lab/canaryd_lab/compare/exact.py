@@ -26,7 +26,7 @@ OPERATORS = {
     "norm": "last norm",
     "word": "choice of the word",
 }
-"""Operator → readable name, for operators whose own name is not clear."""
+"""Operator → readable name, for operators whose own name is unclear to readers."""
 KERNELS = {"flash_attention": "flash", "efficient_attention": "memory-efficient", "cudnn_attention": "cuDNN"}
 KERNELS |= {"eager-experts": "eager with experts"}
 """Way to compute attention → its name for people, where its own is not one."""
@@ -38,13 +38,13 @@ AGAIN = {
 }
 INPUTS = "all its inputs are right"
 SOME_BITS = 2
-"""Most differing bits that are listed; if there are more, only their number is shown."""
+"""Maximum number of differing bits that are listed; if more differ, only their number is shown."""
 
 Facts = Mapping[str, Any]
 
 
 def text(answer: Facts, width: int | None = None) -> str:
-    """Return the verdict and its reason for a terminal of `width` columns (None: those of this terminal)."""
+    """Return the verdict and its reason as text of `width` columns (None: as wide as this terminal)."""
     room = columns() if width is None else width
     first = next((ran for ran in answer["ran"] if ran["fault"]), None)
     lines = _right(answer, room) if first is None else _wrong(answer, first, room)
@@ -63,7 +63,7 @@ def _right(answer: Facts, room: int) -> list[str]:
 
 
 def _refused(answer: Facts) -> str:
-    """Return a list, as text, of the kernels that did not run, each with its formats unless it failed in all."""
+    """Return a text that lists the kernels that did not run, with their formats if they ran in others."""
     formats = {ran["dtype"] for ran in answer["ran"]}
     refused: dict[str, list[str]] = {}
     for item in answer["refused"]:
@@ -108,7 +108,7 @@ def _bits(bits: list[int]) -> str:
 
 
 def _difference(fault: Facts) -> str:
-    """Return the right and the wrong value as text, with the fewest digits that show a difference."""
+    """Return the right and the wrong value as text, with as few digits as show that they differ."""
     wanted, got = (f"{float(fault[name]):.6g}" for name in ("wanted", "got"))
     if wanted == got:
         wanted, got = fault["wanted"], fault["got"]

@@ -1,4 +1,4 @@
-"""Judge the result file of a golden pack: it names every case as right, wrong, or skipped with a reason.
+"""Judge the result file of a golden pack: the verdict is right, wrong, or skipped with a reason, for every case.
 
 The file's digest detects edits and errors of transmission. It is no signature, so it does not detect a forger.
 """
@@ -19,11 +19,11 @@ from canaryd.model import State
 
 PACK, RESULT = "canaryd.pack/1", "canaryd.pack-result/1"
 LARGEST = 16 << 20
-"""Most bytes of a file that is read (ours): the results of 29 cases with 64 elements each take some kilobytes."""
+"""Maximum bytes of a file that is read (our choice): the results of 29 cases with 64 elements each take some kB."""
 WIDTH = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
-"""Format → bytes of one element of a result."""
+"""Format → number of bytes of one element."""
 SHOWN = 3
-"""Most wrong cases that the text lists (ours)."""
+"""Maximum number of wrong cases that the text lists (our choice)."""
 
 
 class Refused(Exception):
@@ -63,7 +63,7 @@ def _read(path: Path, schema: str, seal: str) -> dict[str, Any]:
 
 
 def judge(results: Path, directory: Path) -> Judged:
-    """Return the verdict on a result file, by the pack in `directory`. Raises `Refused`."""
+    """Return the verdict on a result file, according to the pack in `directory`; raise `Refused` if there is none."""
     found = _read(results, RESULT, "digest")
     pack = _read(directory / "pack.json", PACK, "id")
     if found.get("pack") != pack["id"]:
@@ -90,7 +90,7 @@ def judge(results: Path, directory: Path) -> Judged:
 
 
 def _contradiction(entry: Mapping[str, Any], case: Mapping[str, Any], directory: Path) -> str:
-    """Return the reason why no program can have produced an entry of the result file, or "" if one can."""
+    """Return the way in which an entry of the result file contradicts itself or the pack, or "" if it does not."""
     status = entry["status"]
     if status == "skipped":
         return "" if entry["reason"] else "skipped without a reason"
@@ -107,7 +107,7 @@ def _contradiction(entry: Mapping[str, Any], case: Mapping[str, Any], directory:
 
 
 def _wrong_elements(entry: Mapping[str, Any], expected: Mapping[str, Any], directory: Path) -> str:
-    """Return the error in an entry's list of wrong elements, or in its digest if all are listed; "" if none."""
+    """Return the error in an entry's list of wrong elements, or in its digest if the list is complete; "" if none."""
     file, width = directory / Path(expected["file"]).name, WIDTH[expected["dtype"]]
     try:
         data = bytearray(file.read_bytes())

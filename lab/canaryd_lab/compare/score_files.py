@@ -19,9 +19,9 @@ import yaml
 from canaryd.facts import printable
 
 LONGEST = 1000
-"""Most characters of an error message, because names in a file may have any length."""
+"""Maximum number of characters of an error message, because names in a file can have any length."""
 LARGEST = 1e100
-"""Largest score that is accepted, because the square of a larger one may overflow."""
+"""Largest score that is accepted; the square of a larger one could overflow."""
 _PROPORTION = re.compile(r"(?:^|[^a-z])(?:acc|accuracy|averageaccuracy|exact_match|em|pass@1)(?![a-z])")
 """Names of metrics that are a share of right answers. Only for these can a standard error be computed from n alone."""
 _CSV_HEADER = ["dataset", "version", "metric", "mode"]
@@ -40,7 +40,7 @@ class Sample:
 
     value: float
     prompt: str = ""
-    """Fingerprint of the prompt as the model got it; "" if the file has none."""
+    """Fingerprint of the prompt that the model got; "" if the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class Score:
     """Whether the score is a mean of values between 0 and 1; differences are then shown in percentage points."""
     n: int | None = None
     stderr: float | None = None
-    """Standard error of `value` from the file."""
+    """Standard error of `value` from the file; None if the file has none."""
     samples: Mapping[str, Sample] = field(default_factory=dict)
     """Key of a question → its result; empty if the file has no samples, or if their mean is not `value`."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings from the file that must be equal in two files if their scores are compared."""
+    """Settings in the file that must be the same in both files before their scores can be compared."""
     note: str = ""
-    """The reason why samples or a unit are missing, or ""."""
+    """The reason why the score has no samples or no unit, or ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Scores:
 
 
 def load(path: Path) -> Scores:
-    """Return the scores in a result file or in the directory of one run. Raises `ScoreError` with one line."""
+    """Return the scores in a result file or in the directory of one run; raise `ScoreError` if there are none."""
     try:
         return _loaded(path)
     except ScoreError:
@@ -167,7 +167,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
-    """Return samples by key; the key of a question that occurs more than once gets a number."""
+    """Return key → sample; if the key of a question occurs more than once, a number is added to it."""
     seen: Counter[str] = Counter()
     keyed = {}
     for key, sample in items:
@@ -177,7 +177,7 @@ def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
 
 
 def _with_samples(score: Score, samples: Mapping[str, Sample]) -> Score:
-    """Return the score with its samples if their mean is the score; for perplexity or a corpus's F1 it is not."""
+    """Return the score with its samples if their mean is the score (it is not for perplexity), else without samples."""
     if not samples:
         return score
     mean = fmean(sample.value for sample in samples.values())
@@ -347,14 +347,14 @@ def _opencompass_summary(path: Path) -> Scores:
 
 
 def _predictions(run: Path, model: str, task: str) -> int | None:
-    """Return the number of questions of a task, or None if unknown; a split run writes TASK_0.json, TASK_1.json, …."""
+    """Return the number of questions of a task in TASK.json, or in TASK_0.json, TASK_1.json, …; None if unknown."""
     here = run / "predictions" / model
     files = [f for f in here.glob(f"{task}*.json") if re.fullmatch(rf"{re.escape(task)}(_\d+)?", f.stem)]
     return sum(len(_json(file)) for file in files) or None
 
 
 def _percent(score: Score) -> Score:
-    """Return opencompass's percentage as a share; a value of at most 1 could be either and is not changed."""
+    """Return opencompass's percentage as a share; a value of at most 1 is ambiguous and stays unchanged."""
     if not _PROPORTION.search(score.metric.lower()) or not 0 <= score.value <= 100:
         return score
     if 0 < score.value <= 1:
@@ -363,7 +363,7 @@ def _percent(score: Score) -> Score:
 
 
 def _opencompass_results(path: Path, data: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Score]:
-    """Yield the scores in results/MODEL/DATASET.json: metrics as numbers, "details" a list or an object with "type"."""
+    """Yield the scores in results/MODEL/DATASET.json: numbers are metrics, and "details" have the samples."""
     details = data.get("details") or {}
     rows = (
         list(enumerate(details)) if isinstance(details, list) else [(k, v) for k, v in details.items() if k != "type"]

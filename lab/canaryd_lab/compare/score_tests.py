@@ -8,9 +8,10 @@ from typing import Any
 from canaryd_lab.compare.score_files import ScoreError
 
 EXACT_UP_TO = 16
-"""Most unequal pairs for which all 2^n assignments of signs are tried; for more pairs, some are drawn at random."""
+"""Maximum number of unequal pairs for which all 2^n assignments of signs are tried; for more, some are drawn."""
 FLIPS = 9_999
-"""Number of assignments of signs that are drawn for more pairs; the smallest possible p is then 1/10,000."""
+"""Number of assignments of signs that are drawn at random if not all are tried; the smallest possible p is then
+1/10,000."""
 SEED = 20_240_229
 """Seed of the random signs, so that the same files always give the same p."""
 
@@ -27,15 +28,15 @@ def _stats() -> Any:
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the exact two-sided p of McNemar's test (1947); `b`, `c`: questions that only one file has right."""
+    """Return the exact two-sided p of McNemar's test (1947); `b` and `c`: questions only file A, only B has right."""
     return float(_stats().binomtest(b, b + c).pvalue) if b + c else 1.0
 
 
 def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
     """Return the two-sided p of the mean of paired differences under random signs (Fisher 1935).
 
-    Up to 16 nonzero differences: exact, over all 2^n assignments of signs. More: (hits + 1)/(flips + 1) over drawn
-    assignments, which never understates p (Phipson and Smyth 2010).
+    Up to `EXACT_UP_TO` nonzero differences: exact, over all 2^n assignments of signs. More: (hits + 1)/(flips + 1) over
+    drawn assignments, which never understates p (Phipson and Smyth 2010).
     """
     largest = max(map(abs, differences), default=0.0)
     live = [d / largest for d in differences if d]

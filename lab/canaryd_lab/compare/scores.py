@@ -19,7 +19,7 @@ from canaryd_lab.compare.score_files import Score, ScoreError, Scores
 from canaryd_lab.compare.score_tests import EXACT_UP_TO, FLIPS, holm, mcnemar, sign_flip, t95
 
 ALPHA = 0.05
-"""Largest probability that a whole comparison calls at least one difference "significant" by chance."""
+"""Largest probability that a comparison of two files, over all its tests, calls a chance difference significant."""
 POWER = 0.8
 """Probability of finding a true difference that is as large as the smallest visible one."""
 
@@ -45,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One metric of one task in both files; differences are B minus A, as in the scores (1 = 100 points if `share`)."""
+    """One metric of one task in both files. Differences are B minus A in the scores' unit (1 = 100 % if `share`)."""
 
     task: str
     metric: str
@@ -68,7 +68,8 @@ class Row:
     """95 % confidence interval of the difference, without a correction for the number of rows."""
     interval_method: str = ""
     smallest: float | None = None
-    """True difference that would be found significant, after the correction, with a probability of 80 %."""
+    """Size of the true difference that would be found significant, after the correction, with a probability of 80 %;
+    None if unknown."""
     spread: float | None = None
     """Standard error of the difference if the true difference is 0; `smallest` is derived from it."""
 
@@ -100,7 +101,7 @@ def _around(centre: float, half: float) -> tuple[float, float]:
 
 
 def _stderr(score: Score) -> tuple[float | None, str]:
-    """Return (the standard error of a score or None, where this number comes from)."""
+    """Return (the standard error of a score or None, a text that says how it was found)."""
     if score.stderr:
         return score.stderr, "given standard errors"
     if len(score.samples) > 1 and (spread := stdev(s.value for s in score.samples.values())):
@@ -169,7 +170,7 @@ def _smallest(row: Row, tests: int) -> float | None:
     """Return the smallest visible difference: (z of Holm's strictest step + z of the power) times the row's `spread`.
 
     For McNemar's test, the difference itself adds pairs of unequal answers. Connor's formula (1987) counts them; one is
-    added for the exact test's steps. With too few of them, the test is never significant.
+    added for the exact test's steps. If there are too few of them, the test is never significant.
     """
     if not row.spread:
         return None
@@ -236,7 +237,7 @@ def _numbered(scores: Iterable[Score]) -> Iterator[tuple[tuple[str, str, int], S
 
 
 def _settings(x: Score, y: Score, common: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (setting, value in x, value in y) for settings that differ; one that only one file has is not counted."""
+    """Yield (setting, value in x, value in y) for settings that differ; a setting of only one file is ignored."""
     for setting in x.settings:
         if setting in y.settings and x.settings[setting] != y.settings[setting]:
             yield setting, x.settings[setting], y.settings[setting]
@@ -308,7 +309,7 @@ def _p(p: float | None) -> str:
 
 
 def text(result: ScoreResult, width: int | None = None) -> str:
-    """Return the comparison for a terminal of `width` columns (None: this terminal's): a sentence, then each row."""
+    """Return the comparison as text of `width` columns (None: as wide as this terminal): a sentence, then each row."""
     room = columns() if width is None else width
     tests = sum(row.p is not None for row in result.rows)
     methods = sorted({row.test + (f"; interval: {row.interval_method}" if row.interval else "") for row in result.rows})
@@ -331,7 +332,7 @@ def text(result: ScoreResult, width: int | None = None) -> str:
 
 
 def _block(row: Row, room: int) -> list[str]:
-    """Return a row as three lines of at most `room` columns, wrapped if they are longer; shares are in percent."""
+    """Return a row as three lines, wrapped if they are longer than `room` columns; shares are in percent."""
     scale = 100 if row.share else 1
     a, b = (f"{scale * v:.2f}" if row.share else f"{v:.4g}" for v in (row.a, row.b))
     scores = f"A {a}, B {b}, B - A {scale * row.difference:+.2f}"

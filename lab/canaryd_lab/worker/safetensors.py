@@ -14,7 +14,7 @@ _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "
 _SAFETENSORS |= {"I64": "int64", "I32": "int32", "U32": "uint32", "I8": "int8", "U8": "uint8"}
 _SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn"}
 HEADER_LIMIT = 100_000_000
-"""Most bytes of a header, as the format says; captures of decoding have thousands of tensors."""
+"""Maximum bytes of a header, according to the format. Captures of decoding have thousands of tensors."""
 
 
 class BadFile(ValueError):
@@ -30,7 +30,7 @@ def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
 
 
 def parts_of_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """Yield a file's header, then the bytes of each tensor, so that memory never holds a large file."""
+    """Yield a file's header, then the bytes of each tensor, so that memory never holds the whole file."""
     codes = {getattr(torch, name): code for code, name in _SAFETENSORS.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0

@@ -89,11 +89,11 @@ class Recorder:
     step: str = ""
 
     def keep(self, name: str, tensor: Any) -> None:
-        """Copy a tensor to the host under its complete name."""
+        """Keep a copy of a tensor on the host, under its complete name."""
         self.kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
     def see(self, layer: str, operator: str, tensor: Any) -> Any:
-        """Record a tensor, changed if the drill is for this place; return the tensor with which the model continues."""
+        """Record a tensor and return it. If the drill is for this place, a changed copy is recorded and returned."""
         place = f"{layer}.{operator}"
         if place not in self.places:
             self.places.append(place)
@@ -105,7 +105,7 @@ class Recorder:
 
 
 def _spoilt(tensor: Any) -> Any:
-    """Return a copy in which the largest element's lowest exponent bit is flipped, so that it doubles or halves."""
+    """Return a copy with one exponent bit of the largest element flipped (the lowest), so that it doubles or halves."""
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     at = int(copy.abs().argmax())
     bits(copy).view(-1)[at] ^= 1 << form_of(copy.dtype).bits - 1
@@ -130,8 +130,8 @@ def record_directory(
 ) -> None:
     """Run the shipped prompts `names` through a Hugging Face model, and pass its tensors to the recorder.
 
-    Operators are the leaf modules of every decoder layer, under their own names, and the layer itself as "out".
-    `forced` processes a prompt in one pass. Raises `Skip` if the model does not run or fit here.
+    Operators are the leaf modules of every decoder layer, under their own names, and the layer itself as "out". With
+    `forced`, a prompt is processed in one pass. Raises `Skip` if the model does not run or fit here.
     """
     prompts = []
     for prompt in load(files()):

@@ -1,6 +1,6 @@
 """Find the first difference of two captures, and decide whether it is rounding or a fault: `canaryd compare A B`.
 
-The stronger of the two rules that applies is used (docs/compare.md derives them and gives measurements):
+One of two rules is used, the first if it applies (docs/compare.md derives them and gives measurements):
 
 same stack   Every bit must be equal. The fault is in the first operator that differs.
 difference   Rounding makes differences of one size all over a tensor, which grow slowly from operator to operator. An
@@ -20,11 +20,11 @@ from canaryd_lab.worker.canary.capture import Capture, name_of, read
 
 SCHEMA = "canaryd.compare/1"
 PEAK = 16.0
-"""Rule "difference": limit of a tensor's largest element divided by its noise; healthy stacks had up to 8.4."""
+"""Rule "difference": limit of the ratio of a tensor's largest difference to its noise; healthy stacks had up to 8.4."""
 GROWTH = 4.0
-"""Rule "difference": limit of a tensor's noise divided by the largest noise before it; healthy stacks had up to 2.0."""
+"""Rule "difference": limit of the ratio of a tensor's noise to the largest noise before it; healthy: up to 2.0."""
 SMALLEST = 32
-"""Fewest elements of a tensor whose median is used as its noise."""
+"""Minimum number of elements of a tensor whose median is used as its noise."""
 IRRELEVANT = ("python", "kernel", "visible_cores")
 """Facts of a stack that never change the bits of a result."""
 
@@ -101,7 +101,7 @@ def _stack(capture: Capture) -> dict[str, str]:
 
 
 def _notes(a: Capture, b: Capture) -> list[str]:
-    """Return sentences about other differences of two captures, such as their stacks, and what is not compared."""
+    """Return sentences on what else differs between two captures, e.g. their stacks, and on what is not compared."""
     notes = [
         f"{which} is a drill: one element was changed at {c.about['drill']}"
         for which, c in (("A", a), ("B", b))
@@ -130,7 +130,7 @@ def _shared_prompts(a: Capture, b: Capture) -> list[str]:
 
 
 def _common(a: Capture, b: Capture, result: dict[str, Any]) -> list[str]:
-    """Return the names of tensors that can be compared, in computing order; note why the others cannot."""
+    """Return the names of comparable tensors in computing order; add a note to `result` for every other tensor."""
     names = []
     for prompt in _shared_prompts(a, b):
         one, two = a.tensors[f"{prompt}/input"], b.tensors[f"{prompt}/input"]
@@ -180,10 +180,10 @@ def _agree(a: Any, b: Any) -> Any:
 
 
 def _difference(a: Any, b: Any) -> dict[str, Any]:
-    """Return numbers that describe the difference of two tensors of one shape; None if undefined, as "absent" explains.
+    """Return numbers that describe the difference of two tensors of one shape; "absent" has the reason for each None.
 
-    relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between them; max_abs: largest |a - b|; all in float64.
-    ulp: largest number of steps from one value to the other through the numbers of the narrower format (both are first
+    relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between a and b; max_abs: largest |a - b|; all in float64. ulp:
+    largest number of steps from one value to the other through the numbers of the narrower format (both are first
     rounded to it), which is the difference of the bit patterns in order of value (IEEE 754-2019, section 5.10).
     """
     x, y = a.to(torch.float64), b.to(torch.float64)
@@ -266,7 +266,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _roundoff(kind: Any, longest: int) -> float:
-    """Return the relative error of one operator by rounding: its own, and that of sums of `longest` terms."""
+    """Return the relative error of one operator by rounding: of its result, and of its sums of `longest` terms."""
     return math.ldexp(1.0, -kind.bits) + math.ldexp(math.sqrt(longest), -max(kind.bits, FORMATS["float32"].bits))
 
 
@@ -290,10 +290,11 @@ def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> Non
 
 
 def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
-    """Return (the largest difference divided by its tensor's noise, this noise relative to the rows' mean size).
+    """Return (largest ratio of a difference to the noise, noise relative to the mean size of the rows).
 
     Noise is estimated by medians, which a few wrong elements do not change: 1.4826 times the median of |x| is the
-    standard deviation of a normal x (P. J. Rousseeuw, C. Croux, J. Am. Stat. Assoc. 88, 1993, section 1).
+    standard deviation of a normal x (P. J. Rousseeuw, C. Croux, J. Am. Stat. Assoc. 88, 1993, section 1). `u` is the
+    roundoff.
     """
     off = (a - b).abs()
     off = torch.where(_agree(a, b), 0.0, off)
@@ -310,7 +311,7 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
 
 
 def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Add a row for each chosen token whose logit is not the largest, because that choice is wrong."""
+    """Add a row for the first step of each prompt whose chosen token is wrong: its logit is not the largest."""
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
         slips = [_slip(c, prompt) for c in (a, b)]
         step = next((s for s in slips if s is not None), None)

@@ -88,7 +88,7 @@ def _string(text: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """Return a value's bytes after the number of its `gguf_metadata_value_type`; lists hold whole numbers or texts."""
+    """Return the type number (`gguf_metadata_value_type`) and the value as bytes; lists hold integers or texts."""
     if isinstance(value, list) and isinstance(value[0], int):
         return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     if isinstance(value, list):

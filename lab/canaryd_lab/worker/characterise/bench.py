@@ -20,7 +20,7 @@ from canaryd.worker.runtime.interface import Operation, Runtime
 from canaryd_lab.observation import Claim, Observation, Seen
 
 BLIND = "blind"
-"""The drill that makes every comparison say "equal", to show that the controls notice this."""
+"""Name of the drill in which every comparison says "equal", to show that the controls notice this."""
 SEED = 20_261_123
 """Seed of all operands, so that two characterisations of one device compute the same data."""
 Compute = Callable[[tuple[Any, ...], Any], Any]
@@ -34,7 +34,7 @@ class DeviceFailed(Exception):
 
 @dataclass
 class Bench:
-    """One part of a characterisation while it runs."""
+    """One part (group of tests) of a characterisation while it runs."""
 
     device: Device
     seconds: float
@@ -68,7 +68,7 @@ class Bench:
     def add(
         self, name: str, claim: Claim, seen: Seen, detail: str = "", *, error: str = "", values: Values | None = None
     ) -> None:
-        """Record one observation: `claim` is what the result must be, `seen` what it was."""
+        """Record one observation: `claim` is what the result should be, `seen` what it was."""
         self.progress(min(0.99, 1 - self.left / self.seconds), name)
         self.seen.append(
             Observation(name=name, claim=claim, seen=seen, error=error, detail=detail, values=values or {})
@@ -102,7 +102,7 @@ class Bench:
         return runtime.agree([result], golden)[0] and on_host
 
     def verify(self, name: str, build: Callable[[], Problem], compute: Compute, claim: Claim = Claim.STRICT) -> None:
-        """Upload and compute one problem twice; record whether both results are equal to the golden bit for bit."""
+        """Upload and compute one problem twice; record whether both results equal the golden bit for bit."""
         if self.out_of_time(name, claim):
             return
         try:

@@ -1,4 +1,4 @@
-"""Controls: injected faults must be seen as wrong; if they are not, no result seen as right can be trusted."""
+"""Controls: injected faults must be seen as wrong. If they are not, results that were seen as right prove nothing."""
 
 from __future__ import annotations
 

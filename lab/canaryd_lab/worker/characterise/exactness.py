@@ -42,12 +42,12 @@ SIXTEENTHS = {
     "decode": (16, 256, 256, 0),
     "tall": (256, 32, 128, 0),
 }
-"""The shapes for FP8, whose kernels need multiples of 16 and two dimensions."""
+"""Name of a shape → (M, N, K, batch) for FP8, whose kernels need multiples of 16 and have no batch."""
 ATTENTION_SHAPES = {
     "prefill": (1, 2, 2, 64, 64, 64), "grouped": (1, 4, 2, 33, 80, 64), "decode": (2, 2, 1, 1, 320, 64),
     "long": (1, 2, 2, 8, 1024, 128),
 }  # fmt: skip
-"""Name of a shape → (B, H, G, L, S, D)."""
+"""Name of a shape → (B, H, G, L, S, D), the sizes of an attention problem."""
 ATTENTION_FORMATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -105,14 +105,14 @@ def switches_of(source: str) -> list[Switch]:
 
 
 def product_of(device: Device, source: str, target: str, content: str, layout: str, shape: tuple[int, ...]) -> Product:
-    """Return a product whose sums need as many bits as the goldens assume that the device keeps."""
+    """Return a product whose sums use all the bits that canaryd assumes the device's partial sums to have."""
     M, N, K, batch = shape
     room = room_of(device, source, target, batched=batch > 0)
     return Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
 
 
 def products(source: str, target: str, bench: Bench) -> None:
-    """Verify a pair of formats in every content, layout and shape; then with each library and each switch on."""
+    """Verify a pair of formats in every content, layout and shape, then with each library, then with each switch on."""
     source = float8(bench.device, source)
     name = label_of(source, target)
     if source == "tfloat32" and bench.device.unit != "cuda":
@@ -137,7 +137,7 @@ def products(source: str, target: str, bench: Bench) -> None:
 
 
 def _mixed(*lists: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of the lists in an irregular order, so that an early end leaves some of each tried."""
+    """Return all combinations of the lists in an irregular order, so that an early end has tried some of each kind."""
     return sorted(itertools.product(*lists), key=lambda choice: derive(SEED, " ".join(choice)))
 
 
@@ -149,7 +149,7 @@ def _builder(device: Device, source: str, target: str, content: str, layout: str
 def _varied(
     bench: Bench, source: str, target: str, what: str, backends: tuple[str, ...], choose: Any, compute: Any
 ) -> None:
-    """Measure a pair of formats again, with a switch on or with another library, which `what` names."""
+    """Measure a pair of formats again in the variant `what`: with a switch on (`choose`) or with another library."""
     name = f"{label_of(source, target)}/{what}"
     if bench.device.backend not in backends:
         bench.add(name, Claim.OPEN, Seen.NOT_OFFERED, f"not offered here: {what} is for {', '.join(backends)}")

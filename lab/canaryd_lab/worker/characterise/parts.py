@@ -18,12 +18,12 @@ from canaryd_lab.worker.characterise import behaviour, controls, exactness, spee
 from canaryd_lab.worker.characterise.bench import Bench, DeviceFailed, Progress
 
 SLOW = {"jax": 60}
-"""Runtime → seconds of its attention part if 12 are too few: XLA compiles every shape anew."""
+"""Runtime → seconds for its attention part, if 12 are too few: XLA compiles every shape anew."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A group of tests. `rank` is its place in the order: 0 is first. `seconds` is its longest time."""
+    """A group of tests. `rank` is its place in the order, 0 being the first. `seconds` is the most that it takes."""
 
     name: str
     title: str
@@ -87,7 +87,7 @@ WITHOUT_TORCH = frozenset({"vendor tool"})
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return {"parts": the device's} if the argument `part` is "", else that part's "observations" and "facts"."""
+    """Return {"parts": …} of the device if the argument `part` is "", else that part's "observations" and "facts"."""
     device = from_json(Device, arguments["device"])
     if not arguments["part"]:
         mine = (p for p in PARTS.values() if device.runtime in p.runtimes)

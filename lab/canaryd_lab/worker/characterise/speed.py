@@ -26,7 +26,7 @@ from canaryd_lab.worker.characterise.exactness import product_of
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 GROWTH = 5.0
-"""Assumed time of a size divided by that of half the size: between 4, for the golden, and 8, for the product (ours)."""
+"""Assumed ratio of the times for a size and for half the size (our choice): between 4 (golden) and 8 (product)."""
 SAMPLE = 0.15
 """Shortest time in seconds of one measurement of speed."""
 
@@ -77,7 +77,7 @@ class Repetition:
     """Products that a GPU repeats without the host: unverified, or verified on fresh operands as in exact_matmul."""
 
     def __init__(self, session: Session, case: Case, pools: Problem, seed: int) -> None:
-        """Capture both kinds of burst; raise the runtime's exception, or `ValueError` if a comparison sees no fault."""
+        """Capture both kinds of burst; raise `ValueError` if a comparison misses a fault, or a runtime's exception."""
         assert case.product is not None
         runtime, device = session.runtime, session.ctx.device
         gatherer = Gatherer(runtime, device, case.product, pools, seed)
@@ -124,8 +124,8 @@ def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None
 
 
 Speeds = tuple[tuple[float, float | None], tuple[float, float | None], int]
-"""(unverified, verified, wrong products); each of the first two: (seconds per product, share of the time in which the
-device was busy)."""
+"""(unverified speed, verified speed, number of wrong products). A speed is (seconds per product, share of the time in
+which the device was busy or None)."""
 
 
 def _measured(bench: Bench, source: str, target: str, product: Product) -> Speeds:
@@ -184,7 +184,7 @@ def _one_by_one(bench: Bench, source: str, target: str, product: Product) -> Spe
 
 
 def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]:
-    """Return (seconds of one call of `work`, share of the time in which a processor was busy or None if unknown)."""
+    """Return (seconds of one call of `work`, share of the time that the processor worked; None on other devices)."""
     work()
     synchronize(bench.device)
     calls, started, processor = 0, time.perf_counter(), time.process_time()

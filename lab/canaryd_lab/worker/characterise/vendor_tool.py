@@ -22,9 +22,9 @@ class Field:
     query: str
     reading: str
     factor: float = 1.0
-    """Factor from the tool's unit to the reading's unit."""
+    """Number by which the tool's value is multiplied to get the reading's unit."""
     tolerance: float = 0.0
-    """Largest difference, in the reading's unit, between two reads a second apart (ours)."""
+    """Largest difference, in the reading's unit, between two reads a second apart (our choice)."""
 
 
 FIELDS = (

@@ -3,7 +3,7 @@
 One output is big + small - big, exact in the operand format; the three terms are at three places of K that change from
 row to row, and every other term is 0. In some rows the small term is added to the big one first. With big = 2**n small,
 the answer is small if the accumulator keeps n + 1 bits. The width is the largest number of bits with which every row is
-right. With one bit more, a small term of 3 gives 4 if the accumulator rounds to nearest, and 0 if it truncates.
+right. With one bit more, a small term of 3 becomes 4 if the accumulator rounds to nearest, and 0 if it truncates.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from canaryd_lab.worker.characterise.bench import BLIND, SEED, Bench
 from canaryd_lab.worker.characterise.exactness import switches_of
 
 ROWS, COLUMNS, DEPTHS = 64, 32, (64, 512)
-"""Rows and columns of the result, and the lengths of its sums; in each row the three terms are at different places."""
+"""Rows and columns of the result, and the lengths of its sums. The places of the three terms change from row to row."""
 SOFTWARE = 11
-"""Bits that a float16 accumulator in software keeps, with which the method is checked."""
+"""Number of bits that a float16 accumulator in software keeps; the method of measuring is checked with it."""
 Multiply = Callable[[tuple[Any, ...]], Any]
 
 
 def operands(source: Format, target: Format, n: int, small: int, K: int) -> tuple[Any, Any, float] | None:
-    """Return A, B by columns, and the unit in which the terms are 2**n, `small`, -2**n; None if no exponents fit."""
+    """Return (A, B by columns, unit); each output is 2**n + `small` - 2**n units. None if no exponents fit."""
     low = max(2 * source.emin, target.emin, -100)
     high = min(2 * source.emax, target.emax, 100) - 2
     unit = min(0, high - n)
@@ -58,7 +58,7 @@ def operands(source: Format, target: Format, n: int, small: int, K: int) -> tupl
 
 
 def measure(source: Format, target: Format, multiply_: Multiply) -> dict[str, float | int | str]:
-    """Return the bits that the accumulator keeps, over all rows and depths, and how it rounds the next bit."""
+    """Return the bits that the accumulator keeps, the bits tried, and how the first lost bit is rounded, if any."""
     kept, tried, rounding = 0, 0, ""
     for n in range(1, 60):
         fits, right = False, True
@@ -81,7 +81,7 @@ def measure(source: Format, target: Format, multiply_: Multiply) -> dict[str, fl
 
 
 def _rounding(source: Format, target: Format, n: int, multiply_: Multiply) -> str:
-    """Return the name of the rounding that the accumulator uses for a term of 3 between two neighbours 4 apart."""
+    """Return a text that says how the accumulator rounds a term of 3, which lies between two neighbours 4 apart."""
     made = operands(source, target, n, 3, DEPTHS[0])
     if made is None:
         return "not known: no exponents fit"
@@ -104,7 +104,7 @@ def in_software(made: tuple[Any, ...]) -> Any:
 
 
 def widths(bench: Bench) -> None:
-    """Measure every pair of formats, switches off and each on; compare with the width that the goldens assume."""
+    """Measure every pair of formats with switches off, then with each on; compare with the assumed width."""
     found = measure(FORMATS["float16"], FORMATS["float16"], in_software)
     seen = Seen.WRONG if found["kept_bits"] == SOFTWARE and bench.drill != BLIND else Seen.RIGHT
     text = f"an accumulator of {SOFTWARE} bits, made in software, must measure {SOFTWARE}, not 24"

@@ -1,1 +1,1 @@
-"""The lab's exact canaries: construction, proof, export, capture."""
+"""Exact canaries (models with one right answer) in the lab: construction, proof, export, capture."""

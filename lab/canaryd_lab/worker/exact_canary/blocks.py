@@ -1,4 +1,4 @@
-"""The two blocks of a layer, attention and MLP: the inputs and outputs of each row of each linear operator."""
+"""The two blocks of a layer, attention and MLP: for each row of their linear operators, what it reads and writes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from canaryd_lab.worker.exact_canary.layout import ONE, Layout, Port, query_scal
 from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, Twins, full, twins, units
 
 PAIRS = 24
-"""Pairs of cancelling weights per row; with more, float32 sums would hide the lowest bits of a fault."""
+"""Number of pairs of cancelling weights per row. With more, float32 sums would hide the lowest bits of a fault."""
 MOST = 20
-"""Pairs of cancelling weights per row if gains have full significands: their 16-bit products then stay below 2^23."""
+"""Number of pairs of cancelling weights per row if gains have full significands: 16-bit products stay below 2^23."""
 
 
 class Block:
-    """Base of both blocks: sizes, program, layout, and the inputs (port) that a block reads after its norm."""
+    """Base class of both blocks: sizes, program, layout, and the inputs (`port`) that a block reads after its norm."""
 
     def __init__(self, shape: Shape, program: Plan, layout: Layout, port: Port, digits: Digits) -> None:
         self.shape, self.program, self.layout, self.port, self.digits = shape, program, layout, port, digits
@@ -29,15 +29,15 @@ class Block:
         return Matrix(port, rows, self.digits)
 
     def unit(self, row: int, layer: int) -> int:
-        """Return the number of a dimension that is 1 after every norm, but not of the one reserved for biases."""
+        """Return the index of a dimension that is 1 after every norm; it is never the one reserved for biases."""
         return self.layout.units[1 + (row + layer) % (len(self.layout.units) - 1)]
 
 
 class Attention(Block):
-    """Attention: queries find a place by its code; the place's value is written into the copied pairs of dimensions."""
+    """Attention: queries find a place by its code, and copy the place's value into pairs of dimensions."""
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
-        """Return the block's weights, named below the layer."""
+        """Return the block's weights: name of a tensor, without the layer → tensor."""
         s = self.shape
         queries = self.matrix(self.port, s.heads * s.head)
         keys, values = (self.matrix(port, s.kv_heads * s.head) for port in (self._moving_port(), self.port))
@@ -81,7 +81,7 @@ class Attention(Block):
         return found
 
     def _moving_port(self) -> Port:
-        """Return the keys' inputs, without pairs of constants: a fault in one would shift all keys and keep the tie."""
+        """Return the keys' inputs without pairs of constants: a fault in such a pair would shift all keys alike."""
         port = self.port
         return Port(port.classes, port.gains, pairs=[p for p in port.pairs if port.classes[p[0]] != ONE])
 
@@ -91,7 +91,7 @@ class Attention(Block):
         matrix.add(row, (dim, weight / self.port.gains[dim]))
 
     def _bias(self, seed: int, name: str, weight: Any, live: Any) -> dict[str, Any]:
-        """Return a bias of full significands, and add weights that subtract it again through the reserved dimension."""
+        """Return a random bias, and add weights that subtract it again through the dimension reserved for biases."""
         unit: Any = 1 / 32
         low, high = 129, 255
         if levels := self.digits.levels:
@@ -102,7 +102,7 @@ class Attention(Block):
         return {f"self_attn.{name}_proj.bias": bias}
 
     def _retrieved_port(self, seed: int) -> tuple[Port, list[tuple[Twins, Hashable]]]:
-        """Return the output projection's inputs, and (twins, value bit or `ONE`) for each pair of head dimensions."""
+        """Return (inputs of the output projection, (twins, value bit or `ONE`) for each pair of head dimensions)."""
         s, kinds = self.shape, self.program.value_bits + 1
         known, unit = twins(self.digits.bits, self.digits.levels), self.digits.offered
         pick = below(seed, "value twins", (s.head // 2,), len(known)).tolist()
@@ -120,7 +120,7 @@ class Attention(Block):
     def _read_value(
         self, values: Matrix, row: int, kind: tuple[Twins, Hashable], at: tuple[int, int], layer: int
     ) -> None:
-        """Add weights to a row of the value projection: it reads a bit of the value, or a constant."""
+        """Add weights to a row of the value projection: as `kind` says, it reads a bit of the value or a constant."""
         pair, bit = kind
         gain = (pair.c if at[1] % 2 else pair.a) * self.digits.offered
         if bit == ONE:
@@ -164,7 +164,7 @@ class Mlp(Block):
     def _jobs(self) -> list[tuple[Hashable, ...]]:
         """Return the jobs of neurons: a constant, a copy of a retrieved bit, a copy of a value's bit, or a product.
 
-        ("product", bit, x, y): the value's bit if the two retrieved bits are x and y, otherwise 0.
+        ("product", bit, x, y) gives the value's bit if the two retrieved bits are x and y, otherwise 0.
         """
         bits = range(self.program.value_bits)
         jobs: list[tuple[Hashable, ...]] = [(ONE,)]
@@ -173,7 +173,7 @@ class Mlp(Block):
         return jobs + [("product", bit, x, y) for bit in bits for x in (1, -1) for y in (1, -1)]
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
-        """Return the block's weights, named below the layer."""
+        """Return the block's weights: name of a tensor, without the layer → tensor."""
         return {f"mlp.{name}_proj.weight": weight for name, weight in self.matrices(layer, seed, 0, {}).items()}
 
     def matrices(self, layer: int, seed: int, flips: int, apart: Mapping[int, int]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Mlp(Block):
     def _read_retrieved(
         self, matrix: Matrix, row: int, lag: Hashable, bit: Hashable, weight: float, layer: int
     ) -> None:
-        """Let a row read a retrieved bit t by added weights: after the norm, (s + 2 t) / 4 - (s - 2 t) / 4 = t."""
+        """Let a row read `weight` times a retrieved bit t: after the norm, (s + 2 t) / 4 - (s - 2 t) / 4 = t."""
         index = lag * self.program.value_bits + bit  # type: ignore[operator]
         options = [c for c in self.layout.copied if c.retrieved == index]
         c = options[(row + layer) % len(options)]

@@ -30,9 +30,9 @@ SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"
 """Name of the one prompt in a capture."""
 MODEL = "exact canary"
-"""Beginning of `model` in a capture; the kind of attention follows."""
+"""Beginning of the model's name in a capture; the kind of attention follows."""
 ROUTED = (".shares", ".chosen")
-"""Suffixes of the router's results, whose order is arbitrary: they are compared as the share of each expert."""
+"""Suffixes of the router's results. Their order is arbitrary, so the share of each expert is compared instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,18 @@ class Ran:
     faults: int
     """Number of places that are wrong although everything that they read is right."""
     places: tuple[Place, ...] = ()
-    """The first 64 of the places at fault, in the order of computation."""
+    """The first 64 wrong places whose inputs are right, in the order of computation."""
     fault: Fault | None = None
-    """The first fault, or None if there is none."""
+    """The first wrong operator whose inputs are right, or None if there is none."""
     again: str = ""
     """Outcome of a second run: "same" fault, "other" fault or "right"; "" if the first run had no wrong value."""
     weights: tuple[tuple[str, Evidence], ...] = ()
-    """Weights (name, what was wrong) that differed when they were read back from the device after the inference."""
+    """(name, evidence) for each weight that differed when it was read back from the device after the inference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Inferences that the device refuses, with its reason."""
+    """Inferences that the device cannot run, with the reason."""
 
     dtype: str
     kernel: str
@@ -70,25 +70,26 @@ class Refused:
 
 @dataclass
 class Session:
-    """The inferences that run on one device."""
+    """The inferences of an exact canary on one device, and what they found."""
 
     device: Device
     strike: Watch | None = None
-    """Function that changes a result before it is recorded: an injected fault."""
+    """Function that changes a result before it is recorded, to inject a fault; None for no fault."""
     drill: str = ""
-    """Place such as "2.down", whose result is changed once, in the first inference that has this place."""
+    """Place such as "2.down" whose result a drill changes once, in the first inference that has this place; "" for
+    none."""
     places: list[str] = field(default_factory=list)
     """Places seen so far."""
     struck: bool = False
     wrong: Recorder | None = None
-    """Recorder of the first inference with a wrong value."""
+    """Recorder of the first inference with a wrong value; None if no value was wrong."""
 
     def __post_init__(self) -> None:
         """Raise `Skip` if the exact canary does not run through the device's runtime."""
         self.runtime, self.operators = interface.of(self.device), interface.operators_of(self.device)
 
     def run(self, inference: Inference, known: Truth, weights: Mapping[str, Any]) -> Ran:
-        """Run one inference and return its comparison; repeat it if a value is wrong. `weights` are on the device."""
+        """Run one inference and compare it with `known`, the proved results; run it again if a value is wrong."""
         recorder = Recorder(operators=True, drill="" if self.struck else self.drill)
         found = self.once(inference, known, weights, recorder)
         self.struck |= recorder.struck
@@ -118,7 +119,7 @@ class Session:
         )
 
     def once(self, inference: Inference, known: Truth, weights: Mapping[str, Any], recorder: Recorder) -> Examined:
-        """Run one inference and return its comparison; `recorder` then holds a complete capture."""
+        """Run one inference and compare it with `known`, the proved results; `recorder` gets a complete capture."""
         recorder.prompt, recorder.step = PROMPT, "forced" if inference.path == "forced" else "-1"
         words = known.values["word"].to(torch.int64)
 
@@ -151,7 +152,7 @@ class Session:
 
 
 def _complete(recorder: Recorder, given: Any) -> None:
-    """Complete a recorder's tensors to a capture: add the tokens that were given and those that were chosen."""
+    """Add the given and the chosen tokens to a recorder, so that its tensors are a complete capture."""
     chosen = [recorder.kept.pop(name) for name in [*recorder.kept] if name.endswith("/word")]
     best = torch.cat(chosen, 1) if chosen else recorder.kept[f"{PROMPT}/forced/head/logits"].argmax(-1)
     recorder.keep(f"{PROMPT}/input", given)
@@ -159,7 +160,7 @@ def _complete(recorder: Recorder, given: Any) -> None:
 
 
 def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
-    """Return every inference of these formats: first those with an anchor, then without, last those with experts."""
+    """Return every inference of these formats: models with an anchor come first, those with experts last."""
     count = steps(TINY, "quick")
     found = [Inference(form, path, 1, kernel, count) for form, kernel, path in product(forms, kernels(device), PATHS)]
     found.sort(key=lambda inference: not inference.anchored)
@@ -202,7 +203,7 @@ def _upload(known: Truth, form: str, device: Device) -> dict[str, Any]:
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Return the results as JSON data (docs/compare.md).
+    """Run the exact canary as requested; return the results as JSON data (docs/compare.md).
 
     Arguments: device (a `Device` as JSON), dtype ("" for all), seed (of model and prompt), out ("" or the path for the
     first wrong inference), drill ("" or the place to change). Raises `ValueError` for a wrong argument, `Skip` if

@@ -15,18 +15,19 @@ from canaryd_lab.worker.exact_canary.layout import Layout, lay_out, ports
 from canaryd_lab.worker.exact_canary.matrix import Digits, Matrix, full
 
 READ = 16
-"""Pairs of cancelling weights per row of the head; with more, float32 sums would hide the lowest bits of a fault."""
+"""Number of pairs of cancelling weights per row of the head. With more, float32 sums would hide the lowest bits of a
+fault."""
 TOP = 20
-"""Logit of the right word; each wrong bit of place or value in another word lowers its logit by 8."""
+"""Logit of the right word. Another word has 8 less for each wrong bit of its place or value."""
 
 
 def construct(shape: Shape, seed: int, *, anchored: bool | None = None, bits: int = 0) -> Model:
-    """Return the model of a seed, its weights of at most `bits` bits (0: bfloat16); raise `Unfit` for small sizes."""
+    """Return the model of a seed, with weights of at most `bits` bits (0: bfloat16); raise `Unfit` for small sizes."""
     return Maker(shape, plan(shape, anchored=anchored), seed, Digits.quantised(bits)).model()
 
 
 class Maker:
-    """State that the steps of constructing one model share."""
+    """The state that the steps of constructing one model share."""
 
     def __init__(self, shape: Shape, program: Plan, seed: int, digits: Digits) -> None:
         self.shape, self.program, self.seed, self.digits = shape, program, seed, digits
@@ -51,14 +52,14 @@ class Maker:
         return Model(self.shape, self.program, self.seed, weights)
 
     def _codes(self) -> Any:
-        """Return each place's code as signs (places, place bits)."""
+        """Return the code of each place, as signs (places, bits of a place)."""
         order = permutation(self.seed, "places", self.program.places)
         return _signs(order, self.program.place_bits)
 
     def _statics(self) -> Any:
-        """Return the bits of each word that do not change, as signs (places + 1, statics).
+        """Return the constant bits of each place's words, as signs (places + 1, constant bits).
 
-        A row: the place's code, the codes that its even and odd heads look for, its code again, +1, and its pair of
+        A row has: the place's code, the codes that its even and odd heads look for, its code again, +1, and its pair of
         experts. The last row is the anchor's.
         """
         place = torch.arange(self.program.places)
@@ -72,7 +73,7 @@ class Maker:
         return torch.cat([words, anchor])
 
     def _embedding(self) -> Any:
-        """Return the embedding (vocabulary, hidden); words outside the program repeat the rows of words inside."""
+        """Return the embedding (vocabulary, hidden); words that the program does not use repeat rows of used words."""
         p = self.program
         word = torch.arange(self.shape.vocabulary) % p.words
         place, value = word // p.values, word % p.values
@@ -91,7 +92,7 @@ class Maker:
         return out
 
     def _head(self) -> Any:
-        """Return the head (vocabulary, hidden): 20 for the right word, 8 less per wrong bit; plus `_readers`."""
+        """Return the head (vocabulary, hidden): logit 20 for the right word, 8 less per wrong bit; and `_readers`."""
         p, head = self.program, Matrix(self.at_a, self.shape.vocabulary, self.digits)
         word = torch.arange(p.words)
         before = self.codes[(word // p.values - 1) % p.places].to(torch.float64)
@@ -119,7 +120,7 @@ class Maker:
         return head.finish(self.seed + 8, 16.0, READ)
 
     def _readers(self, head: Matrix) -> None:
-        """Let each word outside the program read one static bit, with a weight of full significand of 2 to 4."""
+        """Let each word outside the program read one constant bit, with a weight of full significand from 2 to 4."""
         rest = range(self.program.words, self.shape.vocabulary)
         sizes = full(self.seed, "readers", len(rest), 2.0, self.digits.bits)
         names = [name for name in self.at_a.members if isinstance(name, tuple) and name[0] == "s"]
@@ -129,7 +130,7 @@ class Maker:
 
 
 def _narrow(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights in bfloat16; raises `Inexact` if one has more bits."""
+    """Return weights in bfloat16; raise `Inexact` if one needs more bits."""
     narrow = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     for name, weight in weights.items():
         if not torch.equal(narrow[name].to(torch.float32), weight):

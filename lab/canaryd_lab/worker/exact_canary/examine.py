@@ -16,7 +16,7 @@ from canaryd.worker.numeric.tensors import torch
 from canaryd_lab.worker.exact_canary.truth import Truth, axis_of
 
 LISTED = 64
-"""Most places that are listed."""
+"""Maximum number of wrong places that are listed."""
 INPUTS = {
     **dict.fromkeys(("query", "key", "value"), ("attention_norm",)),
     "rotated_query": ("query",),
@@ -43,7 +43,8 @@ AXES = {
     **dict.fromkeys(("rotated_query", "rotated_key", "keys", "values"), ("", "head", "position", "element")),
     "word": ("", "position"),
 }
-"""Operator → what each axis of its result counts; position and element for others. The first axis is the single row."""
+"""Operator → what each axis of its result counts; operators that are not listed: position and element. The first axis
+is the single row of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ class Place:
     """A position at which an operator's result is wrong although everything that it read is right."""
 
     layer: str
-    """"0" is the first layer, "0.expert2" an expert in it; "input" is before the layers and "head" after them."""
+    """Layer of the operator: "0" is the first layer, "0.expert2" an expert in it; "input" is before the layers, "head"
+    after them."""
     operator: str
     step: str
     """"forced" for one pass over the text, otherwise the number of decoding's forward pass; 0 is the prompt."""
@@ -64,14 +66,15 @@ class Fault:
 
     place: Place
     where: Mapping[str, int]
-    """What an axis counts → index of the first wrong element on it; positions count from the start of the text."""
+    """Name of an axis (what it counts) → index of the first wrong element on it; positions count from the start of the
+    text."""
     wanted: str
-    """The right value of that element in Python's notation."""
+    """The right value of the first wrong element, in Python's notation."""
     got: str
     bits: tuple[int, ...]
     """Bits in which the wrong value differs from the right one; 0 is the lowest."""
     evidence: Evidence
-    """All elements that this operator itself made wrong; the indices are those of the captured tensor."""
+    """All elements that this operator itself made wrong. Their indices are those of the captured tensor."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Examined:
 
 
 def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
-    """Compare one inference's tensors with the truth, in computing order; `form`: its or its exponentials' format."""
+    """Return the comparison of one inference's tensors with the truth; `form`: its format, or its exponentials'."""
     bad: dict[str, Any] = {}
     places: list[Place] = []
     values = loose = wrong = count = 0
@@ -124,7 +127,7 @@ def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
 
 
 def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
-    """Return the places whose results `place` reads; `fused`: one kernel computes all of attention."""
+    """Return the places whose results `place` reads; `fused`: whether one kernel computes the whole attention."""
     layer, _, operator = place.rpartition(".")
     if "." in layer:  # of an expert
         outer = layer.partition(".")[0]
@@ -139,7 +142,7 @@ def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
 
 
 def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
-    """Return truth values per position: whether a place read a wrong value, or was wrong at an earlier step (cache)."""
+    """Return, per position, whether a place read a wrong value, or was wrong at an earlier step (in the cache)."""
     found = torch.zeros_like(next(iter(bad.values())))
     for read in (*reads, place):
         if read in bad:
@@ -149,7 +152,7 @@ def _inherited(place: str, bad: Mapping[str, Any], reads: list[str]) -> Any:
 
 
 def _fault(place: Place, start: int, got: Any, value: Any, off: Any) -> Fault:
-    """Return the fault of `place`; `off` marks the wrong elements of its result `got`; `start`: first position."""
+    """Return the fault of `place` from its result `got`, the right `value`, and `off`, which marks wrong elements."""
     # A right 0 may have either sign: it gets that of the wrong value, so that the bits are those that were flipped.
     value = torch.where(value == 0, torch.copysign(value, got.to(torch.float64)), value)
     want = torch.where(off, value, got.to(torch.float64)).to(got.dtype)

@@ -1,8 +1,8 @@
 """The experts of a mixture, which replace a layer's MLP; a pair of experts computes each word (docs/exact-canary.md).
 
-Both experts of a pair write the MLP's result, but one adds a number to every dimension, and the other subtracts it. So
-their mean is right, and an expert paired with a wrong one gives errors everywhere. Each pair negates other bits of the
-value, so a wrong pair gives another word.
+Both experts of a pair write the MLP's result, but one adds a number to every dimension, and the other subtracts this
+number. So their mean is right, but an expert combined with one of another pair gives errors everywhere. Each pair
+negates other bits of the value, so a wrong pair gives another word.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from canaryd_lab.worker.exact_canary.matrix import Matrix, full
 LEAST = 66.0
 """Smallest weight of a bit in an expert's logit. Each wrong bit lowers the logit by twice its weight, at least 132."""
 NOISE = 64.0
-"""Size of the router's cancelling weights; an error in the lowest bit of one is large enough to break a tie."""
+"""Size of the router's cancelling weights. An error in the lowest bit of one of them is large enough to break a tie."""
 
 
 class Experts(Mlp):
-    """A router and its experts."""
+    """A router and its experts, which replace the MLP of a layer."""
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
-        """Return the block's weights, named below the layer."""
+        """Return the block's weights: name of a tensor, without the layer → tensor."""
         count = self.shape.experts
         order = permutation(seed, "experts", count).tolist()
         router = self.matrix(self.port, count)
@@ -40,7 +40,7 @@ class Experts(Mlp):
         return {"block_sparse_moe.gate.weight": router.finish(seed + 9, NOISE, PAIRS), **found}
 
     def _read_route(self, router: Matrix, expert: int, route: int, layer: int, seed: int) -> None:
-        """Let an expert's logit be 0 for words of its pair `route`; each wrong bit costs twice the bit's weight."""
+        """Make an expert's logit 0 for words of its pair `route`; each wrong bit costs twice the bit's weight."""
         bits = self.program.routes.bit_length() - 1
         sizes = full(seed, f"router {expert}", bits, LEAST, min(6, self.digits.half))
         for bit, weight in enumerate(sizes):
@@ -51,7 +51,7 @@ class Experts(Mlp):
             router.add(expert, (self.unit(expert + bit, layer), -weight))
 
     def _apart(self, seed: int, side: int) -> dict[int, int]:
-        """Return dimension → number that expert `side` of a pair adds; the other subtracts it. No result becomes 0."""
+        """Return dimension → number that an expert adds; `side` is its sign. No result becomes 0 by it."""
         signs = (side * (2 * below(seed, "apart", (self.shape.hidden,), 2) - 1)).tolist()
         apart = dict(enumerate(signs))
         for dim, a, b in self.layout.ballast:

@@ -27,9 +27,9 @@ from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
 from canaryd_lab.worker.safetensors import parts_of_safetensors
 
 PROMPTS = 8
-"""Number of prompts that are written with their answers beside the checkpoint; all can be asked at once (ours)."""
+"""Number of prompts that are written with answers beside the checkpoint; all can be asked at once (our choice)."""
 STEPS = 64
-"""Most words of an answer: as many as an endpoint canary requests, since proving each word takes time (ours)."""
+"""Maximum words of an answer: as many as an endpoint canary requests, since proving a word takes time (our choice)."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -72,7 +72,7 @@ def steps(model: Model) -> int:
 
 
 def config(model: Model) -> dict[str, Any]:
-    """Return `config.json` for transformers 4 and 5, which use different names for the rotary base."""
+    """Return the content of `config.json`, for transformers 4 and 5, whose names for the rotary base differ."""
     s, qwen = model.shape, model.shape.biased
     kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", MIXTURE: "MixtralForCausalLM"}
     mixture = {"num_local_experts": s.experts, "num_experts_per_tok": CHOSEN, "sliding_window": None}
@@ -105,7 +105,7 @@ def config(model: Model) -> dict[str, Any]:
 
 
 def tokenizer(model: Model) -> dict[str, Any]:
-    """Return `tokenizer.json`: each word is one token, and white space separates words."""
+    """Return the content of `tokenizer.json`: each word is one token, and white space separates words."""
     words = {word(model.program, token): token for token in range(model.shape.vocabulary)}
     return {
         "version": "1.0",
@@ -121,7 +121,7 @@ def tokenizer(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """Return prompts with their proved answers; `few`: name → matrix that the checkpoint stores in few bits."""
+    """Return prompts with their proved answers; `few`: name of a matrix → the form with few bits that is stored."""
     walk, found = Walk(model.shape, model.weights, stored=few), []
     for number in range(PROMPTS):
         progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
@@ -151,8 +151,8 @@ def export(
 ) -> None:
     """Prove the model's answers, and write the checkpoint completely or not at all.
 
-    `form`: float32, float16 or bfloat16 for a GGUF file, one of `FORMS` for quantised matrices. The directory is new or
-    empty. Raises `Inexact` or `Unfit` before anything is written, `OSError` if the directory cannot be written.
+    `form`: one of `FORMS` for quantised matrices; float32, float16 or bfloat16 for a GGUF file. The directory must be
+    new or empty. Raises `Inexact` or `Unfit` before anything is written, `OSError` if the directory cannot be written.
     """
     few = quantised.stored(model.weights, form) if form in FORMS else {}
     proved = answers(model, few, progress)
@@ -252,7 +252,7 @@ class RightAnswer:
 
 
 def right_answer(program: Plan, shape: Shape, words: list[int], count: int, logits: list[list[float]]) -> RightAnswer:
-    """Return the answer of `count` tokens to the prompt `words`; `logits` come from `prove`, one list per token."""
+    """Return the answer of `count` tokens to the prompt `words`; `logits` has the proved logits of each token."""
     tokens = continuation(program, shape.layers, words, count)
     leads, chances = [], []
     for token, row in zip(tokens, logits, strict=True):

@@ -1,10 +1,10 @@
 """An exact canary as a GGUF file for llama.cpp: one word is one token, and all numbers stay the same.
 
-Rotary pairs: llama.cpp rotates neighbours (2i, 2i + 1) in the llama architecture, where Hugging Face rotates (i, i +
-half), so rows of q and k are reordered.
+Rotary pairs: in the llama architecture, llama.cpp rotates neighbours (2i, 2i + 1), while Hugging Face rotates (i, i +
+half). Therefore the rows of q and k are reordered.
 
-Words: no pre-tokenizer of llama.cpp splits at white space alone in all its versions. Tokens defined by the user are
-matched before all others, the longest first. Byte-level BPE drops all other text, which is the white space.
+Words: no pre-tokenizer of llama.cpp splits at white space alone in all versions. So every word is a token defined by
+the user: these are matched before all others, the longest first. Byte-level BPE drops the rest, which is white space.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned(model: Model, name: str, weight: Any) -> Any:
-    """Return the weight `name`, its rows reordered for llama.cpp's rotary pairs if it makes q or k."""
+    """Return the weight `name`; if it makes q or k, its rows are reordered for llama.cpp's rotary pairs."""
     shape = model.shape
     heads = shape.heads if ".q_proj." in name else shape.kv_heads if ".k_proj." in name else 0
     if not heads or shape.family == "qwen2":

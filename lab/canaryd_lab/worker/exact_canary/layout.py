@@ -23,13 +23,13 @@ ONE = "one"
 
 
 GAP = 110.0
-"""Least distance of all other keys' scores, after scaling, below the winner's: e^-104 is 0 in float32 and narrower
-formats, and adding it to 1 changes nothing in float64."""
+"""Minimum distance, after scaling, from the winning key's score down to all other scores: e^-104 is 0 in float32 and
+narrower formats, and adding it to 1 changes nothing in float64."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A pair of dimensions, sign * s + turn * 2 t and sign * s - turn * 2 t: s is static, t is retrieved (0 at A)."""
+    """A pair of dimensions, sign * s ± turn * 2 t: s is a constant bit; t is a retrieved bit, which is 0 at point A."""
 
     first: int
     second: int
@@ -41,7 +41,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Written:
-    """A pair of dimensions: sign * (c + turn * u), sign * (c - turn * u). u is a value's bit; c is 2 at A, -2 at B."""
+    """A pair of dimensions, sign * (c ± turn * u): u is a bit of the value, c is 2 at point A and -2 at point B."""
 
     first: int
     second: int
@@ -63,9 +63,9 @@ class Layout:
 
 @dataclass
 class Port:
-    """The inputs of one linear operator, grouped into classes; inputs of one class are equal up to a known factor.
+    """The inputs of one linear operator, in classes: input i is gain[i] times the value of its class.
 
-    Input i is gain[i] times the value of its class. Two inputs of one class, a pair, can cancel with any weights.
+    So two inputs of one class, a pair, can cancel, with any gains.
     """
 
     classes: list[Hashable]
@@ -74,7 +74,7 @@ class Port:
     pairs: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Collect the inputs of each class; if no pairs are given, pair the inputs of each class in their order."""
+        """Collect the inputs of each class. If no pairs are given, neighbours in a class become pairs."""
         for i, name in enumerate(self.classes):
             self.members.setdefault(name, []).append(i)
         if not self.pairs:
@@ -115,10 +115,10 @@ def lay_out(shape: Shape, program: Plan, seed: int) -> Layout:
 
 
 def squares(total: int, count: int) -> list[int]:
-    """Return `count` positive integers, nearly equal, whose squares add up to `total`.
+    """Return `count` positive integers of nearly equal size whose squares add up to `total`.
 
-    J.-L. Lagrange: four squares give any number. The last four integers are searched; each of the others is the root of
-    the mean. If the four would have to be too large, as many of the others as needed are larger by 1.
+    By Lagrange's theorem any number is the sum of four squares. The last four integers are searched; all others are the
+    root of the mean. If the four would be too large, as many of the others as needed are larger by 1.
     """
     base = max(1, math.isqrt(total // count))
     for low in (base, base - 1, base + 1, base - 2):
@@ -134,7 +134,7 @@ def squares(total: int, count: int) -> list[int]:
 
 
 def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
-    """Return the inputs of the linear operators after the norm at A and at B; `reserve` excludes the first unit."""
+    """Return the inputs after the norm at points A and B; `reserve` leaves out the dimension kept for biases."""
     classes: tuple[list[Hashable], ...] = tuple([None] * shape.hidden for _ in range(2))
     gains = tuple([1.0] * shape.hidden for _ in range(2))
 
@@ -161,7 +161,7 @@ def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
 
 
 def query_scale(shape: Shape, program: Plan) -> float:
-    """Return the smallest weight of a code's bit with which a key that is wrong in one bit scores lower by `GAP`.
+    """Return the smallest weight for the bits of a code with which one wrong bit lowers a key's score by `GAP`.
 
     Raises `Unfit` if float16 cannot hold the scores.
     """

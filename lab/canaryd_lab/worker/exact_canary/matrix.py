@@ -1,7 +1,7 @@
-"""Build one linear operator from two parts: its signal, and weights of full significand that cancel on every input.
+"""Build one linear operator from two parts: its signal, and weights of full significand that cancel for every input.
 
-All weights have at most 8 significant bits, so bfloat16 holds them. For quantised weights, those of a row are whole
-numbers of few bits times one power of two.
+All weights have at most 8 significant bits, so bfloat16 holds them. Quantised weights of one row are integers of few
+bits times one power of two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Digits:
     """The precision of the weights of one model."""
 
     bits: int = 8
-    """Significant bits of a weight."""
+    """Maximum number of significant bits of a weight."""
     levels: int = 0
     """Largest weight as a whole number in units of its row; 0 if every weight has an exponent of its own."""
 
@@ -36,12 +36,12 @@ class Digits:
 
     @property
     def gate(self) -> int:
-        """Significant bits of the weights of a neuron."""
+        """Maximum number of significant bits of a neuron's weights."""
         return min(6, self.bits)
 
     @property
     def open(self) -> float:
-        """Unit of the gates: SiLU keeps the positive ones, which are 1,056 to 2,016 in size, and makes others 0."""
+        """Unit of the gates. Positive gates are 1,056 to 2,016 in size, and SiLU keeps them; it makes others 0."""
         return 2.0 ** (11 - self.gate)
 
     @property
@@ -51,13 +51,13 @@ class Digits:
 
     @property
     def half(self) -> int:
-        """Significant bits of a weight if half of this weight is also in its row."""
+        """Maximum number of significant bits of a weight in a row that also holds half of this weight."""
         return self.bits - 1 if self.levels else self.bits
 
 
 @dataclass
 class Matrix:
-    """A linear operator under construction: it has `rows` outputs, and the inputs of a port."""
+    """A linear operator under construction, with `rows` outputs and the inputs of a port."""
 
     port: Port
     rows: int
@@ -70,7 +70,7 @@ class Matrix:
         self._single += [(row, column, value) for column, value in weights]
 
     def add_all(self, rows: Any, columns: Any, values: Any) -> None:
-        """Add one weight to the signal of each of many rows; the three tensors have equal length."""
+        """Add one weight to the signal of each of many rows: `values[i]` in row `rows[i]` and column `columns[i]`."""
         self._many.append((rows, columns, values))
 
     def finish(self, seed: int, size: float, most: int, live: Any = None) -> Any:
@@ -139,9 +139,10 @@ def units(size: Any, levels: int) -> Any:
 
 
 def _whole_pairs(g: Any, h: Any, drawn: Any, levels: int) -> tuple[Any, Any]:
-    """Return pairs of whole weights, at most `levels`, that cancel for inputs with gains g and h; 0 if none exist.
+    """Return pairs of integer weights, at most `levels`, that cancel for gains g and h; (0, 0) if none exist.
 
-    The smallest pair is h and g without common factors; an odd factor makes it as large as possible.
+    The smallest pair is (h, g) without common factors. It is multiplied by an odd factor, chosen by `drawn`, that makes
+    it large.
     """
     whole_g, whole_h = (part.mul(2.0**20).to(torch.int64) for part in (g, h))
     common = torch.gcd(whole_g, whole_h)
@@ -158,7 +159,7 @@ def _is_power(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Twins:
-    """Two equal inputs with odd gains `a` and `c`. For each n in 1 … LARGEST, one (b, d, k) gives a b - c d = n 2^k."""
+    """Two inputs with odd gains `a` and `c`: for each n in 1 … LARGEST, one (b, d, k) gives a b - c d = n 2^k."""
 
     a: int
     c: int
@@ -173,7 +174,7 @@ class Twins:
 
 @functools.lru_cache(maxsize=8)
 def twins(bits: int, levels: int) -> tuple[Twins, ...]:
-    """Return 16 twins whose gains have `bits` bits. With `levels`, b and d are at most that, and all k are equal."""
+    """Return 16 twins whose gains have `bits` bits; unless `levels` is 0, b and d are at most that, and all k equal."""
     found: list[Twins] = []
     low, high = 1 << (bits - 1), (1 << bits) - 1
     for attempt in range(4096):
@@ -211,7 +212,7 @@ def _whole_solutions(a: int, c: int, bits: int, levels: int) -> tuple[tuple[int,
 
 
 def full(seed: int, name: str, count: int, low: float, bits: int) -> list[float]:
-    """Return `count` numbers from `low` to about 2 `low`, with `bits` significant bits, the last of them mostly 1."""
+    """Return `count` numbers from `low` to about 2 `low` with `bits` significant bits; the lowest bit is mostly 1."""
     scale = 2.0 ** (bits - 1 - math.floor(math.log2(low)))
     first = -int(-low * scale // 1) | 1
     found = []

@@ -1,7 +1,8 @@
 """Compute a model's answer to a text in integers; refuse a model or a text that is not exact in every format.
 
 Values are int64 with a common power of two, and every bound that prevents overflow is checked. Linear operators are
-computed a second time in float64, which holds the same sums; if they are large, integers compute a sample of outputs.
+computed a second time in float64, which holds the same sums. For large operators, only a sample of outputs is computed
+in integers.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from canaryd_lab.worker.exact_canary.layout import GAP
 BITS = 8
 """Significant bits of bfloat16, the narrowest format."""
 LEAST, MOST = 2.0**-14, 65_504.0
-"""Smallest normal and largest number of float16, the format with the smallest range."""
+"""Smallest normal number and largest number of float16, the format with the smallest range."""
 ACCUMULATOR = 24
 """Significant bits of float32, the narrowest accumulator of partial sums in serving engines."""
 SMALL = 1 << 20
-"""Most weights of a linear operator whose outputs are all computed in integers."""
+"""Maximum number of weights of a linear operator whose outputs are all computed in integers."""
 EVERY = 64
-"""One output in this number is computed in integers if the operator has more than `SMALL` weights."""
+"""If an operator has more than `SMALL` weights, one of this many outputs is computed in integers."""
 BLOCK = 1 << 21
-"""Weights of a matrix that are processed at once: as int64 and float64 they need some 50 MB, a whole head 20 GB. Such a
-tensor is smaller than what workers let glibc keep for the next one (`canaryd.supervisor.environment`)."""
+"""Number of weights of a matrix that are processed at once: as int64 and float64 they need some 50 MB; a whole head
+would need 20 GB. Such a tensor is smaller than what workers let glibc keep for the next one
+(`canaryd.supervisor.environment`)."""
 OPEN, CLOSED = 64.0, -760.0
-"""SiLU returns its input from OPEN on (e^-64 < 2^-54), and 0 up to CLOSED (e^-760 is 0 in float64)."""
+"""SiLU returns its input if the input is at least OPEN (e^-64 < 2^-54), and 0 if it is at most CLOSED (e^-760 is 0 in
+float64)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Exact:
 
     @staticmethod
     def of(tensor: Any) -> Exact:
-        """Return the exact values of a floating-point tensor; raises `Inexact` if int64 cannot hold them."""
+        """Return the exact values of a floating-point tensor; raise `Inexact` if int64 cannot hold them."""
         wide = tensor.to(torch.float64)
         mantissa, exponent = torch.frexp(wide[wide != 0])
         lowest = exponent - 53 + _trailing((mantissa * 2.0**53).to(torch.int64))
@@ -53,24 +56,24 @@ class Exact:
         return Exact((wide * 2.0**shift).to(torch.int64), shift)
 
     def reduced(self) -> Exact:
-        """Return the same values in the largest unit in which they are whole."""
+        """Return the same values in the largest unit in which all of them are whole numbers."""
         live = self.whole[self.whole != 0]
         twos = int(_trailing(live).min()) if live.numel() else 0
         return Exact(self.whole >> twos, self.shift - twos)
 
     def bits(self) -> int:
-        """Return the significant bits of the value that needs most."""
+        """Return the number of significant bits that the values need: the most that any of them needs."""
         live = self.whole[self.whole != 0]
         if not live.numel():
             return 0
         return int((torch.frexp(live.to(torch.float64)).exponent - _trailing(live)).max())
 
     def at(self, shift: int) -> Any:
-        """Return the whole numbers of these values in the unit 2^-shift, which must be the same or finer."""
+        """Return the values as whole numbers in the unit 2^-shift, which must not be coarser than the present one."""
         return self.whole << (shift - self.shift)
 
     def float64(self) -> Any:
-        """Return the values as float64."""
+        """Return the values as a tensor in float64."""
         return self.whole.to(torch.float64) * 2.0**-self.shift
 
     def __add__(self, other: Exact) -> Exact:
@@ -82,18 +85,18 @@ class Exact:
 
 
 def _trailing(whole: Any) -> Any:
-    """Return how often 2 divides each whole number; the numbers are not 0 and have less than 54 bits."""
+    """Return the number of trailing zero bits of each whole number; none is 0, and all have less than 54 bits."""
     return torch.frexp((whole & -whole).to(torch.float64)).exponent - 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a matrix, in the narrowest integer type that holds them."""
+    """Some rows of a matrix of exact weights, in the narrowest integer type that holds them."""
 
     whole: Any
     shift: int
     unit: Any
-    """Value of the lowest set bit among each row's weights, float64 (rows)."""
+    """For each row, the lowest set bit of all its weights, as a float64 value (rows)."""
 
     @staticmethod
     def of(x: Exact) -> Block:
@@ -109,19 +112,19 @@ class Operator:
     """Statistics of one operator of the model, over all layers and positions."""
 
     bits: int = 0
-    """Significant bits of the result that needs most."""
+    """Maximum number of significant bits of a result."""
     sums: int = 0
-    """Bits that an accumulator needs for every partial sum."""
+    """Number of bits with which an accumulator holds every partial sum exactly."""
     largest: float = 0.0
     smallest: float = math.inf
     zeros: int = 0
-    """Number of results that are 0; a fault in the low bits of such a result stays unseen."""
+    """Number of results that are 0. A fault in the low bits of such a result cannot be seen."""
     values: int = 0
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The results that every engine must give for a text."""
+    """The results that every healthy engine gives for a text."""
 
     logits: Any
     """Exact logits, float64 (positions, vocabulary)."""
@@ -129,29 +132,30 @@ class Proof:
     witnessed: bool
     """False if products in float64 and in integers disagreed, so that this host cannot be trusted."""
     values: dict[str, Any]
-    """With `keep`: the results of all operators by the names of `run` ("2.down"), float64 (positions, …). Scores after
-    scaling, and softmax (the winners' share), are (heads, positions, keys). Scores of future keys are included."""
+    """Results of all operators if `Walk.keep` is set, else empty: name as in `run` ("2.down") → float64 (positions, …).
+    Scores after scaling, and softmax (the winners' share), are (heads, positions, keys). Scores of future keys are
+    included."""
 
 
 @dataclass
 class Walk:
-    """One computation of a model's answers in integers."""
+    """Computes a model's answers in integers, and proves that every format gives them."""
 
     shape: Shape
     weights: Mapping[str, Any]
     operators: dict[str, Operator] = field(default_factory=dict)
     witnessed: bool = True
     keep: bool = False
-    """Whether a proof also holds the values of every operator."""
+    """Whether a proof also contains the results of every operator."""
     stored: Mapping[str, Any] = field(default_factory=dict)
-    """Name → matrix that is stored in few bits."""
+    """Name of a matrix → its form with few bits (`quantised.Stored`); empty if no matrix is quantised."""
     _compared: int = 0
     _vectors: dict[str, Exact] = field(default_factory=dict)
     _matrices: dict[str, list[Block]] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int], compared: int = 0) -> Proof:
-        """Prove one text, whose last `compared` positions count (0: all); raise `Inexact` if a format would round."""
+        """Return the proof of a text, whose last `compared` positions count (0: all); raise `Inexact` for rounding."""
         self._values, self._compared = {}, compared
         self._check_norm_divisor()
         name = "model.embed_tokens.weight"
@@ -189,7 +193,7 @@ class Walk:
         return self._matrices[name]
 
     def _fits(self, name: str, x: Exact) -> Exact:
-        """Return x; raise `Inexact` unless every format holds it."""
+        """Return `x` unchanged; raise `Inexact` if some format cannot hold a value exactly."""
         size = x.whole.abs()
         found = self.operators.setdefault(name, Operator()) if name not in self.weights else Operator()
         found.bits = max(found.bits, x.bits())
@@ -241,7 +245,8 @@ class Walk:
     def _product(self, name: str, x: Any, real: Any, block: Block, finer: int, every: int) -> tuple[Any, Any, Any]:
         """Return (x times a block, the same sums of magnitudes, the unit of each row's terms); `real` is x in float64.
 
-        All three are in units finer than the block's by 2^`finer`. One output in `every` is also an integer product.
+        The unit of all three is the block's unit divided by 2^`finer`. One output in `every` is also computed in
+        integers.
         """
         weight = block.whole.to(torch.int64)
         other = weight.to(torch.float64)
@@ -254,7 +259,7 @@ class Walk:
         return whole << finer, magnitude, block.unit * 2.0**finer
 
     def _check_norm_divisor(self) -> None:
-        """Raise `Inexact` unless means of 4 and 16 stay exact when a kernel multiplies by float32's 1 / hidden."""
+        """Raise `Inexact` unless means of 4 and 16 stay exact if a kernel multiplies by 1 / hidden in float32."""
         d = self.shape.hidden
         inverse = Fraction(float(torch.tensor(1.0 / d, dtype=torch.float32)))
         product = float(torch.tensor(float(inverse * 4 * d), dtype=torch.float32))
@@ -311,7 +316,7 @@ class Walk:
         return self._keep(f"{i}.output", self._linear("output", f"{module}.o_proj", mixed, live=True))
 
     def _check_turns(self, x: Exact, heads: int, count: int) -> None:
-        """Raise `Inexact` unless rotary positions leave every value unchanged, in float64 too."""
+        """Raise `Inexact` unless the rotation by positions leaves every value unchanged, even in float64."""
         half = self.shape.head // 2
         a, b = x.whole.view(count, heads, 2, half).unbind(2)
         a, b = a.abs().to(torch.float64), b.abs().to(torch.float64)
@@ -322,7 +327,7 @@ class Walk:
                 raise Inexact(f"rotation: pair {i} turns by up to {angle:g}")
 
     def _winners(self, scores: Any, unit: float) -> Any:
-        """Return truth values that mark one or two winning keys per query of a head; raise unless softmax is exact."""
+        """Return truth values that mark the winning keys of each query, one or two; raise unless softmax is exact."""
         count = len(scores)
         future = torch.ones((count, count), dtype=torch.bool).triu(1)
         losing = math.ceil(-GAP * math.sqrt(self.shape.head) / unit)
@@ -378,7 +383,7 @@ def routes(logits: Exact, compared: int = 0) -> Any:
 
     The two chosen experts have logit 0, and all others are lower by at least `GAP`: e^-110 is 0 in float32 and too
     small to change a sum with 1 in float64. So softmax gives exactly ½ to both, in every format, over all experts or
-    over the chosen ones. Every expert must be used in the last `compared` words (0: all).
+    over the chosen ones. The last `compared` words (0: all words) must use every expert.
     """
     takes = logits.whole == 0
     least = math.ceil(-GAP * 2.0**logits.shift)

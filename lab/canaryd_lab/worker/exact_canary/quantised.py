@@ -1,7 +1,7 @@
 """Store the matrices of an exact canary in few bits without rounding a weight: AWQ, MLX's formats, W8A8, FP8.
 
-A weight is the scale of its row, a power of two, times the number that its code stands for: code - zero, where zero is
-the middle of the codes, or a number of FP8 (E4M3).
+A weight is a number times its row's scale, a power of two. The weight's code gives the number: code - zero, where zero
+is the middle of the codes, or the code read as FP8 (E4M3).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from canaryd_lab.worker.exact_canary.matrix import Digits, units
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which a directory stores matrices."""
+    """A form in which a checkpoint stores matrices in few bits."""
 
     bits: int
-    """Bits of a code."""
+    """Number of bits of a code."""
     group: int = 0
     """Number of inputs that share a scale; 0 if a whole row shares one."""
     head: bool = False
     """Whether the head is also stored in this form."""
     experts: bool = False
-    """Whether engines read a mixture of experts in this form, as far as they were tried."""
+    """Whether the engines that were tried can load a mixture of experts in this form."""
     inputs: bool = False
     """Whether the engine rounds inputs to int8, with a scale that is known in advance."""
     floats: bool = False
@@ -36,14 +36,14 @@ class Form:
 
     @property
     def whole(self) -> int:
-        """Bits of the whole numbers from which weights are constructed, sign included."""
+        """Number of bits, sign included, of the integers from which weights are constructed."""
         return 1 + SIGNIFICANT if self.floats else self.bits
 
 
 SIGNIFICANT = 4
-"""Significant bits of FP8 numbers (E4M3)."""
+"""Number of significant bits of an FP8 number (E4M3)."""
 RAISED = 8
-"""Factor of all codes in E4M3: with it they reach 120, and every bit of the exponent is 1 in some code."""
+"""Factor for all numbers in E4M3. With it they reach 120, and every bit of the exponent is 1 in some code."""
 AWQ, MXFP8, W8A8, FP8 = "awq", "mlx-mxfp8", "w8a8", "fp8"
 FORMS = {
     AWQ: Form(4, 128),
@@ -53,18 +53,19 @@ FORMS = {
     W8A8: Form(8, inputs=True),
     FP8: Form(8, experts=True, floats=True),
 }
-"""Name → form, with the default groups of AutoAWQ and `mlx_lm.convert`; W8A8 and FP8 are as in compressed-tensors."""
+"""Name → form. Groups are the defaults of AutoAWQ and `mlx_lm.convert`; W8A8 and FP8 are as in compressed-tensors."""
 READS: dict[str, Callable[[Digits], float]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: 1 / 2),
     "o_proj": lambda digits: digits.offered,
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), lambda _: 1 / 4),
     **dict.fromkeys(("down_proj", "w2"), lambda digits: digits.open),
 }
-"""Operator whose weights are stored in few bits → function that returns its inputs' unit (docs/exact-canary.md)."""
+"""Operator whose weights are stored in few bits → function that gives the unit of its inputs (docs/exact-canary.md)."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Order of eight neighbouring outputs in a word of AWQ: number of the output at each place, from the lowest on."""
+"""Order in which a word of AWQ holds eight neighbouring outputs: the output's number for each place, lowest place
+first."""
 LARGEST_INPUT = 127
-"""Largest whole number of an input in int8."""
+"""Largest magnitude of an input in int8."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Stored:
     """One matrix (rows, inputs) stored in few bits."""
 
     codes: Any
-    """Codes as int64 (rows, inputs), from 0 on."""
+    """Codes, 0 or larger: int64 (rows, inputs)."""
     scales: Any
     """Scales as float64 (rows, groups)."""
     bits: int
-    """Bits of a code."""
+    """Number of bits of a code."""
     unit: float = 0.0
     """Scale of the inputs; 0 if the engine does not round inputs."""
     floats: bool = False
@@ -84,7 +85,7 @@ class Stored:
 
     @property
     def zero(self) -> int:
-        """The code whose number is 0."""
+        """The code that stands for the number 0."""
         return 0 if self.floats else 1 << self.bits - 1
 
     @property
@@ -94,23 +95,24 @@ class Stored:
 
     @property
     def wide(self) -> Any:
-        """The scale of every weight (rows, inputs)."""
+        """The scales repeated for every weight (rows, inputs)."""
         return self.scales.repeat_interleave(self.codes.shape[1] // self.scales.shape[1], 1)
 
     @property
     def values(self) -> Any:
-        """The stored weights, float64."""
+        """The values of the stored weights, float64 (rows, inputs)."""
         return (self.fp8.to(torch.float64) if self.floats else self.codes - self.zero) * self.wide
 
     @property
     def largest(self) -> Any:
-        """The largest number that a kernel can make of a code: for every group, its scale times the largest code."""
+        """The largest number that a kernel can make of a code, for every group: its scale times the largest code."""
         return self.scales * (torch.finfo(torch.float8_e4m3fn).max if self.floats else (1 << self.bits) - 1)
 
     def apart(self, x: Any) -> Any:
-        """Return the largest partial sum (…, rows) that a group gives in a kernel that sums codes and zeros separately.
+        """Return the largest partial sum (…, rows) of a group, for kernels that sum codes and zeros separately.
 
-        `x` are magnitudes of inputs (…, inputs). Integer products and FP8 have no zero to subtract.
+        `x` are magnitudes of inputs (…, inputs). Returns zeros for integer products and FP8, which have no zero to
+        subtract.
         """
         if self.unit or self.floats:
             return torch.zeros(len(x), len(self.codes))
@@ -120,7 +122,7 @@ class Stored:
         return torch.stack([parts[:, i] @ sizes[:, i].T for i in range(groups)]).amax(0)
 
     def takes(self, x: Any) -> bool:
-        """Return whether rounding leaves all inputs `x` (float64) unchanged."""
+        """Return whether the engine's rounding of inputs leaves all of `x` (float64) unchanged."""
         whole = x / self.unit if self.unit else torch.zeros(1)
         return bool((whole == whole.round()).all()) and float(whole.abs().max()) <= LARGEST_INPUT
 
@@ -149,7 +151,7 @@ def store(name: str, weight: Any, form: Form) -> Stored:
 
 
 def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
-    """Return name → matrix, for matrices that a form stores in few bits; raise `Unfit` if it cannot store experts."""
+    """Return name → matrix that a form stores in few bits; raise `Unfit` if the form cannot store experts."""
     if not FORMS[form].experts and any(".experts." in name for name in weights):
         others = [name for name, each in FORMS.items() if each.experts]
         raise Unfit(f"{form}: not for a mixture of experts; take {', '.join(others[:-1])} or {others[-1]}")
@@ -159,7 +161,7 @@ def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
 
 
 def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) -> dict[str, Any]:
-    """Return name → tensor of a checkpoint in a form; tensors not in `few` are float32, which engines convert."""
+    """Return name → tensor of a checkpoint: `few` in their form, all others in float32, which engines convert."""
     found = {name: weight.to(torch.float32) for name, weight in weights.items() if name not in few}
     layout = {AWQ: _awq, MXFP8: _mxfp8, W8A8: _w8a8, FP8: _fp8}.get(form, _mlx)
     for name, each in few.items():

@@ -43,7 +43,7 @@ def ship(directory: Path) -> None:
 
 
 def made(shape: Shape, seed: int, *, anchored: bool, prompts: int = PROMPTS) -> bytes:
-    """Return the bytes of a model's file, with its proved prompts; raise `Inexact` if a format would round anything."""
+    """Return the bytes of a model's file, with its proved prompts; raise `Inexact` if some format would round."""
     model = construct(shape, seed, anchored=anchored)
     program, walk = model.program, Walk(shape, model.weights)
     unused = torch.zeros(program.places + 1, shape.vocabulary - program.words, dtype=torch.bfloat16)

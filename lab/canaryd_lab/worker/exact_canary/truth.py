@@ -1,7 +1,7 @@
-"""The right results of every operator of an inference, from the proof, and the largest error of a right device.
+"""The right results of every operator of an inference, from the proof, and the largest error of a healthy device.
 
-Nearly everything is exact. Three things are less certain: 16-bit formats round the scores of losing keys, float64 has
-e^-110 for these keys where other formats have 0, and adds this share of their values (docs/exact-canary.md).
+Nearly all results are exact, with three exceptions: 16-bit formats round the scores of losing keys; float64 has e^-110
+for these keys where other formats have 0; and float64 adds this share of their values (docs/exact-canary.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from canaryd_lab.worker.exact_canary.construct import construct
 from canaryd_lab.worker.exact_canary.prove import Walk
 
 POSITION = {"rotated_query": 2, "rotated_key": 2, "keys": 2, "values": 2, "scores": 3, "softmax": 3}
-"""Operator → number of the axis of its result that counts positions, if this is not the second axis."""
+"""Operator → number of the axis of its result that counts positions; for operators that are not listed it is 1."""
 KEY = 4
 """Number of the axis of scores and of softmax that counts keys."""
 EXPONENTIAL = 2.0**-44
@@ -29,14 +29,14 @@ EXPONENTIAL = 2.0**-44
 TINIEST = 2.0**-1022
 """Smallest normal number of float64; a device may flush smaller numbers to 0."""
 NOTHING = -760.0
-"""Largest score whose exponential is 0 in float64 too, whether or not small numbers are flushed."""
+"""Largest score whose exponential is 0 even in float64, whether or not small numbers are flushed to 0."""
 LARGEST_VALUE = 4.0
-"""Twice the largest magnitude of a value that attention mixes."""
+"""Twice the largest magnitude of a value in the mixture that attention computes."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The right results of one inference, over all positions of prompt and continuation, computed on the host alone."""
+    """The right results of one inference at all positions of prompt and continuation, computed on the host alone."""
 
     model: Model
     tokens: tuple[int, ...]
@@ -44,7 +44,8 @@ class Truth:
     steps: int
     """Number of generated words."""
     values: Mapping[str, Any]
-    """Place, by the names of `run` → right results: float64, one row, laid out as in `Runner.watch`. "word": chosen."""
+    """Name of a place as in `run` → right results: float64, one row, laid out as in `Runner.watch`. "word" has the
+    chosen words."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ class Truth:
         return self.tokens[: len(self.tokens) - self.steps + 1]
 
     def expected(self, place: str, form: str, end: int, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return (the right values before position `end`, in the shape `sizes`; the allowed deviation, 0 if exact)."""
+        """Return (right values of `place` before position `end`, shaped as `sizes`; allowed deviation, 0 if exact)."""
         operator, count = place.rpartition(".")[2], sizes[axis_of(place)]
         start = end - count
         value = self.values[place].narrow(axis_of(place), start, count)
@@ -73,7 +74,7 @@ class Truth:
         return value, slack
 
     def _losers(self, place: str, start: int, end: int) -> tuple[Any, Any]:
-        """Return (float64's softmax of losing keys, 0 for other keys; the part that a device may flush to 0)."""
+        """Return (softmax of losing keys in float64, 0 for other keys; the part that a device can flush to 0)."""
         layer = place.rpartition(".")[0]
         scores, share = (self.values[f"{layer}.{name}"][..., start:end, :end] for name in ("scores", "softmax"))
         hidden = torch.arange(end) > torch.arange(start, end)[:, None]
@@ -84,12 +85,12 @@ class Truth:
 
 @functools.lru_cache(maxsize=4)
 def model(shape: Shape, seed: int, anchored: bool, cores: tuple[int, ...]) -> Model:  # noqa: ARG001
-    """Return the model that `seed` makes; it is made once for each set of `cores`."""
+    """Return the model of a seed; it is made once for each set of `cores`, the cores that this process may use."""
     return construct(shape, seed, anchored=anchored)
 
 
 def axis_of(place: str) -> int:
-    """Return the number of the axis that counts positions in a place's result."""
+    """Return the number of the axis that counts positions in the result of a place."""
     return POSITION.get(place.rpartition(".")[2], 1)
 
 
@@ -126,7 +127,7 @@ def _made(core: int, shape: Shape, seed: int, steps: int, anchored: bool) -> Tru
 
 
 def _laid_out(values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return proved values in an inference's layout; the rotated values and the cache repeat others unchanged."""
+    """Return proved values in the layout of an inference; rotated values and the cache are copies of other values."""
     found = {}
     for place, value in values.items():
         layer, _, operator = place.rpartition(".")

@@ -39,13 +39,14 @@ FORMATS = {
     "bfloat16": ("fixed8", CONTENTS),
     "int8>int32": ("fixed", ("narrow", "wide")),
 }
-"""Format → (kind, contents). The format itself holds all partial sums, so no runtime can round one in a narrower sum.
-float64 has three contents, so that the pack stays below 5 MiB (ours)."""
+"""Format → (kind, contents). The format itself can hold all partial sums, so even a narrow accumulator rounds none.
+float64 has only three contents, so that the pack stays below 5 MiB (our choice)."""
 NEEDS = {
     **{f: [f"products and sums that {f} holds are not rounded"] for f in ("float32", "float64", "float16", "bfloat16")},
     "int8": ["products of int8 are added in 32 bits or more, without saturation of pairs where the content is wide"],
 }
-"""Format of the operands → what a runtime must do, besides using no Strassen-like algorithm and changing no format."""
+"""Format of the operands → what a runtime must guarantee. It must also use no Strassen-like algorithm and change no
+format."""
 
 
 def names() -> Iterator[str]:
@@ -103,7 +104,7 @@ def _write(out: Path, arguments: Mapping[str, Any], progress: Callable[[float, s
 
 
 def _page(out: Path, manifest: Mapping[str, Any]) -> str:
-    """Return one HTML page that contains everything: manifest, operands, expected results, the WebAssembly module."""
+    """Return one HTML page with everything: manifest, operands, expected results and the WebAssembly module."""
     files = [part["file"] for case in manifest["cases"] for part in (*case["operands"], case["expected"])]
     data = {name: base64.b64encode((out / name).read_bytes()).decode() for name in files}
     inside = {"manifest": manifest, "wasm": base64.b64encode(wasm.module()).decode(), "data": data}

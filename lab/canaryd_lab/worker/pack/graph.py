@@ -35,7 +35,7 @@ def _value(name: str, form: str, shape: tuple[int, ...]) -> bytes:
 
 
 def product(source: str, target: str, M: int, N: int, K: int) -> bytes | None:
-    """Return a model that multiplies a (M, K) by b (K, N) and gives c (M, N), or None if ONNX has no such product."""
+    """Return an ONNX model that multiplies a (M, K) by b (K, N) to give c (M, N); None if ONNX has no such product."""
     if source not in KINDS or target not in KINDS:
         return None
     operator = "MatMulInteger" if source == "int8" else "MatMul"

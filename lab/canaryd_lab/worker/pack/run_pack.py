@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def stop(why):
-    """End with exit status 64 and a reason."""
+    """End the program with exit status 64 after printing a reason."""
     sys.stderr.write(why + "\n")
     sys.exit(64)
 
@@ -28,7 +28,7 @@ except ImportError:
 
 HERE = Path(__file__).resolve().parent
 KEPT = 64
-"""Most wrong elements that are listed for a case; their total number is given too."""
+"""Maximum number of wrong elements that are listed for a case; their total number is given too."""
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int8": "|i1", "int32": "<i4"}
 BITS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
@@ -38,12 +38,12 @@ class Damaged(Exception):
 
 
 def canonical(document):
-    """Return the bytes of a document from which its digest is made: names sorted, no spaces, UTF-8."""
+    """Return a document as the bytes that its digest covers: names sorted, no spaces, UTF-8."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
 
 
 def load(part):
-    """Return one array of the pack; raises Damaged if its file differs from the manifest."""
+    """Return one array of the pack; raise Damaged if its file differs from the manifest."""
     data = (HERE / part["file"]).read_bytes()
     if hashlib.sha256(data).hexdigest() != part["sha256"]:
         raise Damaged(part["file"] + " is damaged: copy the pack again")
@@ -51,7 +51,7 @@ def load(part):
 
 
 def numpy_product(case):
-    """Return a function that takes nothing and computes the product of a case with numpy."""
+    """Return a function without arguments that computes the product of a case with numpy."""
     a, b = (load(part) for part in case["operands"])
     if case["source"] == "bfloat16":  # numpy has none: the upper half of a float32
         a, b = ((x.astype("<u4") << 16).view("<f4") for x in (a, b))
@@ -86,7 +86,7 @@ class OnnxRuntime:
             stop("run_pack: no provider " + provider + " here; name one of " + offered)
 
     def product(self, case):
-        """Return a function that computes a case; raise ValueError with the reason if the provider cannot run it."""
+        """Return a function without arguments that computes a case; raise ValueError if the provider cannot run it."""
         if case["graph"] is None:
             raise ValueError("the pack has no ONNX graph for this format")
         part = case["graph"]
@@ -148,7 +148,7 @@ def run(case, compute, runs):
 
 
 def processor():
-    """Return the name that the system gives its processor."""
+    """Return the system's name for its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

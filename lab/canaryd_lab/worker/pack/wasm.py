@@ -18,7 +18,8 @@ FORMATS = {
     "i32": (0x7F, 4, 0x28, 0x36, bytes([0x41, 0]), 0x6C, 0x6A),
 }
 A, B, C, M, N, K, ROW, COLUMN, TERM, P, Q, S = range(12)
-"""Numbers of a function's parameters (addresses of a, b, result; sizes) and locals (counters, addresses, sum)."""
+"""Numbers of a function's parameters and locals. Parameters: addresses of a, b and the result, then sizes. Locals:
+counters, addresses and the sum."""
 
 
 def _vector(items: list[bytes]) -> bytes:
@@ -53,7 +54,7 @@ def _function(form: str) -> bytes:
 
 
 def module() -> bytes:
-    """Return a module with a memory `memory` (2 MiB) and the functions `f32`, `f64` and `i32` of (a, b, c, M, N, K)."""
+    """Return a module with 2 MiB of memory and the functions `f32`, `f64` and `i32`, each of (a, b, c, M, N, K)."""
     exports = [bytes([6, *b"memory", 2, 0])]
     exports += [bytes([3, *name.encode(), 0, number]) for number, name in enumerate(FORMATS)]
     return b"".join(
