@@ -176,7 +176,7 @@ class Context:
         return max(0.0, self.deadline - self.clock())
 
     def late(self, case: str, before: str = "its turn") -> Skipped:
-        """Return the fact to yield for `case` if the time budget ended before `before`, e.g. "its turn"."""
+        """Return the fact to yield for `case` if the time budget ended before the step that `before` names."""
         return Skipped(case=case, reason=f"the budget of {self.budget:g} s was spent before {before}", late=True)
 
 

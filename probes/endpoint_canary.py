@@ -30,10 +30,11 @@ SPEC = ProbeSpec(
 )
 FILE = Path(__file__).parent / "endpoint" / "prompts.json"
 ALONE = 16
-"""Requests per case that are sent one at a time while a baseline is learnt. The judge calls a case bit-stable after 12
-known answers in a row under one condition, so a server may show four other answers first."""
+"""Number of requests per case that are sent one at a time while a baseline is learnt. The judge calls a case bit-stable
+after 12 known answers in a row under one condition, so a server may show four other answers first."""
 LOADS = (2, 4, 8)
-"""Numbers of equal requests sent together: 14 per case. With 2 sent beside another case, 16 requests are under load."""
+"""Numbers of equal requests sent together: 14 per case. With 2 that are sent beside another case, 16 requests of each
+case are under load."""
 DEEP_ROUNDS = 5
 
 
@@ -58,7 +59,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_item(ctx: Context, endpoint: Endpoint, prompts: tuple[Prompt, ...]) -> list[Item]:
-    """Return the items to ask, rotated to begin where the seed says: one prompt at quick, otherwise every prompt."""
+    """Return the items to ask, beginning with the prompt that the seed chooses; at quick only this prompt."""
     turn = ctx.seed % len(prompts)
     rotated = prompts[turn:] + prompts[:turn]
     if ctx.level == "quick" and not (ctx.baselining or ctx.cases):
@@ -78,7 +79,7 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
 
 
 def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
-    """Ask every item about 32 times: first alone, then together with another item, then with equal items."""
+    """Ask every item about 32 times to learn a baseline: alone, then beside another item, then with equal items."""
     progress = Progress("" if ctx.drill else ctx.memory, recorder.endpoint)
     before = progress.rounds()
     alone = [item for _ in range(before, ALONE) for item in items]
@@ -110,7 +111,7 @@ def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[F
 
 
 def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fact, None, list[str]]:
-    """Ask every item together with one other item and with equal items; return the cases left out, with reasons.
+    """Ask every item together with one other item and with equal items; return the reasons for loads left out.
 
     If the server cannot take so many requests at once, continue with half of them.
     """

@@ -71,7 +71,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_case(ctx: Context) -> list[tuple[Question, Case]]:
-    """Return every case of a run with the problem for its kernel, even if the device lacks the kernel."""
+    """Return (question for a kernel, case) for every case of a run, even if the device lacks the kernel."""
     cases: list[tuple[Question, Case]] = []
     turn = ctx.seed
     for kernel, form, content in product(_kernels(ctx.device), ATTENDED, CONTENTS):
@@ -84,7 +84,7 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
 
 
 def served_cases(ctx: Context, served: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[tuple[Question, Case]]:
-    """Return served models' attention problems as cases for every kernel: with one content, or all in a retest."""
+    """Return (question, case) for served models' attention: for every kernel with one content, in a retest with all."""
     cases = []
     for turn, (kernel, (form, kind, sizes)) in enumerate(product(_kernels(ctx.device), served)):
         mask = "causal" if kind.endswith("prefill") else "none"
@@ -132,7 +132,7 @@ def _text(sizes: tuple[int, ...]) -> str:
 
 
 def attend(device: Device, kernel: str, form: str, mask: str) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Return a function of (operands, out) that computes attention of query, key, value and mask with one kernel."""
+    """Return a function of ((query, key, value, mask), out) that computes attention with one kernel."""
     return partial(interface.of(device).run, Operation("attention", form, form, kernel, mask))
 
 

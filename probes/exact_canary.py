@@ -53,9 +53,10 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_inference(ctx: Context) -> list[Inference]:
-    """Return the inferences of a run: all at deep; otherwise numbers of rows take turns, and at quick paths as well.
+    """Return the inferences of a run: all at deep; at other levels some, in rotation.
 
-    The mixture of experts is a separate model: in one format, in rotation, at standard; in none at quick.
+    At standard, numbers of rows take turns, and the mixture of experts has one format; at quick, paths take turns too,
+    and the mixture is left out.
     """
     return [*_of_one_mlp(ctx), *_of_experts(ctx)]
 

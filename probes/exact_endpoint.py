@@ -33,7 +33,7 @@ START = 240.0
 LOADS = (2, 4, 8)
 """Numbers of different questions that are sent at the same time."""
 QUICK = 2
-"""Questions that a quick run asks alone: one wrong and one right answer suffice to exclude a format that rounds."""
+"""Number of questions that a quick run asks alone: a wrong and a right answer suffice to exclude a rounding format."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:

@@ -49,7 +49,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def _case(device: Device, name: str, n: int, *, is_fixed: bool = False) -> Case:
-    """Return an operation as a case of size `n`, exact on processors, and elsewhere if torch's kernels are settled."""
+    """Return an operation as a case of size `n`; it counts as known to be right if the device `is_settled`."""
     kind = "fixed" if is_fixed else "fresh"
     compute = partial(interface.of(device).run, Operation(name))
     return Case(f"int64/{name}/{kind}@{n}", partial(build, name, n), compute, is_settled(device), fixed=is_fixed)

@@ -64,7 +64,7 @@ def _is_asked(ctx: Context, label: str) -> bool:
 
 
 def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
-    """Multiply once in each wanted format; add its speed to `speeds`, or to `refused` the reason why it was refused."""
+    """Multiply once in each wanted format; add its speed to `speeds`, or the reason of a refusal to `refused`."""
     for source, target in (pair for pair in format_pairs(device) if wanted(label_of(*pair))):
         label = label_of(source, target)
         if why := unsupported(device, source, target):

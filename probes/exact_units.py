@@ -43,7 +43,8 @@ KINDS = {
 }
 """Backend → the kinds of tile (operand format, content, path) to compute; docs/goldens.md describes the contents."""
 QUICK = {"dense", "cancel", "narrow", "wide"}
-"""Contents of a quick run; of the tensor formats only `cancel`, which shows an error of one unit in the sums."""
+"""Contents of a quick run. Of the contents for tensor cores, only `cancel` is among them: it shows an error of one unit
+in the sums."""
 ROUNDS = {"quick": 4, "standard": 8, "deep": 8}
 SIZES = (64, 64, 128)
 """M, N, K of a tile: the size that a warp group on Hopper's tensor cores computes at once, with a long enough sum."""

@@ -26,7 +26,7 @@ SPEC = ProbeSpec(
 
 MIB = 1 << 20
 MOST = {"quick": 16 * MIB, "standard": 1024 * MIB, "deep": 1 << 50}
-"""Level → most bytes that are tested; at deep the limit is all free memory, less a reserve."""
+"""Level → maximum bytes that are tested; at deep the limit is all free memory, less a reserve."""
 BEYOND_CACHES = LARGEST
 """Maximum bytes tested on an accelerator at quick. Fewer would stay in its cache and never reach the memory: the L2 of
 an H100 holds 50 MB, of a B200 126 MB, the last cache of an MI300X 256 MB (the vendors' white papers)."""

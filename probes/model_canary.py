@@ -40,7 +40,7 @@ SPEC = ProbeSpec(
 )
 PROMPTS = Path(__file__).parent / "endpoint" / "prompts.json"
 REPEATS = 30
-"""Recordings per case while a baseline is learnt."""
+"""Number of recordings per case while a baseline is learnt."""
 LEARNING = 300.0
 """Seconds after which a run that learns a baseline starts no further round; the probe's timeout lets a round end."""
 

@@ -32,7 +32,7 @@ ROUNDS = {"quick": 1, "standard": 5, "deep": 30}
 LEARNING = 30
 """Number of rounds with which one learning run completes a baseline; a retest under load has as many."""
 LEAST = 3
-"""Fewest rounds of a run that learns a baseline, even if the budget is spent."""
+"""Minimum number of rounds of a run that learns a baseline, even if the budget is spent."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:

@@ -59,7 +59,7 @@ def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/s
 
 
 def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> bool:
-    """Return whether the kernel schedules workers as a group apart, so that the idle policy applies only among workers.
+    """Return whether workers form a scheduling group, so that the idle policy applies only among workers.
 
     True if `group`, the control group of workers, has a CPU controller. True also if the kernel makes a scheduling
     group for each session (sched(7), "The autogroup feature") and this process is in no control group with a CPU

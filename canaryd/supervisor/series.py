@@ -62,7 +62,7 @@ class Series:
         grace: float = 2.0,
         on_progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        """Start no worker yet; `grace`: seconds until SIGKILL. Raise `ValueError` for an unknown `instruction_set`."""
+        """Store the options (`grace`: seconds before SIGKILL); raise `ValueError` for an unknown `instruction_set`."""
         if instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
@@ -416,7 +416,7 @@ class Series:
 def _description(
     where: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
 ) -> Description:
-    """Return the description in a worker's message; if torch does not import (`lost_torch`), without its probes."""
+    """Return the description in a worker's message; leave out probes that need torch if `lost_torch` is set."""
     lost = f"torch of {where} does not import" if lost_torch else ""
     if lost:
         probes = {path: spec for path, spec in probes.items() if isinstance(spec, ProbeSpec) and not spec.numeric}

@@ -109,7 +109,7 @@ class Slot:
         return True
 
     def discard(self, lost: LostError, *, brief: bool = False) -> tuple[Outcome, str]:
-        """End a lost worker; return (outcome, reason followed by its last output, in one line if `brief`)."""
+        """End a lost worker; return (outcome, reason with the worker's last output; one line if `brief`)."""
         worker, self._worker = self._worker, None
         outcome, detail = lost.outcome, lost.detail
         if worker is None:

@@ -46,7 +46,7 @@ class Fence:
 
 
 def go_first() -> None:
-    """Set `oom_score_adj` to `OOM_SCORE`, because this process inherited the daemon's protection from the killer."""
+    """Set `oom_score_adj` to `OOM_SCORE`, because this process inherited the daemon's protection from kills."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):  # not Linux, or not permitted
         if int(score.read_text(encoding="ascii")) < OOM_SCORE:

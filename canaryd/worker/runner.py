@@ -38,8 +38,7 @@ from canaryd.probe import Absent, Context, NoCase, ProbeSpec, Skip
 from canaryd.worker import limits, visible
 
 GRACE = 5.0
-"""Seconds after the supervisor's deadline at which a worker ends itself, even while a thread holds the interpreter
-lock."""
+"""Seconds after the supervisor's deadline when a worker ends itself, even if a thread holds the interpreter lock."""
 PROGRESS_PERIOD = 0.1
 """Shortest time in seconds between two progress lines; reports that come earlier are dropped."""
 DETAIL = 16_384

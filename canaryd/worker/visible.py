@@ -97,7 +97,7 @@ def _names(word: str, device: Device) -> bool:
 
 
 def _layers(index: int, layers: Mapping[str, str | None]) -> dict[str, str]:
-    """Return variable → number or uuid, such that the process sees only the device with the number `index` now.
+    """Return variable → number or uuid, such that the process sees only the device that now has the number `index`.
 
     `layers`: variable → its present value, from the top layer down.
     """

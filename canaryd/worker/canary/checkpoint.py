@@ -21,7 +21,7 @@ Progress = Callable[[float, str], None]
 """A function that is called with the share of the bytes read so far (0…1) and the file's name."""
 
 BLOCK = 1 << 20
-"""Bytes per read."""
+"""Number of bytes that are read at once."""
 VOCABULARIES = (
     *("sentencepiece.bpe.model", "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt"),
@@ -159,7 +159,7 @@ def _of_directory(path: Path) -> dict[str, str]:
 
 
 def _stripped(config: Any, dtypes: list[tuple[str, Any]], place: str = "") -> Any:
-    """Return a config without dtypes and bookkeeping keys; add (`place`, its keys so far, and value) to `dtypes`."""
+    """Return a config without dtypes and bookkeeping keys; add (path of keys, dtype) to `dtypes` for each dtype."""
     if not isinstance(config, dict):
         return config
     kept = {}

@@ -55,7 +55,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One kind of server. Its fields are sent besides model, prompt or messages, max_tokens, temperature and stream."""
+    """One kind of server. Its request fields are sent besides model, prompt or messages, and other portable fields."""
 
     name: str
     completions: Mapping[str, Any] = field(default_factory=lambda: _LEGACY)
@@ -72,7 +72,7 @@ class Dialect:
     template: tuple[str, str] | None = None
     """Place of the chat template: (path, key of its JSON)."""
     render: str = ""
-    """Path that applies the chat template to messages and answers {"prompt": …}."""
+    """Path of a request that applies the chat template to messages and returns {"prompt": …}."""
     tokenize: tuple[str, str] | None = None
     """(path that returns the token ids of a text, field of the request that holds the text)."""
     metrics: tuple[str, ...] = ()

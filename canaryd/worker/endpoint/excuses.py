@@ -60,7 +60,7 @@ def _other_words(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str:
-    """Return the reason if the prompt's token ids, or their number, show that the server read another prompt, or ""."""
+    """Return this excuse as text if the prompt's token ids, or their number, show another prompt, otherwise ""."""
     for m in (m for m in marked if not m.right):
         ids, count, wanted = m.answer.prompt_ids, m.answer.prompt_tokens, len(m.question.prompt)
         if (ids and list(ids) != m.question.prompt) or (not ids and count not in (None, wanted)):
@@ -76,7 +76,7 @@ def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str
 
 
 def _ended_early(marked: Sequence[Marked]) -> str:
-    """Return the reason if an answer is only too short, and all its words are right; otherwise ""."""
+    """Return this excuse as text if an answer is only too short and all its words are right, otherwise ""."""
     short = [m for m in marked if m.short]
     if not short or any(m.faults for m in marked):
         return ""
@@ -101,7 +101,7 @@ def _rounding_format(expected: Expected, formats: Mapping[str, str]) -> str:
 
 
 def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
-    """Return the reason if the answers are those of an exact canary with another number of layers, otherwise ""."""
+    """Return this excuse as text if the answers are those of a model with another number of layers, otherwise ""."""
     for layers in range(1, LAYERS + 1):
         if layers != expected.shape.layers and all(
             m.tokens and m.tokens == continuation(expected.program, layers, m.question.prompt, len(m.tokens))
@@ -115,7 +115,7 @@ def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
 
 
 def _unnormalised(marked: Sequence[Marked]) -> str:
-    """Return the reason if the only error is that the server prints logits as log probabilities, otherwise ""."""
+    """Return this excuse as text if the only error is that logits are printed as log probabilities, otherwise ""."""
     faults = [fault for m in marked for fault in m.faults]
     if not faults or any(f.sort is not Sort.CHANCE or f.got != RIGHT for f in faults):
         return ""
@@ -125,7 +125,7 @@ def _unnormalised(marked: Sequence[Marked]) -> str:
 
 
 def _sampled(marked: Sequence[Marked]) -> str:
-    """Return the reason if the right word was the most probable but the server chose another, otherwise ""."""
+    """Return this excuse as text if the right word was the most probable but another was chosen, otherwise ""."""
     faults = [(m, f) for m in marked for f in m.faults if f.sort is Sort.CHOICE]
     if not faults:
         return ""
@@ -136,7 +136,7 @@ def _sampled(marked: Sequence[Marked]) -> str:
 
 
 def _scaled(marked: Sequence[Marked]) -> str:
-    """Return the reason if one factor explains the errors of all differences between logits, otherwise ""."""
+    """Return this excuse as text if one factor explains the errors of all logit differences, otherwise ""."""
     ratios = [lead / cost for m in marked for cost, lead in m.leads]
     if not ratios or any(f.sort is Sort.WORD or not math.isfinite(f.got) for m in marked for f in m.faults):
         return ""
@@ -147,7 +147,7 @@ def _scaled(marked: Sequence[Marked]) -> str:
 
 
 def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:
-    """Return the reason if only words of the context gained or lost probability (a penalty), otherwise ""."""
+    """Return this excuse as text if a penalty explains all errors: only words of the context are wrong; else ""."""
     moved = _moved(expected, marked)
     if moved is None or len(moved) == 1:  # one word alone may be a fault of its own weights
         return ""
@@ -189,7 +189,7 @@ def _changed_file(expected: Expected) -> str:
 
 
 def may_be_sampling(expected: Expected, marked: Sequence[Marked], repeated: Mapping[int, bool]) -> str:
-    """Return the reason if sampling can explain the wrong words of answers without log probabilities, otherwise "".
+    """Return this excuse as text if sampling can explain wrong words without log probabilities, otherwise "".
 
     Sampling mostly takes a word one bit from the right one (660 times as often as one two bits away at temperature 1)
     and rarely gives the same word again. `repeated`: number of a question → whether its wrong answer came again.

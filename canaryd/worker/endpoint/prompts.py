@@ -20,8 +20,7 @@ MAX_PROMPTS = 32
 SHORTEST, LONGEST = 64, 20_000
 """Minimum and maximum characters of a prompt. Some kernels were wrong only above 8 rows, so prompts exceed 8 tokens."""
 FEWEST, DEFAULT, MOST = 32, 64, 1024
-"""Minimum, default and maximum number of tokens to generate. Faults that only decoding has need some tens of tokens to
-show."""
+"""Minimum, default and maximum tokens to generate: faults that only decoding has need some tens of tokens to show."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 WANTED = '{"prompts": [{"name": "reef", "text": "…", "tokens": 64}]}'
 

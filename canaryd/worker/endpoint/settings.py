@@ -34,7 +34,7 @@ class Settings:
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
-    """Seconds per request."""
+    """Maximum seconds for one request."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:

@@ -43,7 +43,7 @@ class Runner:
         return self._like, shape.layers, (rows, shape.kv_heads, length, shape.head)
 
     def forward(self, tokens: Any, cache: KeyValues | None = None, last: int = 0) -> Any:
-        """Return the logits (rows, T, vocabulary) of `tokens`, which follow `cache`; only the `last` ones unless 0."""
+        """Return logits (rows, T, vocabulary) of `tokens`, which follow `cache`; only of the `last` ones if not 0."""
         count = tokens.shape[1]
         at = self.operators.positions(count, tokens) + (cache.used if cache else 0)
         x = self._see("embedding", self.operators.embed(self.weights["model.embed_tokens.weight"], tokens))

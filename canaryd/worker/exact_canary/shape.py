@@ -8,7 +8,7 @@ from dataclasses import dataclass
 THETA = 1e38
 """Base of the rotary frequencies: the pairs from `Shape.first_still` on rotate too little to change any format."""
 EPSILON = 1e-30
-"""Added to the mean square of a norm, which is 4 or 16; it is too small to change that number in any format."""
+"""Number that is added to the mean square of a norm, which is 4 or 16; it is too small to change it in any format."""
 CONTEXT = 8192
 """Number of positions within which the rotary pairs from `Shape.first_still` on keep their values."""
 FAMILIES = ("llama", "qwen2")
@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def still(self) -> int:
-        """Number of still rotary pairs: one dimension of a pair holds a bit of a code, the other a constant."""
+        """Number of rotary pairs from `first_still` on; their dimensions hold a bit of a code and a constant."""
         return self.head // 2 - self.first_still
 
 

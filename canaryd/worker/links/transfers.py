@@ -97,7 +97,7 @@ class _Round:
         self.seconds[way] = min(took, self.seconds.get(way, took))
 
     def there_and_back(self, name: str) -> Iterator[Comparison]:
-        """Copy a pattern to the device and back; yield a comparison for each way, the second if memory was right."""
+        """Copy a pattern to the device and back; yield a comparison per copy, the second only if memory was right."""
         copies, seed = self.copies, derive(self.ctx.seed, name)
         words = copies.host.numel()
         copies.host.copy_(make(name, words, seed, copies.host.device))
@@ -172,7 +172,7 @@ def traced(seen: Evidence, way: Way, culprit: Culprit) -> Evidence:
 
 
 def again(seen: Evidence, wrong: Callable[[], bool]) -> Evidence:
-    """Return the evidence with the number of wrong repetitions; `wrong` repeats the transfer and judges it."""
+    """Return the evidence with the number of wrong repetitions; `wrong` repeats once and returns whether it erred."""
     return replace(seen, repeats=AGAIN, repeats_wrong=sum(wrong() for _ in range(AGAIN)))
 
 

@@ -77,8 +77,7 @@ class Wrong:
     def _behaviour(self, memory: Slice, word: int, value: int, held: int, *, own: bool, trace: bool) -> Cell:
         """Return the kind of error of a word that is not stuck: alias, coupled or flipped.
 
-        `held`: the wrong value; `own`: each word should hold its own number; `trace`: search for the word that disturbs
-        it.
+        `held`: the wrong value; `own`: each word holds its own number; `trace`: search for the word that disturbs it.
         """
         number = number_in(held, sum(m.count for m in self.slices)) if own else None
         if number is not None:

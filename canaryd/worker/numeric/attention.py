@@ -217,7 +217,10 @@ def _accumulator(form: Format) -> int:
 
 
 def _groups(spec: Attention, seed: int, size: int) -> Any:
-    """Return the group number of each key: key 0 is alone, because a causal mask's first row sees only this key."""
+    """Return the group number of each key: key 0 is a group alone; the others form groups of `size` keys.
+
+    A causal mask's first row sees only key 0. Raises `Inexact` if there are fewer keys than one group needs.
+    """
     masked = spec.mask in ("bool", "float")
     if size >= spec.S or (masked and spec.S < 3):
         raise Inexact(f"{spec}: fewer keys than one group")
@@ -253,7 +256,7 @@ def _winner(spec: Attention, seed: int) -> int:
 
 
 def _asked(spec: Attention, seed: int, size: int) -> Any:
-    """Return the number of the group that each query selects, (B, H, L): one whose keys this query all sees."""
+    """Return the number of the group that each query selects, (B, H, L): the query sees all keys of this group."""
     if spec.content in ("rising", "falling"):
         return torch.zeros((spec.B, spec.H, spec.L), dtype=torch.int64)
     seen = torch.full((spec.L,), spec.S)

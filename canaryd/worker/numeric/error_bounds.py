@@ -91,7 +91,7 @@ def dot(a: Any, b: Any, u: float, *more: tuple[float, float]) -> Bounded:
 
 
 def elementary(function: Any, x: Any) -> Bounded:
-    """Return reference and tolerance of a float32 function: `ULPS` units in the last place, each at most 2u."""
+    """Return reference and tolerance of a float32 function: `ULPS` last-place units, each at most 2u of the value."""
     reference = function(x)
     return reference, reference.abs() * reach((2 * ULPS, SINGLE))
 
@@ -103,7 +103,7 @@ def rsqrt(x: Any, form: Format) -> Bounded:
 
 
 def erf(x: Any) -> Bounded:
-    """Return reference and tolerance of erf. An absolute error is added: near 0 the formula subtracts two near 1."""
+    """Return reference and tolerance of erf, an absolute error: near 0 the formula subtracts numbers near 1."""
     reference, tolerance = elementary(torch.erf, x)
     return reference, tolerance + ERF
 

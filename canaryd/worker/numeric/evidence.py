@@ -14,7 +14,7 @@ FIRST = 64
 EXAMINED = 65_536
 """Maximum number of wrong elements that are counted in the bit histogram."""
 WARP = 32
-"""Lanes of a warp (NVIDIA PTX ISA, WARP_SZ)."""
+"""Number of lanes of a warp (NVIDIA PTX ISA, WARP_SZ)."""
 
 _AXES = ("batch", "head", "row", "column")
 

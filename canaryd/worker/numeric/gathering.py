@@ -30,7 +30,7 @@ class LaidOut(Problem):
     """The pools of a problem, with copies in the memory layout that the gather needs."""
 
     arrays: Arrays = ()
-    """The pools of A, B and the golden, by rows or by columns."""
+    """The pools of A, B and the golden (right results), each by rows or by columns as the gather needs it."""
 
 
 class Gatherer:

@@ -60,8 +60,7 @@ class Computed:
     """Future of the host's comparison: evidence that the first result is wrong, or None if it is right. There is no
     future if the host does not compare."""
     gathered: Future[str] | None = None
-    """Future of a text that names wrongly gathered arrays, "" if all are right. There is no future if the host does not
-    check them."""
+    """Future of a text that names wrongly gathered arrays, or ""; None (no future) if the host does not check them."""
     blind: str = ""
     """Text about a difference that the device's comparison did not see, or ""."""
 

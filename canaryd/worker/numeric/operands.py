@@ -38,7 +38,7 @@ POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long
 "long" sums cost the host several times as much. Other kinds need pools of their own, no larger than the product."""
 
 SHEET = 16
-"""Number of turns (draws of operands) that one call draws: one costs nearly as much as sixteen (our choice)."""
+"""Number of turns (draws of operands) that one call draws: one turn costs nearly as much as sixteen (our choice)."""
 
 INT8_NARROW = 63
 """|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in
@@ -382,7 +382,7 @@ def sheet(product: Product, seed: int, number: int) -> tuple[Any, Any]:
 def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
     """Return the problem of draw number `turn`, by indexing the pools: A (…, M, K), B (…, K, N), golden (…, M, N).
 
-    The operands have the product's memory layouts. It raises nothing.
+    The operands have the product's memory layouts. No error is raised.
     """
     r, c = draw(product, seed, turn)
     a, b = (bits(pool) for pool in pools.operands)  # FP8 cannot be indexed, its bits can

@@ -209,7 +209,7 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return the comparison for a broken bound. It accuses the host if its second making of the inputs differs."""
+        """Return the comparison for a broken bound; it accuses the host if the host makes other inputs this time."""
         assert made.bounded is not None
         first = self._compute(made, turn)
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
@@ -271,8 +271,8 @@ class Recorder:
     def _readings(self, kind: str) -> Iterator[Reading | Absent]:
         """Yield two readings of one kind of kernel: its largest ratio of error to bound, and the time of a call.
 
-        The time is the mean over the cases of their median. The ratio is of float32 results only: one rounding to 16
-        bits uses the whole bound in every healthy run.
+        The time is the mean of the cases' medians. The ratio is of float32 results only: one rounding to 16 bits uses
+        the whole bound in every healthy run.
         """
         labels = {"kind": kind}
         mine = [m for m in self._made.values() if m.kernel.kind == kind]

@@ -24,7 +24,7 @@ ROWS = {"quick": (1, 16), "standard": (1, 8, 64, 512), "deep": (1, 2, 4, 8, 16, 
 """Level of thoroughness → numbers of rows of A (our choice). In decoding, a row is one request of a batch; in prefill,
 a row is one token of a chunk."""
 MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
-"""Level → bytes of the largest tested weight; the time for a larger one belongs to a deeper level (our choice)."""
+"""Level → bytes of the largest tested weight; only a deeper level has the time for a larger one (our choice)."""
 OF_ROOM = 4
 """Divisor: a weight takes at most the memory that is free beside a server, divided by this. Operands, results and a
 copy on the host need the rest."""

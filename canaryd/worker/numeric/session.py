@@ -137,7 +137,7 @@ class Session:
         return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
 
     def place(self, case: str) -> int | None:
-        """Return the one core of a CPU that runs this case; None if all cores run it (half of the cases), or no CPU."""
+        """Return the CPU core that runs this case; None for all cores (half of the cases) and for other devices."""
         draw = self._draw(case)
         if not self.pins or draw & 1:
             return None

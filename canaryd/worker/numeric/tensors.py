@@ -73,8 +73,7 @@ class Format:
     emin: int
     """Smallest exponent of a normal number: 2**emin is normal."""
     emax: int
-    """Largest exponent: an integer below 2**bits, times 2**e, is finite if its highest bit then stands for at most
-    2**emax."""
+    """Largest exponent: an integer below 2**bits, times 2**e, is finite if its top bit is at most 2**emax."""
 
     @property
     def dtype(self) -> Any:

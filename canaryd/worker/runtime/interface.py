@@ -283,7 +283,7 @@ def imported(name: str, *modules: str) -> tuple[list[Any], str]:
 
 
 def numbered(runtime: str, unit: str, index: int, model: str, detail: Mapping[str, str], *, on_host: bool) -> Device:
-    """Return a device that its runtime knows only by number, with a uuid derived from the host's; `on_host`: a CPU."""
+    """Return a device that its runtime knows only by number, with a uuid from the host's; `on_host`: if it is a CPU."""
     cpu = stack.cpu()
     return Device(
         uuid=f"{runtime.upper()}-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",

@@ -60,7 +60,7 @@ class _Operators:
         return mx.fast.rms_norm(x, weight, epsilon)
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG002  MLX has its own
-        """Return a function that rotates x, MLX's own; it uses only the first of the positions."""
+        """Return MLX's own function that rotates x; it uses only the first of the positions."""
         return lambda x, at: mx.fast.rope(x, head, traditional=False, base=theta, scale=1.0, offset=at[0])
 
     def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:  # noqa: ARG002  it has one

@@ -28,8 +28,7 @@ LEAST = 2
 PATIENCE = 8
 """Number of launches of a case after which the case no longer waits for units that no block has reached."""
 WRONG_ENOUGH = 4
-"""Number of wrong launches after which a case stops. They are enough to see whether a unit is wrong always or
-sometimes."""
+"""Number of wrong launches after which a case stops: enough to see whether a unit is wrong always or sometimes."""
 NAMED = 8
 """Maximum number of wrong units of a case that are reported one by one. More are reported together, because no single
 unit is then to blame."""

@@ -10,8 +10,7 @@ from canaryd_lab.compare.score_files import ScoreError
 EXACT_UP_TO = 16
 """Maximum number of unequal pairs for which all 2^n assignments of signs are tried; for more, some are drawn."""
 FLIPS = 9_999
-"""Number of assignments of signs that are drawn at random if not all are tried; the smallest possible p is then
-1/10,000."""
+"""Number of assignments of signs that are drawn if not all are tried; the smallest possible p is then 1/10,000."""
 SEED = 20_240_229
 """Seed of the random signs, so that the same files always give the same p."""
 
@@ -28,7 +27,7 @@ def _stats() -> Any:
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the exact two-sided p of McNemar's test (1947); `b` and `c`: questions only file A, only B has right."""
+    """Return the exact two-sided p of McNemar's test (1947); `b`, `c`: how many questions only A, only B has right."""
     return float(_stats().binomtest(b, b + c).pvalue) if b + c else 1.0
 
 

@@ -45,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One metric of one task in both files. Differences are B minus A in the scores' unit (1 = 100 % if `share`)."""
+    """One metric of one task in both files. Differences are B minus A; if `share`, 1 means 100 percentage points."""
 
     task: str
     metric: str

@@ -182,8 +182,9 @@ def _agree(a: Any, b: Any) -> Any:
 def _difference(a: Any, b: Any) -> dict[str, Any]:
     """Return numbers that describe the difference of two tensors of one shape; "absent" has the reason for each None.
 
-    relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between a and b; max_abs: largest |a - b|; all in float64. ulp:
-    largest number of steps from one value to the other through the numbers of the narrower format (both are first
+    relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between a and b; max_abs: largest |a - b|; all in float64.
+
+    ulp: largest number of steps from one value to the other through the numbers of the narrower format (both are first
     rounded to it), which is the difference of the bit patterns in order of value (IEEE 754-2019, section 5.10).
     """
     x, y = a.to(torch.float64), b.to(torch.float64)

@@ -37,7 +37,7 @@ class Attention(Block):
     """Attention: queries find a place by its code, and copy the place's value into pairs of dimensions."""
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
-        """Return the block's weights: name of a tensor, without the layer → tensor."""
+        """Return the block's weights: name of a tensor (without the layer's name) → tensor."""
         s = self.shape
         queries = self.matrix(self.port, s.heads * s.head)
         keys, values = (self.matrix(port, s.kv_heads * s.head) for port in (self._moving_port(), self.port))
@@ -173,7 +173,7 @@ class Mlp(Block):
         return jobs + [("product", bit, x, y) for bit in bits for x in (1, -1) for y in (1, -1)]
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
-        """Return the block's weights: name of a tensor, without the layer → tensor."""
+        """Return the block's weights: name of a tensor (without the layer's name) → tensor."""
         return {f"mlp.{name}_proj.weight": weight for name, weight in self.matrices(layer, seed, 0, {}).items()}
 
     def matrices(self, layer: int, seed: int, flips: int, apart: Mapping[int, int]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Mlp(Block):
     def _read_retrieved(
         self, matrix: Matrix, row: int, lag: Hashable, bit: Hashable, weight: float, layer: int
     ) -> None:
-        """Let a row read `weight` times a retrieved bit t: after the norm, (s + 2 t) / 4 - (s - 2 t) / 4 = t."""
+        """Let a row read `weight` times the retrieved bit t: the two inputs are (s + 2 t) / 4 and (s - 2 t) / 4."""
         index = lag * self.program.value_bits + bit  # type: ignore[operator]
         options = [c for c in self.layout.copied if c.retrieved == index]
         c = options[(row + layer) % len(options)]

@@ -76,8 +76,7 @@ class Session:
     strike: Watch | None = None
     """Function that changes a result before it is recorded, to inject a fault; None for no fault."""
     drill: str = ""
-    """Place such as "2.down" whose result a drill changes once, in the first inference that has this place; "" for
-    none."""
+    """Place such as "2.down" whose result a drill changes once, in the first inference that has it; "" for none."""
     places: list[str] = field(default_factory=list)
     """Places seen so far."""
     struck: bool = False
@@ -89,7 +88,7 @@ class Session:
         self.runtime, self.operators = interface.of(self.device), interface.operators_of(self.device)
 
     def run(self, inference: Inference, known: Truth, weights: Mapping[str, Any]) -> Ran:
-        """Run one inference and compare it with `known`, the proved results; run it again if a value is wrong."""
+        """Run one inference; return its comparison with `known`, the proved results; repeat it if a value is wrong."""
         recorder = Recorder(operators=True, drill="" if self.struck else self.drill)
         found = self.once(inference, known, weights, recorder)
         self.struck |= recorder.struck
@@ -119,7 +118,7 @@ class Session:
         )
 
     def once(self, inference: Inference, known: Truth, weights: Mapping[str, Any], recorder: Recorder) -> Examined:
-        """Run one inference and compare it with `known`, the proved results; `recorder` gets a complete capture."""
+        """Run one inference; return its comparison with `known`, the proved results; fill `recorder` with a capture."""
         recorder.prompt, recorder.step = PROMPT, "forced" if inference.path == "forced" else "-1"
         words = known.values["word"].to(torch.int64)
 

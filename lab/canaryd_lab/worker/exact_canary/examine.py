@@ -95,7 +95,7 @@ class Examined:
 
 
 def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
-    """Return the comparison of one inference's tensors with the truth; `form`: its format, or its exponentials'."""
+    """Return the comparison of an inference's tensors with the truth; `form`: the format of results or exponentials."""
     bad: dict[str, Any] = {}
     places: list[Place] = []
     values = loose = wrong = count = 0

@@ -25,7 +25,7 @@ class Experts(Mlp):
     """A router and its experts, which replace the MLP of a layer."""
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
-        """Return the block's weights: name of a tensor, without the layer → tensor."""
+        """Return the block's weights: name of a tensor (without the layer's name) → tensor."""
         count = self.shape.experts
         order = permutation(seed, "experts", count).tolist()
         router = self.matrix(self.port, count)

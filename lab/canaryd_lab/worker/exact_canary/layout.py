@@ -14,7 +14,7 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit
 from canaryd.worker.numeric.integers import below, permutation
 
 LARGEST = 40
-"""Largest whole number that a pair of equal inputs (`matrix.Twins`) can write."""
+"""Largest whole number that a pair of equal inputs (`matrix.Twins`) can produce."""
 
 UNITS = 8
 """Number of dimensions that are 2 at A and 4 at B, so that a norm gives exactly 1; the first is reserved for biases."""
@@ -161,7 +161,7 @@ def ports(layout: Layout, shape: Shape, *, reserve: bool) -> tuple[Port, Port]:
 
 
 def query_scale(shape: Shape, program: Plan) -> float:
-    """Return the smallest weight for the bits of a code with which one wrong bit lowers a key's score by `GAP`.
+    """Return the smallest weight of a code's bits with which a key that is wrong in one bit scores lower by `GAP`.
 
     Raises `Unfit` if float16 cannot hold the scores.
     """

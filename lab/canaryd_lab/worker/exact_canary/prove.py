@@ -155,7 +155,7 @@ class Walk:
     _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int], compared: int = 0) -> Proof:
-        """Return the proof of a text, whose last `compared` positions count (0: all); raise `Inexact` for rounding."""
+        """Prove a text, whose last `compared` positions count (0: all); raise `Inexact` if a format would round."""
         self._values, self._compared = {}, compared
         self._check_norm_divisor()
         name = "model.embed_tokens.weight"
