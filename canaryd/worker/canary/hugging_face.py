@@ -165,7 +165,7 @@ class Checkpoint:
         return self.stored * _ITEMS[self.dtype] // _ITEMS.get(self._named(), 2)
 
     def load(self, device: Device) -> Model:
-        """Return the model on its device; raise `Skip` if transformers cannot load it or lacks some of its weights."""
+        """Return the model on its device; raise `Skip` if it cannot be loaded or if some of its weights are missing."""
         directory, wanted = self.settings.directory, getattr(torch, self.dtype)
         with self._refusing("weights"):
             model, report = self._load(

@@ -209,7 +209,7 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return the comparison for a broken bound; it accuses the host if the host makes other inputs this time."""
+        """Return the comparison for a broken bound; it accuses the host if a second core makes other inputs."""
         assert made.bounded is not None
         first = self._compute(made, turn)
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]

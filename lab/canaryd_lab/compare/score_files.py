@@ -73,7 +73,7 @@ class Scores:
 
 
 def load(path: Path) -> Scores:
-    """Return the scores in a result file or in the directory of one run; raise `ScoreError` if there are none."""
+    """Return the scores in a result file or in the directory of one run; raise `ScoreError` if it cannot be used."""
     try:
         return _loaded(path)
     except ScoreError:
