@@ -29,7 +29,7 @@ SPEC = ProbeSpec(
     order=30,
 )
 START = 240.0
-"""Seconds until a server that was started for a deep run must answer: the largest engines need minutes (our choice)."""
+"""Seconds until a server that was started for a deep run must answer: the largest engines need minutes (ours)."""
 LOADS = (2, 4, 8)
 """Numbers of different questions that are sent at the same time."""
 QUICK = 2

@@ -15,13 +15,13 @@ DAEMON, WORKERS = "daemon", "workers"
 CONTROLLERS = ("cpu", "memory", "pids")
 MEMORY_KEPT = 256 << 20
 """Bytes of the service's memory limit that are reserved for the daemon: four times what the daemon needs at most
-(our choice)."""
+(ours)."""
 TASKS_KEPT = 256
 """Number of tasks (processes and threads) that are reserved for the daemon, out of the service's limit: 64 clients,
-32 device queues, and some spare (our choice)."""
+32 device queues, and some spare (ours)."""
 WEIGHT = 50
 """CPU weight of the workers. The daemon keeps the kernel's default of 100, so that it answers scrapes while all workers
-compute (our choice)."""
+compute (ours)."""
 
 
 class Undivided(Exception):

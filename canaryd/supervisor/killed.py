@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 LATE = 60.0
-"""Seconds after a kill in which a driver can still report errors while it removes the worker's context (our choice)."""
+"""Seconds after a kill in which a driver can still report errors while it removes the worker's context (ours)."""
 _killed: deque[tuple[int, float]] = deque(maxlen=256)
 
 

@@ -43,12 +43,12 @@ TICK = 0.1
 """Longest time, in seconds, between two checks of the worker's process."""
 AWAY = 2.0
 """If more seconds than this pass between two checks of a worker, this process was stopped or the machine was asleep.
-The worker's deadline then moves by that time (our choice)."""
+The worker's deadline then moves by that time (ours)."""
 AFTERLIFE = 1.0
 """Seconds within which a worker must end after SIGKILL, or after it closed its protocol pipe."""
 WAKE = 30.0
 """Seconds within which a worker must end after SIGKILL if it is not blocked in the kernel but waits for a core. A
-low-priority worker gets little time on a busy core (our choice)."""
+low-priority worker gets little time on a busy core (ours)."""
 
 
 def abandoned() -> int:

@@ -40,11 +40,11 @@ STARVED = 4.0
 """Maximum extra time that a low-priority worker gets while it waits for a core, in multiples of its timeout (our
 choice). After that it counts as hung."""
 IMPORT = 120.0
-"""Maximum seconds for the import of torch: ten times a slow one, from a cold disk or on a loaded host (our choice)."""
+"""Maximum seconds for the import of torch: ten times a slow one, from a cold disk or on a loaded host (ours)."""
 PATIENCE = 10.0
-"""Seconds of a long wait after which `on_wait` is called (our choice)."""
+"""Seconds of a long wait after which `on_wait` is called (ours)."""
 SILENCE = 30.0
-"""Seconds without a message after which canaryd kills the worker that reads the kernel log (our choice)."""
+"""Seconds without a message after which canaryd kills the worker that reads the kernel log (ours)."""
 
 
 class Series:

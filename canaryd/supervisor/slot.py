@@ -22,7 +22,7 @@ PING = 5.0
 """Seconds within which a worker must answer between two runs; otherwise a new worker replaces it."""
 TEARDOWN = 15.0
 """Maximum seconds for a worker on an accelerator to end, after a request or after SIGKILL. The driver first frees
-memory and context, which takes long beside a server and on a node of eight devices (our choice)."""
+memory and context, which takes long beside a server and on a node of eight devices (ours)."""
 STACKS = re.compile(r"Fatal Python error|(Current thread|Thread) 0x")
 """Pattern for the first line of a stack dump (Python's faulthandler)."""
 ABORTS = re.compile(r"^Memory access fault by GPU|HSA_STATUS_ERROR_(EXCEPTION|MEMORY|ILLEGAL_INS)", re.MULTILINE)

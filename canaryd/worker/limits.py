@@ -27,7 +27,7 @@ IDLE = "CANARYD_IDLE"
 FIRST_TO_GO = 1000
 """`oom_score_adj` of a worker beside a server, the highest (proc(5)): the kernel kills it before any server."""
 LONGEST_REST = 0.5
-"""Longest pause in seconds. If a server's queue is still long after it, canaryd is not the reason (our choice)."""
+"""Longest pause in seconds. If a server's queue is still long after it, canaryd is not the reason (ours)."""
 TAKEN = "busy or unavailable"
 """CUDA's message if the device's compute mode, or the process that holds the device, admits no further process (CUDA
 Runtime API, cudaErrorDevicesUnavailable)."""
@@ -35,7 +35,7 @@ FULL = re.compile(r"(error|Error \[(CUDA|HIP)\]): out of memory|STATUS_ALLOC_FAI
 """Messages of drivers, their libraries and Triton when a device's memory is full, even when a context is created.
 torch's own allocator raises an error of its own type."""
 ENDPOINT_MEMORY = 1 << 30
-"""Maximum private memory (bytes) of a worker that asks a server: the same as `budget.memory` (our choice). Such a
+"""Maximum private memory (bytes) of a worker that asks a server: the same as `budget.memory` (ours). Such a
 worker uses 30 MiB."""
 SKIPPED = "budget: "
 """Beginning of a run's detail if the budget prevented the run: such a run is neither a fault nor evidence."""

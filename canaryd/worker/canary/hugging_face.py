@@ -35,11 +35,11 @@ ATTENTION = ("sdpa", "eager")
 PATHS = ("decode", "forced")
 """Two ways to run a text: decode it token by token from the KV cache, or score a given continuation in one pass."""
 MEMORY = 0.9
-"""Share of the free memory that a model may take by default (our choice)."""
+"""Share of the free memory that a model may take by default (ours)."""
 HEADROOM = 512 << 20
-"""Bytes to keep for kernels, workspaces and fragmentation, besides weights and cache (our choice)."""
+"""Bytes to keep for kernels, workspaces and fragmentation, besides weights and cache (ours)."""
 TRIES = 64
-"""Maximum number of weights that a drill changes, one after the other, until one changes the logits (our choice)."""
+"""Maximum number of weights that a drill changes, one after the other, until one changes the logits (ours)."""
 TEXT = 4096
 """Maximum number of characters of a recording's text; the rest is cut off."""
 QUOTED = 200

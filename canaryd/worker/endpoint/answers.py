@@ -15,12 +15,12 @@ from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of
 MINUS_INFINITY = -9999.0
 """The value that servers write for a log probability of minus infinity; llama-server writes the lowest float32."""
 LONGEST_TOKEN = 256
-"""Maximum number of characters of a token (our choice); the longest of OpenAI's and Qwen's vocabularies have 128."""
+"""Maximum number of characters of a token (ours); the longest of OpenAI's and Qwen's vocabularies have 128."""
 ENDED = ("abort", "cancelled", "error", "timeout")
 """Finish reasons with which a server says that it broke the answer off itself. vLLM, SGLang and TensorRT-LLM send them,
 for example when they pause, sleep or stop. Such an answer has HTTP status 200."""
 MOST_ALTERNATIVES = 50
-"""Maximum number of alternative tokens at one position of an answer: ten times as many as requested (our choice)."""
+"""Maximum number of alternative tokens at one position of an answer: ten times as many as requested (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)

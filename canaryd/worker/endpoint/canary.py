@@ -29,7 +29,7 @@ LISTED = 8
 MAX_TEXT, MAX_TOKEN = 4096, 64
 """Maximum characters of a text and of a token in a recording; the recording's digest covers all characters."""
 SPARE = 8
-"""Tokens that an answer may have beyond the requested number: special tokens that begin or end a text (our choice)."""
+"""Tokens that an answer may have beyond the requested number: special tokens that begin or end a text (ours)."""
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
 

@@ -27,9 +27,9 @@ SEED = 1
 """Sampling seed; at temperature 0 it changes nothing, but mlx_lm.server batches requests without a seed."""
 
 LONGEST_NAME = 256
-"""Maximum number of characters of a model's name (our choice)."""
+"""Maximum number of characters of a model's name (ours)."""
 MOST_SAMPLES, LONGEST_SAMPLE = 16, 8192
-"""Maximum samples read of one metric (a server has one per engine), and maximum characters of each (our choice)."""
+"""Maximum samples read of one metric (a server has one per engine), and maximum characters of each (ours)."""
 MOST_REQUESTS = 10**9
 """Largest plausible number of requests being served."""
 ROUNDING = ("quantization", "kv_cache_dtype", "cache_dtype")

@@ -16,7 +16,7 @@ from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.exact_canary.expected import Expected, Question, spell, tokens_of, word
 
 REPEATS = 3
-"""Number of times that a question with a wrong answer is asked again, alone (our choice)."""
+"""Number of times that a question with a wrong answer is asked again, alone (ours)."""
 SHOWN = 64
 """Maximum number of wrong places that the evidence keeps, as in every other probe."""
 BLIND = "the server gives no log probabilities: only the words are compared"

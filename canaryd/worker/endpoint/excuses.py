@@ -16,9 +16,9 @@ from canaryd.worker.exact_canary.expected import COST, RIGHT, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
 LAYERS = 8
-"""Largest number of layers with which `_other_layers` tries to explain an answer (our choice)."""
+"""Largest number of layers with which `_other_layers` tries to explain an answer (ours)."""
 SPREAD = 0.01
-"""Maximum relative spread of the ratios "measured difference / right difference" around their median (our choice)."""
+"""Maximum relative spread of the ratios "measured difference / right difference" around their median (ours)."""
 QUOTED = 60
 """Maximum number of characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})

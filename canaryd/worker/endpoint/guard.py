@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PERIOD = 0.5
-"""Seconds between two checks of the server's processes (our choice)."""
+"""Seconds between two checks of the server's processes (ours)."""
 GRACE = 20.0
-"""Seconds between SIGTERM to a server and SIGKILL (our choice)."""
+"""Seconds between SIGTERM to a server and SIGKILL (ours)."""
 
 
 def main(most: int, argv: list[str]) -> int:

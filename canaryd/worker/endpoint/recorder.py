@@ -17,7 +17,7 @@ from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
-"""Maximum number of tokens that one run records: about 5 MB of messages (our choice). The shipped prompts of a baseline
+"""Maximum number of tokens that one run records: about 5 MB of messages (ours). The shipped prompts of a baseline
 have 20,000."""
 BLIND = "the server gives no logprobs: only the text is compared, so other faults are not seen"
 UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"

@@ -26,10 +26,10 @@ from canaryd.worker.exact_canary.expected import GGUF
 QUOTED = 600
 """Maximum number of characters of a server's last output that an error message quotes."""
 PAUSE = 0.5
-"""Seconds between two attempts to reach a server that is starting (our choice)."""
+"""Seconds between two attempts to reach a server that is starting (ours)."""
 STOPPING = guard.GRACE + 10.0
 MEMORY_SHARE = 0.8
-"""Share of the host's memory that a started server may use if the settings give no limit (our choice)."""
+"""Share of the host's memory that a started server may use if the settings give no limit (ours)."""
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit, plan
 SCHEMA = "canaryd.exact/1"
 FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
-"""Largest accepted size of `expected.json` in bytes (our choice); eight prompts take 30 kB."""
+"""Largest accepted size of `expected.json` in bytes (ours); eight prompts take 30 kB."""
 MOST_SAID = 4.0
 """Largest magnitude of the logit of a word that the program does not use (docs/exact-canary.md)."""
 RIGHT, COST = 20.0, 8.0

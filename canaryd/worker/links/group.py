@@ -35,7 +35,7 @@ from canaryd.worker.numeric.tensors import can_pin, torch, visible_cores
 from canaryd.worker.visible import environment_of
 
 START = 100.0
-"""Seconds for all members together to import torch and to connect (our choice): a slow import takes 12."""
+"""Seconds for all members together to import torch and to connect (ours): a slow import takes 12."""
 STEP = 30.0
 """Seconds after which the members abandon a step. The worker waits twice as long per step before it gives up."""
 CORES = 4

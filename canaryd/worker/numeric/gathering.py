@@ -20,7 +20,7 @@ from canaryd.worker.runtime.interface import Operation, Runtime
 
 PRODUCTS = 8
 """Number of results computed from one gather. With new operands for every eighth product, nearly all device time is
-spent on products (our choice; benchmarks.verified_gemm has the share)."""
+spent on products (ours; benchmarks.verified_gemm has the share)."""
 
 Arrays = tuple[Any, ...]
 

@@ -28,7 +28,7 @@ from canaryd.worker.runtime.faulty import GATHERS
 WRONG_ENOUGH = 3
 """Number of wrong results after which the computation on these operands stops."""
 LOOKED_AT = 8
-"""The host checks the gathered arrays in one of this many cases, even if nothing is wrong (our choice)."""
+"""The host checks the gathered arrays in one of this many cases, even if nothing is wrong (ours)."""
 
 Found = tuple[int, Comparison, Comparison | None]
 """(number of the turn, i.e. the draw of operands; the turn's comparison; a comparison that accuses the device's

@@ -38,7 +38,7 @@ POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long
 "long" sums cost the host several times as much. Other kinds need pools of their own, no larger than the product."""
 
 SHEET = 16
-"""Number of turns (draws of operands) that one call draws: one turn costs nearly as much as sixteen (our choice)."""
+"""Number of turns (draws of operands) that one call draws: one turn costs nearly as much as sixteen (ours)."""
 
 INT8_NARROW = 63
 """|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in

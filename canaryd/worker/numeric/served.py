@@ -21,21 +21,21 @@ from canaryd.worker.runtime import interface
 
 T = TypeVar("T")
 ROWS = {"quick": (1, 16), "standard": (1, 8, 64, 512), "deep": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)}
-"""Level of thoroughness → numbers of rows of A (our choice). In decoding, a row is one request of a batch; in prefill,
+"""Level of thoroughness → numbers of rows of A (ours). In decoding, a row is one request of a batch; in prefill,
 a row is one token of a chunk."""
 MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
-"""Level → bytes of the largest tested weight; only a deeper level has the time for a larger one (our choice)."""
+"""Level → bytes of the largest tested weight; only a deeper level has the time for a larger one (ours)."""
 OF_ROOM = 4
 """Divisor: a weight takes at most the memory that is free beside a server, divided by this. Operands, results and a
 copy on the host need the rest."""
 SHARE = 0.05
-"""Largest share of a run's time that one product may take, so that all other products can run too (our choice)."""
+"""Largest share of a run's time that one product may take, so that all other products can run too (ours)."""
 LENGTHS = {
     "quick": {"decode": (1, 256), "prefill": (64, 64)},
     "standard": {"decode": (1, 1024), "prefill": (256, 256)},
     "deep": {"decode": (1, 4096), "prefill": (1024, 1024)},
 }
-"""Level → kind → (queries, keys) of one sequence's attention (our choice); a prefill has a causal mask."""
+"""Level → kind → (queries, keys) of one sequence's attention (ours); a prefill has a causal mask."""
 ATTENDED = ("float64", "float32", "bfloat16", "float16")
 """Number formats in which attention is tested."""
 LARGEST_CONFIG = 1 << 20

@@ -20,7 +20,7 @@ from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
 
 PENDING = 64
-"""Maximum number of pairs of timing events that a run keeps before it adds up their times (our choice)."""
+"""Maximum number of pairs of timing events that a run keeps before it adds up their times (ours)."""
 
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ SIDE, SIDE_BY_EVENTS = 192, 1024
 device's clock counts half microseconds, and a fast device finishes a product of side 192 too soon to be measured
 well."""
 CALL = 5e-5
-"""Seconds that a library spends on one product apart from the computation (our choice)."""
+"""Seconds that a library spends on one product apart from the computation (ours)."""
 LONG = 5
 """Ratio of K to the sides of a "long" product. Libraries split such sums among several
 blocks: MLX on Metal from a ratio of three (mlx/backend/metal/matmul.cpp)."""
@@ -50,7 +50,7 @@ def shares_units(device: Device, source: Format, own: float, float32: float) -> 
     """Return whether a processor seems to compute a narrower format on its float32 units, because it is slower with it.
 
     `own` and `float32` are measured speeds in operations per second; 0 means not measured. Slower means that `own` is
-    less than 3/4 of `float32`, and that the product takes longer by more than a call costs (our choice): units for the
+    less than 3/4 of `float32`, and that the product takes longer by more than a call costs (ours): units for the
     format itself finish it within microseconds, most of which are the library's.
     """
     if device.backend != "cpu" or source.bits >= FORMATS["float32"].bits or not float32:

@@ -30,7 +30,7 @@ FIXED_SEED = 20_260_101
 FRESH_UPLOADS = 3
 """Number of new uploads of the same operands right after a mismatch, in the same process."""
 ELSEWHERE = 5.0
-"""Seconds that a run spends on computing its first wrong result again on a processor's other cores (our choice)."""
+"""Seconds that a run spends on computing its first wrong result again on a processor's other cores (ours)."""
 
 
 def verify_all(

@@ -20,7 +20,7 @@ from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Ope
 BURST = 8
 """Number of results that an accelerator computes before the host waits once and reads all their comparisons."""
 LONGEST = 1024
-"""Maximum number of positions of a text, which is a prompt with its continuation (our choice)."""
+"""Maximum number of positions of a text, which is a prompt with its continuation (ours)."""
 
 
 class _Operators:

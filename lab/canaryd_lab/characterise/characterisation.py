@@ -18,9 +18,9 @@ from canaryd_lab.characterise.page import page
 from canaryd_lab.characterise.results import Directory, Part, Result, file_name, sliced, write
 
 RESERVE = 4.0
-"""Seconds reserved for the document, the page and the end of the workers (our choice)."""
+"""Seconds reserved for the document, the page and the end of the workers (ours)."""
 FIRST = 60.0
-"""Seconds for reading the device and its stack, even if the given minutes are fewer (our choice)."""
+"""Seconds for reading the device and its stack, even if the given minutes are fewer (ours)."""
 
 
 class NoSuchPart(ValueError):

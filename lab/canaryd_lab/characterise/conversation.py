@@ -20,7 +20,7 @@ from canaryd_lab.observation import Claim, Observation, Seen
 
 MODULE = "characterise"
 START = 4.0
-"""Seconds that the start of a worker takes, mostly for the import of torch (our choice)."""
+"""Seconds that the start of a worker takes, mostly for the import of torch (ours)."""
 GRACE = 45.0
 """Seconds that a part gets beyond its own time, for importing torch and loading kernels, before it is killed (our
 choice)."""

@@ -23,7 +23,7 @@ SECONDS: Mapping[str, float] = {
 """Probe → maximum seconds for running all its cases once. `OTHERS` is the limit of a probe that is not listed."""
 OTHERS = 15.0
 KILLED_WITHIN = 5.0
-"""Seconds after SIGKILL within which a worker must be gone (our choice). The supervisor's limit, `WAKE`, is longer."""
+"""Seconds after SIGKILL within which a worker must be gone (ours). The supervisor's limit, `WAKE`, is longer."""
 
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:

@@ -19,11 +19,11 @@ from canaryd.model import State
 
 PACK, RESULT = "canaryd.pack/1", "canaryd.pack-result/1"
 LARGEST = 16 << 20
-"""Maximum bytes of a file that is read (our choice): the results of 29 cases with 64 elements each take some kB."""
+"""Maximum bytes of a file that is read (ours): the results of 29 cases with 64 elements each take some kB."""
 WIDTH = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
 """Format → number of bytes of one element."""
 SHOWN = 3
-"""Maximum number of wrong cases that the text lists (our choice)."""
+"""Maximum number of wrong cases that the text lists (ours)."""
 
 
 class Refused(Exception):

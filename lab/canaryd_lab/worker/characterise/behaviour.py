@@ -17,7 +17,7 @@ from canaryd_lab.worker.characterise.bench import SEED, Bench
 from canaryd_lab.worker.characterise.exactness import product_of
 
 ROOM = 1 << 30
-"""Bytes that this process can still allocate: its memory is exhausted before a server's memory is (our choice)."""
+"""Bytes that this process can still allocate: its memory is exhausted before a server's memory is (ours)."""
 BLOCK = 256 << 20
 """Bytes of one allocation."""
 

@@ -26,7 +26,7 @@ from canaryd_lab.worker.characterise.exactness import product_of
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 GROWTH = 5.0
-"""Assumed ratio of the times for a size and for half the size (our choice): between 4 (golden) and 8 (product)."""
+"""Assumed ratio of the times for a size and for half the size (ours): between 4 (golden) and 8 (product)."""
 SAMPLE = 0.15
 """Shortest time in seconds of one measurement of speed."""
 

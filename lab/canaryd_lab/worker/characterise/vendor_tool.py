@@ -24,7 +24,7 @@ class Field:
     factor: float = 1.0
     """Number by which the tool's value is multiplied to get the reading's unit."""
     tolerance: float = 0.0
-    """Largest difference, in the reading's unit, between two reads a second apart (our choice)."""
+    """Largest difference, in the reading's unit, between two reads a second apart (ours)."""
 
 
 FIELDS = (

@@ -27,9 +27,9 @@ from canaryd_lab.worker.exact_canary.quantised import FORMS, Stored
 from canaryd_lab.worker.safetensors import parts_of_safetensors
 
 PROMPTS = 8
-"""Number of prompts that are written with answers beside the checkpoint; all can be asked at once (our choice)."""
+"""Number of prompts that are written with answers beside the checkpoint; all can be asked at once (ours)."""
 STEPS = 64
-"""Maximum words of an answer: as many as an endpoint canary requests, since proving a word takes time (our choice)."""
+"""Maximum words of an answer: as many as an endpoint canary requests, since proving a word takes time (ours)."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 

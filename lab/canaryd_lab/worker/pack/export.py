@@ -40,7 +40,7 @@ FORMATS = {
     "int8>int32": ("fixed", ("narrow", "wide")),
 }
 """Format → (kind, contents). The format itself can hold all partial sums, so even a narrow accumulator rounds none.
-float64 has only three contents, so that the pack stays below 5 MiB (our choice)."""
+float64 has only three contents, so that the pack stays below 5 MiB (ours)."""
 NEEDS = {
     **{f: [f"products and sums that {f} holds are not rounded"] for f in ("float32", "float64", "float16", "bfloat16")},
     "int8": ["products of int8 are added in 32 bits or more, without saturation of pairs where the content is wide"],
