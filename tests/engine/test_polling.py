@@ -375,6 +375,19 @@ def test_a_line_is_counted_once_per_boot(host):
     assert counter(again.store, "kernel_log_events", device=again.cpu, kind="thermal", name=name) == 2
 
 
+def test_the_firmware_names_the_memory_module(host):
+    """Which module an operator replaces stands in the finding, and in the event of a corrected error."""
+    for start, severity in ((0, "recoverable"), (8, "corrected")):
+        report = (f"event severity: {severity}", f" Error 0, type: {severity}", "  fru_text: D2")
+        report += ("  section_type: memory error", "  node:6 card:1 module:0 rank:1 bank:2 device:11")
+        host.hear(*(f"{{{start}}}[Hardware Error]: {line}" for line in report), start=start)
+    host.engine.read_log(until_end=True)
+    (finding,) = (f for f in host.engine.verdict(host.cpu).findings if f.rule == "host-uncorrected-error")
+    assert "memory module D2 (controller node 6 card 1 module 0)" in finding.message
+    (corrected,) = (e for e in host.watch.history.of(host.device) if (e.kind, e.name) == ("mce", "corrected"))
+    assert "memory error at D2, node 6 card 1 module 0" in corrected.detail
+
+
 @pytest.mark.parametrize(
     ("code", "pid", "kind"), [(43, 4242, "elsewhere"), (31, 4242, "elsewhere"), (43, 4243, "xid"), (79, 4242, "xid")]
 )

@@ -14,18 +14,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.kernel_messages import (
     LONGEST_TEXT,
     PCI,
-    PCI_EXPRESS,
     RELAYED,
     Message,
+    begins_another,
     bus_id,
     classify,
-    firmware_part,
+    continued,
+    is_open,
     process_of,
 )
 
@@ -42,6 +44,8 @@ _BATCH = 256
 """Largest number of records that are read before a position is yielded."""
 STORM = 10.0
 """Seconds after which all old records count as read, even if the device always has further records: those are newer."""
+REPORT = 2_000_000
+"""Microseconds of the kernel's clock after which a report has no further line (ours): they are printed in one go."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _HEAD = 64
 """Number of bytes at the start of a file that are compared to see whether its contents were replaced."""
@@ -228,6 +232,14 @@ class _Lines:
 _IDENTITY = re.compile(rf"NVRM: GPU at PCI:{PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{8,40}})")
 
 
+class _Report(NamedTuple):
+    """A report of which the next lines may say more."""
+
+    first: Record
+    message: Message
+    found: LogRecord
+
+
 class _Reader:
     """Converts lines of the log into `LogRecord` objects; skips records that an earlier run has counted."""
 
@@ -239,15 +251,12 @@ class _Reader:
         self._newest = after
         self._lost = 0
         self._garbled = 0
-        self._held: LogRecord | None = None
-        """An error that was announced without its severity or place; the next lines may contain them."""
-        self._firmware: Message | None = None
-        """The newest error that the firmware announced, with the section that is being reported."""
+        self._held: _Report | None = None
         self._uuids: dict[str, str] = {}
 
     @property
     def position(self) -> LogPosition:
-        newest = self._newest if self._held is None else self._held.sequence - 1
+        newest = self._newest if self._held is None else self._held.first.sequence - 1
         return LogPosition(boot=self.boot, sequence=newest, lost=self._lost, garbled=self._garbled)
 
     def take(self, lines: list[bytes], since: float = 0.0) -> Iterator[LogRecord]:
@@ -271,27 +280,40 @@ class _Reader:
                 self._lost += max(0, record.sequence - self._newest - 1)
             self.floor = self._newest = record.sequence
             if record.facility == 0:
-                part = self._part(record.text)
-                if part is None:
-                    yield from self._settle(record.text, message)
-                message = message or part
-            if message is None or message.name == RELAYED:
-                continue
-            message = self._placed(message)
-            if process := process_of(record.text):
-                message.fields["process"] = process  # for the daemon alone, which keeps no numbers of processes
-            if uuid := self._uuids.get(message.bus_id, ""):
-                message.fields["uuid"] = uuid
-            # The kernel's clock stops while the machine sleeps, and no time server corrects its drift.
-            at = min(now, max(since, now - since_boot + record.usec / 1e6))
-            found = LogRecord(boot=self.boot, sequence=record.sequence, at=at, **message._asdict())
-            is_firmwares = message.kind == "mce" and "severity" in message.fields and part is None
-            if is_firmwares:
-                self._firmware = message
-            if is_firmwares or (message.kind, message.name) == ("mce", "logged"):
-                self._held = found
+                # The kernel's clock stops while the machine sleeps, and no time server corrects its drift.
+                at = min(now, max(since, now - since_boot + record.usec / 1e6))
+                yield from self._heard(record, message, at)
+
+    def _heard(self, record: Record, message: Message | None, at: float) -> Iterator[LogRecord]:
+        """Yield what a line completes; `message` is its own meaning, `at` its time (epoch s).
+
+        A report of several lines is held until another message, `REPORT`, or silence ends it.
+        """
+        held, first = self._held, record
+        if held and not message and record.usec - held.first.usec <= REPORT:
+            message = continued(held.message, record.text)
+            if message in (None, held.message):
+                return
+            if not begins_another(held.message, record.text):
+                first, self._held = held.first, None
+        elif held and message and held.message.name == "logged" != message.name and message.kind == "mce":
+            self._held = None  # the line explains what was announced
+        yield from self.release()
+        if message:
+            found = self._found(message, record, at)
+            if is_open(message):
+                self._held = _Report(first, message, found)
             else:
                 yield found
+
+    def _found(self, message: Message, record: Record, at: float) -> LogRecord:
+        """Return the record of a message, with its device and, for the daemon alone, its process."""
+        message = self._placed(message)
+        if process := process_of(record.text):
+            message.fields["process"] = process  # the daemon keeps no numbers of processes
+        if uuid := self._uuids.get(message.bus_id, ""):
+            message.fields["uuid"] = uuid
+        return LogRecord(boot=self.boot, sequence=record.sequence, at=at, **message._asdict())
 
     def _placed(self, message: Message) -> Message:
         """Return a message, completed by its device if only one is possible, or by the devices below its PCI port."""
@@ -302,36 +324,12 @@ class _Reader:
             message.fields["below"] = " ".join(parts)
         return message
 
-    def _part(self, text: str) -> Message | None:
-        """Return the error that the firmware announced, if this line shows which device or part it concerns."""
-        found = firmware_part(self._firmware, text) if self._firmware else None
-        if found is None:
-            return None
-        if found.kind == "mce":
-            self._firmware = found
-            if found.fields["section"] == PCI_EXPRESS:  # a line further down names the device
-                return None
-        if self._held and self._held.name != "logged":
-            self._held = None
-        return found
-
-    def _settle(self, text: str, message: Message | None) -> Iterator[LogRecord]:
-        """Yield the announced error, which waits for an explanation, if this line shows that none will follow.
-
-        If `message`, the meaning of this line, is the explanation, the announced error is dropped.
-        """
-        is_announced = self._held is not None and self._held.name == "logged"
-        if is_announced and message and message.kind == "mce" and message.name != "logged":
-            self._held = None
-        elif message or (is_announced and "[Hardware Error]" not in text):
-            yield from self.release()  # keep the order: the held record goes first
-
     def release(self) -> Iterator[LogRecord]:
-        """Yield the announced error if there is one that still waits for an explanation."""
-        self._firmware = None
+        """Yield what is known of the held report, if there is one: no further line completes it."""
         if self._held:
             held, self._held = self._held, None
-            yield held
+            if held.message.name != RELAYED:
+                yield held.found
 
 
 def _boot(path: str) -> str:

@@ -123,7 +123,10 @@ _MCE = re.compile(
 )
 _APEI = re.compile(r"\{[0-9]+\}\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)")
 _APEI_PART = re.compile(
-    rf"\{{[0-9]+\}}\[Hardware Error\]:\s+(?:section_type: (?P<section>\w[\w ,/-]{{0,60}})|device_id: {PCI}\s*$)"
+    r"\{[0-9]+\}\[Hardware Error\]:\s+(?:(?P<next>Error [0-9]+, type: )|section_type: (?P<section>\w[\w ,/-]{0,60})"
+    r"|fru_text: (?P<fru>.{1,60})|DIMM location: (?!not present)(?P<slot>.{1,60})"
+    r"|(?P<place>node: ?[0-9]+ (?:card: ?[0-9]+ )?(?:module: ?[0-9]+)?)"
+    rf"|device_id: {PCI}\s*$)"
 )
 _AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
 RELAYED = "relayed"
@@ -131,8 +134,8 @@ RELAYED = "relayed"
 _BANK_OF_FIRMWARE = "255"
 """Bank number of errors that the kernel forwards from the firmware (-1). No processor has this bank (Linux,
 arch/x86/kernel/cpu/mce/apei.c)."""
-PCI_EXPRESS = "PCIe error"
-"""Name of the section in a firmware report that concerns a device on PCI Express."""
+PCI_EXPRESS, MEMORY = "PCIe error", "memory error"
+"""Names of the sections in a firmware report that concern a device on PCI Express, and the host's memory."""
 
 
 def _mce(text: str) -> Message | None:
@@ -153,27 +156,46 @@ def _mce(text: str) -> Message | None:
     return Message("mce", "logged", "", text, {}) if _MCE_LOGGED.match(text) else None
 
 
-def firmware_part(announced: Message, text: str) -> Message | None:
-    """Return the error that the firmware (APEI) announced, with details from the line `text`, or None for other lines.
+def is_open(message: Message) -> bool:
+    """Return whether the next lines may say more of the same error."""
+    return message.kind == "mce" or "section" in message.fields
 
-    The severity comes first, then the section, then the device: an error on PCI Express belongs to that device, not to
-    the processor.
+
+def continued(report: Message, text: str) -> Message | None:
+    """Return a report, completed by the next line `text`, or None if that line adds nothing to it."""
+    return _apei_part(report, text) if "severity" in report.fields else None
+
+
+def begins_another(report: Message, text: str) -> bool:
+    """Return whether the line `text` begins a further error in a report of which one error is complete."""
+    found = _APEI_PART.match(text) if "section" in report.fields else None
+    return bool(found and (found["next"] or found["section"]))
+
+
+def _apei_part(report: Message, text: str) -> Message | None:
+    """Return the error that the firmware (APEI) reports, with what the line says of its part.
+
+    The severity comes first, then the place in words, the section, and the place in numbers or the device: an error on
+    PCI Express belongs to that device, not to the processor.
     """
     found = _APEI_PART.match(text)
-    if not found or text.partition("[")[0] != announced.text.partition("[")[0]:
+    if not found or text.partition("[")[0] != report.text.partition("[")[0]:
         return None
-    severity, head = announced.fields["severity"], announced.text.partition(",")[0]
-    if section := found["section"]:
-        uncorrected = "memory" if section == "memory error" else "uncorrected"
-        return announced._replace(
-            name="corrected" if severity == "corrected" else uncorrected,
-            text=f"{head}, {section}",
-            fields={"severity": severity, "section": section},
-        )
-    if announced.fields.get("section") != PCI_EXPRESS:
-        return None
-    bus = bus_id(found["bus"])
-    return Message("aer", _AER_OF[severity], bus, f"{announced.text}, device {bus}", {})
+    severity = report.fields["severity"]
+    fields = {"severity": severity} if begins_another(report, text) else dict(report.fields)
+    fields |= {k: v.strip() for k, v in found.groupdict().items() if v and k in ("section", "fru", "slot", "place")}
+    section, place = fields.get("section", ""), re.sub(": ?", " ", fields.get("place", "")).strip()
+    part = fields.get("slot", fields.get("fru", ""))
+    where = ", ".join(filter(None, (part, place)))
+    words = f"{report.text.partition(':')[0]}: event severity: {severity}, {section}".rstrip(", ")
+    words += f" at {where}" if where else ""
+    if found["bus"] and section == PCI_EXPRESS:
+        bus = bus_id(found["bus"])
+        return Message("aer", _AER_OF[severity], bus, f"{words}, device {bus}", fields)
+    if where and section == MEMORY:
+        fields |= {"dimm": part or "unknown", "controller": place or "unknown"}
+    uncorrected = "memory" if section == MEMORY else "uncorrected"
+    return Message("mce", "corrected" if severity == "corrected" else uncorrected, "", words, fields)
 
 
 _EDAC = re.compile(  # the page too: a process that is named "EDAC MC0: 1 UE" begins lines of the kernel with that

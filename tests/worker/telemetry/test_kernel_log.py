@@ -182,7 +182,7 @@ def test_any_other_error_that_the_firmware_found_is_the_hosts(boot_id, log):
         (3, "mce", "memory", "memory error"),
         (6, "mce", "uncorrected", ""),
         (7, "xid", "7", ""),
-        (11, "aer", "correctable", ""),
+        (11, "aer", "correctable", "PCIe error"),
         (12, "mce", "corrected", "memory error"),
         (15, "mce", "corrected", ""),
     ]
@@ -201,6 +201,31 @@ def test_an_error_in_memory_that_the_firmware_found_counts_once(boot_id, log):
     uncorrected = "mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 255: b40000000000009f"
     feed(log, line(9, announced), line(10, uncorrected))
     assert [(r.sequence, r.name) for r in read(log, boot_id)[0]][2:] == [(10, "memory")]
+
+
+def test_a_report_of_the_firmware_names_the_module(boot_id, log):
+    """In the firmware's words, by the slot that the board's table has, or by number; and each of two errors its own."""
+    bare, named = "  node:6 card:1 module:0 rank:1 bank:2", "  DIMM location: not present. DMI handle: 0x1110"
+    for start, lines in enumerate(
+        (
+            (" Error 0, type: corrected", " fru_text: D2", "  section_type: memory error", bare, named),
+            ("  section_type: memory error", "  node: 6 card: 1 module: 0", "  DIMM location: CPU 1 DIMM 5"),
+            ("  section_type: memory error", bare),
+            (" Error 0, type: corrected", " fru_text: CPU2", "  section_type: general processor error"),
+            (
+                *(" Error 0, type: corrected", " fru_text: A1", "  section_type: memory error", bare),
+                *(" Error 1, type: corrected", " fru_text: B1", "  section_type: memory error", bare),
+            ),
+        )
+    ):
+        feed(log, *firmware(20 * start, "corrected", *lines))
+    records, _ = read(log, boot_id)
+    place = "node 6 card 1 module 0"
+    assert [(r.fields.get("dimm"), r.fields.get("controller")) for r in records] == [
+        *(("D2", place), ("CPU 1 DIMM 5", place), ("unknown", place), (None, None), ("A1", place), ("B1", place)),
+    ]
+    assert records[0].text.endswith(f"event severity: corrected, memory error at D2, {place}")
+    assert records[3].text.endswith("event severity: corrected, general processor error at CPU2")
 
 
 def test_another_message_ends_a_report_of_the_firmware(boot_id, log):
