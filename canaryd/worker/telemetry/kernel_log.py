@@ -21,7 +21,7 @@ from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.kernel_messages import (
     LONGEST_TEXT,
     PCI,
-    RELAYED,
+    UNTOLD,
     Message,
     begins_another,
     bus_id,
@@ -328,7 +328,7 @@ class _Reader:
         """Yield what is known of the held report, if there is one: no further line completes it."""
         if self._held:
             held, self._held = self._held, None
-            if held.message.name != RELAYED:
+            if held.message.name not in UNTOLD:
                 yield held.found
 
 

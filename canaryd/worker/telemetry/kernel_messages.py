@@ -129,8 +129,12 @@ _APEI_PART = re.compile(
     rf"|device_id: {PCI}\s*$)"
 )
 _AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
+BLOCKED = "blocked"
+"""Name of a task that hangs, until a line of its trace shows that it hangs in a driver."""
 RELAYED = "relayed"
 """Name for a machine check message that only repeats a memory error which the firmware has reported."""
+UNTOLD = frozenset({BLOCKED, RELAYED})
+"""Names of messages that are no event by themselves."""
 _BANK_OF_FIRMWARE = "255"
 """Bank number of errors that the kernel forwards from the firmware (-1). No processor has this bank (Linux,
 arch/x86/kernel/cpu/mce/apei.c)."""
@@ -158,11 +162,13 @@ def _mce(text: str) -> Message | None:
 
 def is_open(message: Message) -> bool:
     """Return whether the next lines may say more of the same error."""
-    return message.kind == "mce" or "section" in message.fields
+    return message.kind == "mce" or message.name == BLOCKED or "section" in message.fields
 
 
 def continued(report: Message, text: str) -> Message | None:
     """Return a report, completed by the next line `text`, or None if that line adds nothing to it."""
+    if report.name == BLOCKED and (found := _FRAME.match(text)):
+        return report._replace(name=found["module"])
     return _apei_part(report, text) if "severity" in report.fields else None
 
 
@@ -249,7 +255,9 @@ _TOTAL = r"temperature (?:is )?above threshold(?:.*total events = (?P<total>[0-9
 _NVME = r"nvme (?P<controller>nvme[0-9]+)(?:n[0-9]+)?: "
 _BLOCK = r"hardware errors (?:and [0-9]+ deferred hardware errors )?detected in (?P<block>\w+) block"
 _SOFT = r"(?:NMI )?(?:watchdog: )?BUG: soft lockup"
-_BLOCKED = r".{0,40}?:[0-9]+ )blocked for more than (?P<seconds>[0-9]+) seconds"
+_BLOCKED = r".{0,60}?:[0-9]+ )blocked (?:in I/O wait )?for more than (?P<seconds>[0-9]+) seconds"
+_FRAME = re.compile(r"[\w.]+\+0x[0-9a-f]+/0x[0-9a-f]+ \[(?P<module>nvidia|amdgpu|xe|i915)(?:_\w+)?(?: [0-9a-f]+)?\]")
+"""A call in the trace of a task; after "? " comes what is only left over on its stack."""
 _PATTERNS: dict[str, tuple[tuple[str, str], ...]] = {
     # Group "bus" becomes the bus id, group "cut" is removed from the text, all others become fields.
     EventKind.OFF_BUS: (
@@ -336,6 +344,7 @@ _PATTERNS: dict[str, tuple[tuple[str, str], ...]] = {
     "hang": (
         ("nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
         ("amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
+        (BLOCKED, rf"INFO: task (?P<cut>{_BLOCKED}"),
     ),
     "clock": (
         ("unstable", r"clocksource: timekeeping watchdog.{0,120}?Marking clocksource '(?P<source>[^']{1,20})'"),

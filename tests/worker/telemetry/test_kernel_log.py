@@ -259,6 +259,38 @@ def test_a_report_of_the_firmware_that_is_still_being_written_waits(boot_id, log
     assert (record.kind, record.sequence) == ("aer", 4)
 
 
+@pytest.mark.parametrize("task", ["gdscheck", "cache_mgr_event", "python3.11", "pt_main_thread", "VLLM::Worker_TP"])
+def test_a_task_of_any_name_hangs_in_the_driver_that_its_trace_shows(boot_id, log, task):
+    """One record for a task; one that hangs elsewhere, with a call into a driver left on its stack, is none."""
+    blocked = f"INFO: task {task}:4711 blocked for more than 120 seconds."
+    trace = ("      Tainted: P           OE     5.15.0", "Call Trace:", " <TASK>", " __schedule+0x24e/0x590")
+    driver = (" os_acquire_rwlock_read+0x35/0x50 [nvidia]", " _nv051482rm+0x10/0x40 [nvidia]")
+    elsewhere = (" rpc_wait_bit_killable+0x25/0xb0 [sunrpc]", " ? nvidia_ioctl+0x10/0x40 [nvidia]")
+    uvm = (" uvm_va_space_mm_register+0x35/0x50 [nvidia_uvm 3f0c]",)
+    for start, calls in enumerate((driver, elsewhere, uvm)):
+        feed(log, *(line(10 * start + n, text) for n, text in enumerate((blocked, *trace, *calls))))
+    records, position = read(log, boot_id)
+    assert [(r.sequence, r.kind, r.name, r.fields) for r in records] == [
+        (5, "hang", "nvidia", {"seconds": "120"}),
+        (25, "hang", "nvidia", {"seconds": "120"}),
+    ]
+    assert not [r for r in records if task in r.text or "4711" in r.text]
+    assert position.sequence == 25
+
+
+def test_a_report_that_nothing_completes_ends_by_the_kernels_clock(boot_id, log):
+    """Other lines that pour in keep it back for two seconds, and a start from any position counts it once."""
+    reported = line(1, "mce: [Hardware Error]: Machine check events logged", usec=10_000_000)
+    feed(log, reported, line(2, "x", usec=11_000_000))
+    stream = follow(str(log), boot_id=boot_id, beat=0.01)
+    assert next(stream) == LogPosition(boot=BOOT, sequence=0)
+    feed(log, line(3, "x", usec=12_500_000))
+    record = next(item for item in stream if isinstance(item, LogRecord))
+    assert (record.sequence, next(stream).sequence) == (1, 3)
+    stream.close()
+    assert [[r.sequence for r in read(log, boot_id, after=n)[0]] for n in (0, 1)] == [[1], []]
+
+
 def test_another_boot_is_read_from_its_start(boot_id, log):
     """A number is good for one boot only."""
     feed(log, line(1), line(2))
