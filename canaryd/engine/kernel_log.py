@@ -29,6 +29,8 @@ OF_PROCESSES = frozenset({"application", "either"})
 count against the device even at the moment of a kill."""
 FOREIGN = frozenset({"aer", "pcie", "nvme"})
 """Kinds of records that any component on the bus can cause."""
+COUNTING = frozenset({"mce", "edac"})
+"""Kinds of records each of which counts the errors since the last one."""
 MINOR = frozenset(
     {*("mismatch", "soft-recovered", "reset", "fault", "ras-corrected", "ras-deferred"), *("correctable", "link-down")}
 )
@@ -162,6 +164,8 @@ def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     if only and not _is_only(only, devices):
         record = replace(record, bus_id="")
     event = log_event(record, addressee(record, devices))
+    if record.kind in COUNTING:
+        event = replace(event, count=float(fields.get("count", 1)))
     own = bool(process) and killed.was_killed(int(process), record.at)
     if own and record.kind == "xid" and xids.explain(event.code).nature in OF_PROCESSES:
         event = replace(event, kind="elsewhere", name=f"xid {record.name} of a worker that canaryd killed")

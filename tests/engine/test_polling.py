@@ -388,6 +388,30 @@ def test_the_firmware_names_the_memory_module(host):
     assert "memory error at D2, node 6 card 1 module 0" in corrected.detail
 
 
+CORRECTED = "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 6: cc59214000041152"
+BY = "mce: [Hardware Error]: PROCESSOR {}:406e3 TIME 1702475172 SOCKET 0 APIC 3 microcode d6"
+
+
+@pytest.mark.parametrize(
+    ("texts", "count", "state"),
+    [
+        ([CORRECTED, "mce: [Hardware Error]: TSC 0 ADDR 143200200 MISC 7022004086", BY.format(0)], 25733, "degraded"),
+        ([CORRECTED, BY.format(2)], 1, "healthy"),  # AMD has other fields in these bits
+        ([CORRECTED.replace("cc59214", "8c00000"), BY.format(0)], 1, "healthy"),
+        (["EDAC MC0: 7 CE memory read error on A1 (channel:0 page:0x1 offset:0x0 grain:32)"], 7, "healthy"),
+    ],
+)
+def test_a_line_that_counts_errors_is_as_many(host, texts, count, state):
+    """The kernel polls a processor's banks and logs each with its count: one line is not one error."""
+    host.hear(*texts)
+    host.engine.read_log(until_end=True)
+    (event,) = (e for e in host.watch.history.of(host.device) if e.kind in ("mce", "edac"))
+    assert event.count == count
+    assert event.fields.get("threshold", "") == ("yellow" if count == 25733 else "")
+    found = [f.state.value for f in host.engine.verdict(host.cpu).findings if f.rule == "machine-check"]
+    assert found == [state] * (state == "degraded")
+
+
 @pytest.mark.parametrize(
     ("code", "pid", "kind"), [(43, 4242, "elsewhere"), (31, 4242, "elsewhere"), (43, 4243, "xid"), (79, 4242, "xid")]
 )

@@ -121,6 +121,8 @@ _MCE = re.compile(
     r"Bank (?P<bank>[0-9]+): |CPU:(?P<amd_cpu>[0-9]+) \([0-9a-f:]+\) MC(?P<amd_bank>[0-9]+)_STATUS\[[^\]]*\]: 0x)"
     r"(?P<status>[0-9a-f]{1,16})\b"
 )
+_BY_INTEL = re.compile(r"mce: \[Hardware Error\]: PROCESSOR 0:")
+"""The line that follows a machine check with its processor, of vendor 0 (Linux, arch/x86/include/asm/processor.h)."""
 _APEI = re.compile(r"\{[0-9]+\}\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)")
 _APEI_PART = re.compile(
     r"\{[0-9]+\}\[Hardware Error\]:\s+(?:(?P<next>Error [0-9]+, type: )|section_type: (?P<section>\w[\w ,/-]{0,60})"
@@ -169,6 +171,11 @@ def continued(report: Message, text: str) -> Message | None:
     """Return a report, completed by the next line `text`, or None if that line adds nothing to it."""
     if report.name == BLOCKED and (found := _FRAME.match(text)):
         return report._replace(name=found["module"])
+    if report.name == "corrected" and "status" in report.fields and _BY_INTEL.match(text):
+        # MCi_STATUS: bits 52 to 38 count; bits 54 and 53 are 2 past the processor's own limit (SDM 3B, 17.3.2.2).
+        status = int(report.fields["status"], 16)
+        yellow = {"threshold": "yellow"} if status >> 53 & 3 == 2 else {}
+        return report._replace(fields={**report.fields, "count": str(max(1, status >> 38 & 0x7FFF)), **yellow})
     return _apei_part(report, text) if "severity" in report.fields else None
 
 
