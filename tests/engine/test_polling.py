@@ -412,6 +412,39 @@ def test_a_line_that_counts_errors_is_as_many(host, texts, count, state):
     assert found == [state] * (state == "degraded")
 
 
+DECODED = "[Hardware Error]: CPU:2 (19:1:1) MC21_STATUS[-|UE|MiscV|AddrV|-|-|SyndV|UECC|Poison|-|-]: 0xbc002800001b011b"
+RAW = "mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 21: {}"
+
+
+@pytest.mark.parametrize(
+    ("texts", "rule"),
+    [
+        ([DECODED, "[Hardware Error]: Unified Memory Controller Ext. Error Code: 0"], "host-uncorrected-error"),
+        ([DECODED, "[Hardware Error]: Northbridge Error (node 0): DRAM ECC error"], "host-uncorrected-error"),
+        (
+            [DECODED, "[Hardware Error]: IPID: 0x0001009600150f00, Syndrome: 0x4020"],
+            "host-uncorrected-error",
+        ),
+        (
+            [RAW.format("bc002800001b011b"), "mce: [Hardware Error]: TSC 0 ADDR 1 SYND 4020 IPID 9600150f00"],
+            "host-uncorrected-error",
+        ),
+        ([RAW.format("bd80000000000090")], "host-uncorrected-error"),  # of Intel: a memory controller reads
+        ([DECODED, "[Hardware Error]: L3 Cache Ext. Error Code: 2"], "machine-check"),
+        ([DECODED, "[Hardware Error]: IPID: 0x000700b020350000, Syndrome: 0x0"], "machine-check"),
+    ],
+)
+def test_a_bank_of_a_memory_controller_accuses_no_processor(host, texts, rule):
+    """One finding, about the memory, with the module that EDAC names; other banks are the processor's."""
+    edac = "EDAC MC0: 1 UE Cannot decode normalized address on mc#0csrow#1channel#2 (csrow:1 page:0x0)"
+    host.hear("mce: [Hardware Error]: Machine check events logged", *texts, *([edac] if "host" in rule else []))
+    host.engine.read_log(until_end=True)
+    rules = {"host-uncorrected-error", "machine-check"}
+    (finding,) = (f for f in host.engine.verdict(host.cpu).findings if f.rule in rules)
+    assert finding.rule == rule
+    assert ("mc#0csrow#1channel#2" in finding.message) == ("host" in rule)
+
+
 @pytest.mark.parametrize(
     ("code", "pid", "kind"), [(43, 4242, "elsewhere"), (31, 4242, "elsewhere"), (43, 4243, "xid"), (79, 4242, "xid")]
 )

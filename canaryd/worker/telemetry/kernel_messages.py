@@ -123,6 +123,12 @@ _MCE = re.compile(
 )
 _BY_INTEL = re.compile(r"mce: \[Hardware Error\]: PROCESSOR 0:")
 """The line that follows a machine check with its processor, of vendor 0 (Linux, arch/x86/include/asm/processor.h)."""
+_BY_CONTROLLER = re.compile(
+    r"(?:mce: )?\[Hardware Error\]: (?:Unified Memory Controller\b|.{0,80}\bDRAM ECC error\b"
+    r"|.{0,200}?\bIPID:? (?:0x)?(?P<ipid>[0-9a-f]{1,16})\b)"
+)
+_MEMORY_CONTROLLER = 0x96
+"""Hardware id of a unified memory controller in AMD's MCA_IPID (Linux, arch/x86/kernel/cpu/mce/amd.c)."""
 _APEI = re.compile(r"\{[0-9]+\}\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)")
 _APEI_PART = re.compile(
     r"\{[0-9]+\}\[Hardware Error\]:\s+(?:(?P<next>Error [0-9]+, type: )|section_type: (?P<section>\w[\w ,/-]{0,60})"
@@ -154,12 +160,22 @@ def _mce(text: str) -> Message | None:
         cpu, bank = (found["amd_cpu"], found["amd_bank"]) if amd else (found["cpu"], found["bank"])
         if bank == _BANK_OF_FIRMWARE:  # the kernel may leave out the firmware's own report of an uncorrected error
             name = "memory" if name == "uncorrected" else RELAYED
-        return Message("mce", name, "", text, {"cpu": cpu, "bank": bank, "status": f"0x{status:016x}"})
+        message = Message("mce", name, "", text, {"cpu": cpu, "bank": bank, "status": f"0x{status:016x}"})
+        # Intel's codes of memory controllers (SDM 3B, 17.9.2; bit 12 tells of filtering), which AMD does not use.
+        return _of_memory(message, status & 0xEF80 == 0x80)
     if found := _APEI.match(text):
         return Message(
             "mce", "corrected" if found["severity"] == "corrected" else "uncorrected", "", text, found.groupdict()
         )
     return Message("mce", "logged", "", text, {}) if _MCE_LOGGED.match(text) else None
+
+
+def _of_memory(message: Message, is_memory: bool) -> Message:
+    """Return a machine check, as an error of the memory if its bank is that of a memory controller."""
+    if not is_memory:
+        return message
+    name = "memory" if message.name == "uncorrected" else message.name
+    return message._replace(name=name, fields={**message.fields, "section": MEMORY})
 
 
 def is_open(message: Message) -> bool:
@@ -176,6 +192,8 @@ def continued(report: Message, text: str) -> Message | None:
         status = int(report.fields["status"], 16)
         yellow = {"threshold": "yellow"} if status >> 53 & 3 == 2 else {}
         return report._replace(fields={**report.fields, "count": str(max(1, status >> 38 & 0x7FFF)), **yellow})
+    if "status" in report.fields and (found := _BY_CONTROLLER.match(text)):
+        return _of_memory(report, not found["ipid"] or int(found["ipid"], 16) >> 32 & 0xFFF == _MEMORY_CONTROLLER)
     return _apei_part(report, text) if "severity" in report.fields else None
 
 
