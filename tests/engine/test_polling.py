@@ -476,6 +476,14 @@ def test_a_log_that_cannot_be_read_is_said(host):
     assert host.watch.kernel_log.problem == ""
 
 
+def test_a_log_of_another_format_is_a_problem_and_no_silence(host):
+    """The lines that syslog writes name a lost GPU, and no reader of ours would ever tell."""
+    host.log.write_text(f"Sep 18 12:34:00 node kernel: [ 1234.567890] {XID}\n" * 3)
+    host.engine.read_log(until_end=True)
+    assert f"{host.log}: its lines are no records of the kernel" in host.watch.kernel_log.problem
+    assert host.store.note(LOG_PROBLEM_NOTE) == host.watch.kernel_log.problem
+
+
 @pytest.mark.parametrize("present", [True, False])
 def test_a_position_that_rotted_is_not_known(host, present):
     """The log is not read, so that no line of this boot counts twice. After a reboot it is read again."""

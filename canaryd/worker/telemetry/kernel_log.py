@@ -46,6 +46,8 @@ STORM = 10.0
 """Seconds after which all old records count as read, even if the device always has further records: those are newer."""
 REPORT = 2_000_000
 """Microseconds of the kernel's clock after which a report has no further line (ours): they are printed in one go."""
+STRANGE = 20
+"""Lines in a row that may be no records; after more of them the log has another format (ours)."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _HEAD = 64
 """Number of bytes at the start of a file that are compared to see whether its contents were replaced."""
@@ -251,6 +253,10 @@ class _Reader:
         self._newest = after
         self._lost = 0
         self._garbled = 0
+        self._strange = STRANGE
+        """Lines that are no records since the newest record, so that the first line of a log may not be strange."""
+        self.foreign = ""
+        """The newest line, if so many in a row are no records that the log has another format."""
         self._held: _Report | None = None
         self._uuids: dict[str, str] = {}
 
@@ -259,13 +265,20 @@ class _Reader:
         newest = self._newest if self._held is None else self._held.first.sequence - 1
         return LogPosition(boot=self.boot, sequence=newest, lost=self._lost, garbled=self._garbled)
 
+    def start_again(self) -> None:
+        """Forget the log read so far, because another one took its place; what it told stands."""
+        self.floor, self._strange, self.foreign = -1, STRANGE, ""
+
     def take(self, lines: list[bytes], since: float = 0.0) -> Iterator[LogRecord]:
         """Yield a `LogRecord` for each line about health; `since` is the earliest possible time of lines (epoch s)."""
         now, since_boot = time.time(), time.monotonic()
         for line in lines:
             if not line.strip() or line.startswith(b" "):
                 continue
-            record = parse(line.decode("utf-8", "replace")) if len(line) <= LONGEST_LINE else None
+            text = line.decode("utf-8", "replace")
+            record = parse(text) if len(line) <= LONGEST_LINE else None
+            self._strange = 0 if record else self._strange + 1
+            self.foreign = text[:60] if self._strange > STRANGE else ""
             if record is None:
                 self._garbled += 1
                 continue
@@ -361,26 +374,28 @@ def follow(
     the file with the boot id; `sysfs` is the directory with the devices on the bus.
 
     Raises `PermissionError`; `FileNotFoundError` if there is no log (at once with `until_end`, otherwise after `beat`
-    seconds); other `OSError`; and `ValueError` for a path that is neither a device nor a file.
+    seconds); other `OSError`; and `ValueError` for a path that is neither a device nor a file, and for lines of another
+    format.
     """
     present = _boot(boot_id)
-    reader, lines = _Reader(present, after if boot == present else -1, sysfs), _Lines()
+    start = after if boot == present else -1
+    reader, lines = _Reader(present, start, sysfs), _Lines()
     log = _Log(path, patience=beat, at_once=until_end)
     reported = time.monotonic()
     since, was_idle = 0.0, False
     try:
         while not stop():
             if log.open(reader.floor):
-                reader.floor = -1  # not the file that was read before: start again
+                reader.start_again()  # not the file that was read before
             looked = time.time()
             data, restarted = log.read()
             if restarted:
                 since = 0.0
                 yield from reader.take(lines.reset())
-                reader.floor = -1
+                reader.start_again()
             if data:
                 yield from reader.take(lines.feed(data), since)
-            elif until_end:
+            elif until_end or reader.foreign:
                 break
             else:
                 # Everything there has been read, so what comes next is new. The second allows for a clock being slewed.
@@ -390,12 +405,16 @@ def follow(
             was_idle = not data
             if until_end and log.caught_up():  # what comes after it would never end in a storm of lines
                 break
-            if data or (log.is_open and time.monotonic() - reported >= beat):
+            if (data and not reader.foreign) or (log.is_open and time.monotonic() - reported >= beat):
                 reported = time.monotonic()
                 yield reader.position
             if not data:
                 log.wait(min(TICK, beat))
         yield from reader.release()
-        yield reader.position
+        if not reader.foreign or reader.position.sequence != start:
+            yield reader.position
+        if reader.foreign:
+            shape = "prio,number,microseconds,flags;text"
+            raise ValueError(f"{path}: its lines are no records of the kernel; wanted {shape}, got {reader.foreign!r}")
     finally:
         log.close()

@@ -438,6 +438,37 @@ def test_what_cannot_be_read_is_said(boot_id, log, tmp_path):
         read(log, str(tmp_path / "none"))
 
 
+SYSLOG = "Sep 18 12:34:00 node kernel: [ 1234.567890] NVRM: Xid (PCI:0000:10:00): 79, GPU has fallen off the bus.\n"
+
+
+@pytest.mark.parametrize(
+    "text", [SYSLOG, "[ 1234.567890] NVRM: Xid (PCI:0000:10:00): 79, x\n", '{"MESSAGE": "NVRM"}\n']
+)
+def test_lines_of_another_format_are_refused(boot_id, log, text):
+    """What syslog, dmesg or the journal writes is read by nobody, so the log counts as not read from the first line."""
+    feed(log, text)
+    with pytest.raises(
+        ValueError, match=r"/kmsg: its lines are no records of the kernel; wanted prio,number,.*, got '"
+    ):
+        read(log, boot_id)
+    stream = follow(str(log), boot_id=boot_id, beat=0.01)
+    with pytest.raises(ValueError, match="no records of the kernel"):
+        next(stream)
+    feed(log, line(1))
+    assert [r.sequence for r in read(log, boot_id)[0]] == [1]
+
+
+def test_a_log_that_changes_its_format_is_refused_when_what_it_told_has_counted(boot_id, log):
+    """Some lines that are no records are garbled; where nothing else comes any more, it is another format."""
+    feed(log, SYSLOG, line(1), *[SYSLOG] * 20)
+    assert [r.sequence for r in read(log, boot_id)[0]] == [1]
+    feed(log, SYSLOG)
+    stream = follow(str(log), boot_id=boot_id, beat=0.01)
+    assert [next(stream).sequence, next(stream).sequence] == [1, 1]  # the record, and the position after it
+    with pytest.raises(ValueError, match="no records of the kernel"):
+        next(stream)
+
+
 def test_a_log_that_may_not_be_read(tmp_path):
     """One line names the permission that is missing; tried as another user where the tests run as root."""
     log = tmp_path / "kmsg"
