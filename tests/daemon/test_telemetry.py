@@ -208,17 +208,13 @@ def spoken(text: str) -> str:
 # --- A GPU that falls off the bus -------------------------------------------------------------------------------------
 
 
+HANDLES = ("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByIndex_v2")
+
+
 @pytest.mark.parametrize(
-    "where",
-    [
-        ("lost",),
-        pytest.param(
-            ("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByIndex_v2"),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ("where", "what"), [(("lost",), 1), pytest.param(HANDLES, 15, marks=pytest.mark.slow), (HANDLES, 999)]
 )
-def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where):
+def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where, what):
     """Not present, suspect, hardware, with the part and its slot by name; its sibling stays as it is."""
     site = Site(tmp_path, gpus=2)
     lost, other = site.uuids
@@ -227,7 +223,7 @@ def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where):
             eventually(lambda uuid=uuid: state_of(daemon, uuid) == ("healthy", "none") and success(daemon, uuid))
         begun = time.monotonic()
         for key in where:
-            site.machine.set(0, key, 1 if key == "lost" else 15)
+            site.machine.set(0, key, what)
         eventually(lambda: daemon.value("canaryd_device_present", device=lost) == 0, within=4 * SWEEP)
         eventually(lambda: state_of(daemon, lost) == ("suspect", "hardware"))
         assert time.monotonic() - begun < 2 * SWEEP + 3.0  # on a busy machine; one sweep comes every `SWEEP`

@@ -135,7 +135,8 @@ def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
     """Return a GPU's handle, found by its last PCI address, or else by asking all GPUs for their uuid.
 
     NVML's own search by uuid fails if any GPU is lost (nvml.h). A lost GPU gives no uuid any more. `DeviceLost` is
-    raised if the GPU with the number of this device is lost, or if all GPUs that do not answer are lost.
+    raised if the GPU with the number of this device is lost, or if all GPUs that do not answer are lost. Of a GPU that
+    fails in another way it is raised only where a sibling answers: else driver or library may have failed.
     """
     uuid, bus_id = device.parent or device.uuid, device.detail.get("bus_id", "")
     there = ""
@@ -147,17 +148,21 @@ def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
         except Missing as error:
             if error.code != NOT_FOUND:
                 there = f"the GPU at {bus_id} does not answer: {error}"
-    silent: dict[int, Missing | Unavailable] = {}
-    for index in range(device_count(nvml)):
+    silent: dict[int, Unavailable] = {}
+    count = device_count(nvml)
+    for index in range(count):
         try:
-            handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
-            if ask_nvml(nvml, "nvmlDeviceGetUUID", handle) == uuid:
-                return handle
-        except (Missing, Unavailable) as error:
+            handle, found = identify(nvml, index)
+        except Unavailable as error:
             silent[index] = error
-    lost = {index for index, error in silent.items() if isinstance(error, DeviceLost)}
-    if device.index in lost or (lost and len(lost) == len(silent)):
+        else:
+            if found == uuid:
+                return handle
+    own, lost = silent.get(device.index), [error for error in silent.values() if str(error) == LOST]
+    if own in lost or (lost and len(lost) == len(silent)):
         raise DeviceLost(LOST)
+    if isinstance(own, DeviceLost) and len(silent) < count:
+        raise own
     if silent and not there:
         why = "; ".join(dict.fromkeys(map(str, silent.values())))
         there = f"GPU {uuid} is not among those that answer; of others the driver says: {why}"

@@ -22,7 +22,7 @@ import json, sys
 from canaryd.codec import from_json, to_json
 from canaryd.model import Device
 from canaryd.worker.telemetry import nvidia
-from canaryd.worker.telemetry.interface import Unavailable
+from canaryd.worker.telemetry.interface import DeviceLost, Unavailable
 for line in sys.stdin:
     what, *rest = json.loads(line)
     try:
@@ -34,7 +34,7 @@ for line in sys.stdin:
         else:
             answer = {"closed": nvidia.close()}
     except Unavailable as error:
-        answer = {"unavailable": str(error)}
+        answer = {"unavailable": str(error)} | ({"lost": True} if isinstance(error, DeviceLost) else {})
     except ValueError as error:
         answer = {"wrong": str(error)}
     print(json.dumps(answer), flush=True)
@@ -78,6 +78,10 @@ class Agent:
         answer = self.ask("read", to_json(device), settings or {}, str(memory))
         assert "facts" in answer, answer
         return checked(from_json({"Reading": Reading, "Absent": Absent}[kind], data) for kind, data in answer["facts"])
+
+    def lost(self, device: Device) -> bool:
+        """Return whether a device that cannot be read counts as lost."""
+        return "lost" in self.ask("read", to_json(device), {})
 
     def refused(self, device: Device) -> str:
         return self.ask("read", to_json(device), {})["unavailable"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,23 @@ def test_a_gpu_is_known_as_lost_whichever_call_says_so(machine, agent, known, at
     machine.fail(None, "nvmlDeviceGetCount_v2", 15)
     machine.unset(None, bus)
     assert agent.read(gpu(machine, 4))[0]["temperature_celsius{sensor=core}"] == 34  # a driver's error accuses no GPU
+
+
+@pytest.mark.parametrize("code", [16, 999])
+def test_a_gpu_that_alone_cannot_be_opened_is_lost(machine, agent, code):
+    """Its siblings answer through the same driver. Where none does, or the right is missing, it may not be the GPU."""
+    handles = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByPciBusId_v2")
+    for handle in handles:
+        machine.fail(3, handle, code)
+    assert agent.lost(gpu(machine, 3))
+    assert agent.read(gpu(machine, 4))[0]["temperature_celsius{sensor=core}"] == 34
+    for number, handle in itertools.product(range(8), handles):
+        machine.fail(number, handle, code)
+    assert not agent.lost(gpu(machine, 3))
+    for handle in handles:
+        machine.unset(4, handle)
+        machine.fail(3, handle, 4)
+    assert not agent.lost(gpu(machine, 3))
 
 
 def test_a_gpu_is_found_by_what_it_is_and_not_by_where_it_was(machine, agent):
