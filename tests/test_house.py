@@ -89,29 +89,21 @@ def test_the_command_line_knows_every_fault():
     assert (FAULT,) == LINK_FAULTS
 
 
-@pytest.mark.parametrize("path", [*MODULES, *PROBE_FILES], ids=name)
-def test_every_module_says_what_it_is(path):
-    """One sentence at the top, at least."""
-    assert ast.get_docstring(ast.parse(path.read_text())), path
+def test_every_module_says_what_it_is_and_only_the_command_line_prints():
+    """One sentence at the top, at least; everything else than a command returns, raises or logs."""
+    for path in (*MODULES, *PROBE_FILES):
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), path
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        prints = any(isinstance(function, ast.Name) and function.id == "print" for function in calls)
+        assert not prints or path.parent.name == "cli" or path == ROOT / "canaryd/__main__.py", path
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name)
-def test_every_test_states_a_behaviour(path):
+def test_every_test_states_a_behaviour():
     """In a docstring: a failing test then says what is broken."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    assert [f.name for f in functions if f.name.startswith("test_") and not ast.get_docstring(f)] == []
-
-
-@pytest.mark.parametrize("path", [*MODULES, *PROBE_FILES], ids=name)
-def test_only_the_command_line_prints(path):
-    """Everything else returns, raises or logs."""
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    prints = any(isinstance(function, ast.Name) and function.id == "print" for function in calls)
-    assert (
-        not prints
-        or path.parent in (ROOT / "canaryd/cli", ROOT / "lab/canaryd_lab/cli")
-        or path == ROOT / "canaryd/__main__.py"
-    )
+    for path in TESTS:
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assert [f.name for f in functions if f.name.startswith("test_") and not ast.get_docstring(f)] == [], path
 
 
 @pytest.mark.torch
