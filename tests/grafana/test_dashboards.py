@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -270,6 +271,22 @@ READINGS_LEFT = tuple(
 # --- Against a real Prometheus ----------------------------------------------------------------------------------------
 
 
+@every
+def test_prometheus_reads_every_query(dashboard, tmp_path):
+    """With the choices filled in; the story below, which `.ci/full` tells, shows what each finds."""
+    promtool = shutil.which("promtool") or pytest.skip("promtool is not installed here: no query was read by it")
+    chosen, window = (
+        dict.fromkeys(("job", "instance", "device", "model"), ".+"),
+        Window(start=0, end=60, step=1, scrape=4),
+    )
+    asked = [queries.fill(query.text, chosen, window) for query in queries.queries(dashboard)]
+    read = [{"record": f"q{n}", "expr": text} for n, text in enumerate(asked)]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "all", "rules": read}]}))
+    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """A fleet with a story, scraped: (API, nodes, window)."""
@@ -289,6 +306,7 @@ def chosen_for(dashboard, api, nodes, window) -> list[dict[str, str]]:
     return [queries.choices(dashboard, api, window, instance=nodes[0].name, device=name) for name in wanted]
 
 
+@pytest.mark.slow
 @every
 def test_every_query_finds_its_data(dashboard, seen):
     """Panels, variables and annotations, asked as Grafana asks; what is empty in this story is listed with a reason."""
@@ -308,6 +326,7 @@ def test_every_query_finds_its_data(dashboard, seen):
     assert empty <= {where for where in EMPTY if dashboard["title"].endswith(where.partition(" / ")[0])}
 
 
+@pytest.mark.slow
 @every
 def test_variables_offer_what_is_there(dashboard, seen):
     """Nodes by their names, devices by the names that people type."""
@@ -336,6 +355,7 @@ def rows_of(title: str, uid: str, seen, **wanted: str) -> list[dict[str, Any]]:
     return queries.table(panel, answers).rows
 
 
+@pytest.mark.slow
 def test_the_fleet_names_what_is_wrong_worst_first(seen):
     """One row for each device that is not healthy, with cause, and since when."""
     _, nodes, window = seen
@@ -353,6 +373,7 @@ def test_the_fleet_names_what_is_wrong_worst_first(seen):
     assert len({(row["instance"], row["device"]) for row in rows}) == len(rows)
 
 
+@pytest.mark.slow
 def test_a_lane_of_the_fleet_is_named_cuda_3(seen):
     """The same panel that showed the tail of a uuid; what is unknown by name keeps its uuid and its lane."""
     api, nodes, window = seen
@@ -366,6 +387,7 @@ def test_a_lane_of_the_fleet_is_named_cuda_3(seen):
     assert all(name.startswith(("cuda:", "cpu:")) for _, name in names)
 
 
+@pytest.mark.slow
 def test_the_vote_names_the_device_that_differs(seen):
     """And nobody else."""
     _, nodes, _ = seen
@@ -375,6 +397,7 @@ def test_the_vote_names_the_device_that_differs(seen):
     assert [(row["probe"], row.get("outvoted")) for row in votes] == [("says_all", 1.0)]
 
 
+@pytest.mark.slow
 def test_devices_stand_side_by_side_in_one_row_each(seen):
     """The queries of a table meet in the same rows: nothing is doubled, nothing torn apart."""
     _, nodes, _ = seen
@@ -392,6 +415,7 @@ def test_devices_stand_side_by_side_in_one_row_each(seen):
     assert len({row["probe"] for row in probes}) == len(probes)
 
 
+@pytest.mark.slow
 def test_changes_and_xids_are_marked_when_they_happened(seen):
     """Annotations lie after the quiet beginning, and name the Xid and the component."""
     api, nodes, window = seen
@@ -406,6 +430,7 @@ def test_changes_and_xids_are_marked_when_they_happened(seen):
         assert mark["target"]["expr"] == mark["expr"]
 
 
+@pytest.mark.slow
 def test_the_preview_draws_every_panel(seen, tmp_path):
     """tools/grafana_preview.py makes a page of each dashboard; panels without data are those that have a reason."""
     api, nodes, _ = seen
