@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
+INJECTIONS = 400
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +22,7 @@ def one_thread():
 def rows():
     from benchmarks import detection
 
-    return detection.run(1500, 5)
+    return detection.run(INJECTIONS, 5)
 
 
 def by_fault(rows):
@@ -37,7 +38,7 @@ def test_canaryd_finds_every_fault_that_changed_a_bit(rows):
         assert row.changed + row.unobserved.total() == row.injected, key
         assert row.clean["canaryd"] > row.alarms["canaryd"] == 0, key
     total = by_fault(rows)["all"]
-    assert total.injected >= 1500
+    assert total.injected >= INJECTIONS
     assert total.changed > 0.9 * total.injected
 
 
@@ -69,7 +70,7 @@ def test_equal_seeds_give_equal_counts_and_the_report_holds_them(rows, tmp_path,
     """The run is a function of its seed; the command writes report, plot and data."""
     from benchmarks import detection
 
-    words = ["--injections", "1500", "--campaigns", "1", "--seed", "5", "--out", str(tmp_path)]
+    words = ["--injections", str(INJECTIONS), "--campaigns", "1", "--seed", "5", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["detection", *words])
     detection.main()
     data = json.loads((tmp_path / "detection.json").read_text())
