@@ -80,17 +80,22 @@ def flip(flat: Any, index: int, bit: int) -> None:
 
 
 def activations(
-    model: Model, form: str, whole: list[int], count: int, places: Sequence[str] = ()
+    model: Model,
+    form: str,
+    whole: list[int],
+    count: int,
+    places: Sequence[str] = (),
+    shows: Callable[[Any], list[bool]] = lambda _: [],
 ) -> Iterator[tuple[str, Count]]:
     """Yield (place, `Count` of about `count` faults) for each place that rounds a result, over layers and positions.
 
     Elements that are 0 count as well, except under "…, not 0" and "…, read later".
     """
     weights = {name: w.to(getattr(torch, form)) for name, w in model.weights.items()}
-    tokens, read, shows = torch.tensor([whole]), read_later(model, whole), printed(model, whole)
+    tokens, read = torch.tensor([whole]), read_later(model, whole)
 
     def inference(watch: Watch) -> Any:
-        return Runner(model.shape, weights, watch=watch).forward(tokens.expand(ROWS, -1))
+        return Runner(model.shape, weights, watch=watch).forward(tokens.expand(min(count, ROWS), -1))
 
     def others(name: str) -> list[tuple[str, Any]]:
         found = [(", not 0", True)] if name in ("query", "scores", "mixed", "active") else []
@@ -106,7 +111,7 @@ def strikes(
     shows: Callable[[Any], list[bool]],
     places: Sequence[str],
 ) -> Iterator[tuple[str, Count]]:
-    """Yield (place, `Count` of about `count` faults) for each of `places` (empty: all), with ROWS equal rows.
+    """Yield (place, `Count` of about `count` faults) for each of `places` (empty: all), with equal rows.
 
     The faults strike all elements, and separately the nonzero elements that `others` selects for a place: (suffix of
     the place's name, mask). `shows` returns for each row of logits whether the second measure sees the fault.
@@ -276,7 +281,7 @@ def main() -> int:
     faults, beside = [], []
     with strict_switches(), torch.inference_mode():
         for form in words.formats:
-            found = list(activations(model, form, whole, words.faults, words.places))
+            found = list(activations(model, form, whole, words.faults, words.places, printed(model, whole)))
             beside += [printed_share(place, form, count) for place, count in found]
             if not words.places:
                 found += live_weights(model, form, whole, words.faults // 4)

@@ -184,9 +184,9 @@ def test_single_bit_faults_are_seen():
     made = model(7)
     with strict_switches(), torch.inference_mode():
         whole = text(made, 7, 0, 12)
-        struck = activations(made, "bfloat16", whole, 96, (*PLACES, "keys", "values"))
+        struck = activations(made, "bfloat16", whole, 8, (*PLACES, "keys", "values"))
         seen = {place: count.share() for place, count in struck}
-        weights = {place: count.share() for place, count in live_weights(made, "bfloat16", whole, 12)}
+        weights = {place: count.share() for place, count in live_weights(made, "bfloat16", whole, 6)}
     for place in PLACES:
         assert seen[place] >= 0.9, (place, seen)
     assert seen["values, read later"] >= 0.8
