@@ -151,7 +151,7 @@ def in_turn(*commands: Sequence[object], user: int | None = None, timeout: float
     return [Answer(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def eventually(what: Callable[[], Any], within: float = PATIENCE, every: float = 0.1) -> Any:
+def eventually(what: Callable[[], Any], within: float = PATIENCE, every: float = 0.25) -> Any:
     """Ask `every` so many seconds until the answer is true and return it; fail after `within` seconds."""
     end = time.monotonic() + within
     while not (answer := what()):

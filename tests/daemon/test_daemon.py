@@ -354,7 +354,7 @@ def test_a_reload_that_fails_in_any_way_keeps_the_old_configuration(tmp_path, st
 # --- Killed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_killed_daemon_has_lost_no_run_that_it_logged(tmp_path, state, times):
     """SIGKILL at any moment, again and again: every run whose id was logged is stored, and counted once."""
     names = [f"passes:p{number}" for number in range(12)]

@@ -36,7 +36,7 @@ from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
 from canaryd.report.terminal import type_with
 from canaryd.store.store import Store
-from tests.command import canaryd, configure
+from tests.command import canaryd, configure, in_turn
 from tests.mixed_machine import GPU, NOW, H, S, U, fault, mixed_machine, rivals, tally, verdict
 
 
@@ -325,7 +325,9 @@ def counts(incident):
 def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     """Check, status, history, the page, and the dossier: the same counts, and no rule before it is asked for."""
     options, checked, directory = faulty
-    (first,) = canaryd("status", "--json", *options).document["devices"][0]["incidents"]
+    commands = (("status", "--json"), ("history", "--json"), ("status",), ("history",))
+    answers = in_turn(*((*command, *options) for command in commands))
+    (first,), (of_history,) = (answer.document["devices"][0]["incidents"] for answer in answers[:2])
     with Store.open(directory / "state") as store:
         runs = [r for r in store.runs() if r.probe != "passes"]
         (record,) = store.devices()
@@ -337,7 +339,6 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     assert first["retests"] == {"failed": 9, "completed": 9}
     assert first["since"] == min(r.started for r in runs)
 
-    (of_history,) = canaryd("history", "--json", *options).document["devices"][0]["incidents"]
     answer = canaryd("report", record.device.name, "-o", directory / "out", *options)
     assert answer.code == 0, answer.err
     (archive,) = (directory / "out").glob("*.tar.gz")
@@ -349,7 +350,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     assert counts(first) == counts(of_history) == counts(of_dossier)
     assert first["text"] == of_history["text"] == of_dossier["text"]
 
-    texts = [checked, canaryd("status", *options).out, canaryd("history", *options).out, page]
+    texts = [checked, *(answer.out for answer in answers[2:]), page]
     for text in (*texts, dossier, document["summary"]):
         shown = " ".join(text.split())
         assert shown.count(first["text"]) >= 1, shown
