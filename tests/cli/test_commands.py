@@ -327,7 +327,7 @@ def test_json_is_ascii_safe(common):
 def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
     """An uncaught exception would exit with 1, which means degraded: a broken installation exits with 3."""
     package = tmp_path / "canaryd"
-    shutil.copytree(ROOT / "canaryd", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "canaryd", package)
     (package / "store" / "store.py").write_text("raise RuntimeError('half an upgrade')\n")
     command = [sys.executable, "-m", "canaryd", "check"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

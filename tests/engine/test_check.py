@@ -293,12 +293,13 @@ def test_a_repetition_on_a_clean_device_does_not_acquit_it(tmp_path):
     assert all(run["wrong_trials"] == 0 for run in second.document["devices"][0]["runs"])
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
         ("stuck-at-0", "Wrong memory (stuck cells) in memory_sweep"),
-        pytest.param("transfer", "Wrong memory (wrong transfers) in memory_sweep", marks=pytest.mark.slow),
+        ("transfer", "Wrong memory (wrong transfers) in memory_sweep"),
     ],
 )
 def test_a_drill_of_memory_says_memory(tmp_path, fault, said):
@@ -409,7 +410,7 @@ def test_a_device_that_cannot_be_had_is_unknown(tmp_path):
 @pytest.mark.parametrize(
     ("past", "number"),
     [
-        pytest.param(False, signal.SIGINT, id="first-SIGINT"),
+        pytest.param(False, signal.SIGINT, id="first-SIGINT", marks=pytest.mark.slow),
         pytest.param(True, signal.SIGTERM, id="after a clean check-SIGTERM"),
         pytest.param(False, signal.SIGTERM, id="first-SIGTERM", marks=pytest.mark.slow),
         pytest.param(True, signal.SIGINT, id="after a clean check-SIGINT", marks=pytest.mark.slow),
@@ -670,7 +671,7 @@ def slow_canaryd(tmp_path):
 
     def installed(per_budget, seconds=0.0, **others):
         package = tmp_path / "canaryd"
-        shutil.copytree(ROOT / "canaryd", package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "canaryd", package)  # with its byte code: to compile all of it takes seconds
         catalogue(package / "probes.d", *(f"counts:{name}" for name in EXACT), *(f"{p}:{n}" for n, p in others.items()))
         settings = {"per_budget": per_budget, "seconds": seconds}
         (tmp_path / "kernel.log").touch()
