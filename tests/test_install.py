@@ -39,16 +39,19 @@ PACKAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    """A directory of wheels as somebody without a network would carry them: docs/install.md has the command."""
-    directory = tmp_path_factory.mktemp("wheels")
+def made_by_pip(directory: Path, clone: Path, *more: str) -> Path:
+    """Return a directory of wheels: this clone's, and what more is asked for."""
     argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "-w", directory]
-    clone = copy_clone(tmp_path_factory.mktemp("source") / "canaryd")
-    done = subprocess.run([*argv, clone, "hatchling"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*argv, copy_clone(clone), *more], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"pip could not fetch the wheels of canaryd's dependencies: {done.stderr.strip().splitlines()[-1]}")
     return directory
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A directory of wheels as somebody without a network would carry them: docs/install.md has the command."""
+    return made_by_pip(tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("source") / "canaryd", "hatchling")
 
 
 def script(name: str, *arguments: object, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +82,7 @@ def tree(root: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_installation_has_every_part_in_its_place(tmp_path, wheels):
     """Programs in /opt, units in /usr/local, a valid configuration in /etc; nothing was started, and it says so."""
     done = install(tmp_path, wheels)
@@ -96,8 +100,9 @@ def test_an_installation_has_every_part_in_its_place(tmp_path, wheels):
     subprocess.run([program, "config", "check", "--config", yaml], check=True, capture_output=True)
 
 
-def test_the_wheel_has_the_probes_and_none_of_the_tools(wheels):
+def test_the_wheel_has_the_probes_and_none_of_the_tools(tmp_path):
     """Probes and their data ship; the scripts that make goldens and previews do not."""
+    wheels = made_by_pip(tmp_path, tmp_path / "canaryd", "--no-deps")
     (wheel,) = wheels.glob("canaryd-*.whl")
     with zipfile.ZipFile(wheel) as content:
         names = {name for name in content.namelist() if ".dist-info/" not in name}
