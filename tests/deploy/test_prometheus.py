@@ -66,7 +66,11 @@ def test_promtool_takes_the_configuration():
     assert sorted(content["rule_files"]) == [path.name for path in RULES]
 
 
-@pytest.mark.parametrize("path", UNITS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in ("trends", "hours") else ()) for path in UNITS],
+    ids=lambda p: p.name,
+)
 def test_promtool_sees_the_alerts_fire_and_stay_silent(path):
     """The unit tests of the rules."""
     assert "SUCCESS" in run("promtool", "test", "rules", path)
