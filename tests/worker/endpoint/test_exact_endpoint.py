@@ -376,7 +376,7 @@ def test_a_checkpoint_that_changed_on_disk_is_named(directory, tmp_path):
 def test_what_was_wrong_before_the_server_died_counts(directory):
     """A request that fails later does not discard a wrong answer."""
     with serving(directory, flipped=NORM, dies_after=3) as url:
-        compared, _, reason = ask(url, directory, settings={"timeout": 10.0})
+        compared, _, reason = ask(url, directory, settings={"timeout": 3.0})
     assert any(c.wrong for c in compared)
     assert "503" in reason
 

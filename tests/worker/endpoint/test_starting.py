@@ -65,7 +65,10 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("traits", "wrong"), [("", False), (', flipped=("model.norm.weight", 7, 3)', True)])
+@pytest.mark.parametrize(
+    ("traits", "wrong"),
+    [pytest.param("", False, marks=pytest.mark.slow), (', flipped=("model.norm.weight", 7, 3)', True)],
+)
 def test_a_deep_run_starts_tests_and_stops_a_server(directory, traits, wrong):
     """Right answers and wrong ones are told as those of a server that runs by itself; nothing answers at `url`."""
     code = f"{SERVER}{traits}): time.sleep(600)"

@@ -36,7 +36,9 @@ def check(maker, problem, spec):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", CONTENTS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=() if f in ("float32", "bfloat16") else pytest.mark.slow) for f in FORMS]
+)
 def test_golden_is_what_the_definition_gives(maker, form, name, mask):
     """Scores are exactly 0 or vanish, winners are a power of two, and their mean is the golden, bit for bit."""
     for number, sizes in enumerate(SIZES):
@@ -128,7 +130,7 @@ def parted(query, key, value, size):
     return sum(weight * out for weight, out in zip(weights, outs, strict=True))
 
 
-@pytest.mark.parametrize("form", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_kernel_that_shares_the_keys_out_gives_the_golden(form, content):
     """FlashAttention does so where rows and heads leave SMs idle: what it rounds must not reach 16 bits."""

@@ -82,8 +82,14 @@ def test_the_fingerprint_is_equal_for_equal_results_and_shows_a_wrong_one(probes
     assert fingerprint(seed=1) == fingerprint(seed=2) != fingerprint(drill="consistent")
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS)
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=pytest.mark.slow if name == "exact_matmul" and fault in ("zero", "nan") else ())
+        for name in ONE
+        for fault in faults.FAULTS
+    ],
+)
 def test_every_drill_is_detected_and_named(probes, name, fault):
     """Each fault in each probe: seen, at the right element, with the right bit or kind, and its persistence told."""
     found = comparisons(probes[name].run(context(ONE[name], drill=fault, budget=0.05)))

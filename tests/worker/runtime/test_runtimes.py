@@ -38,6 +38,11 @@ ONE = {
     "exact_attention": "float32/uniform/prefill",
     "exact_integer": "int64/scatter/fresh",
 }
+EACH_FAULT = [
+    pytest.param(name, fault, marks=() if name == "exact_integer" or fault in ("flip", "stuck") else pytest.mark.slow)
+    for name, fault in itertools.product(ONE, faults.FAULTS)
+]
+"""All by the probe that takes least; by the others one in the result and one in an operand, and all in `.ci/full`."""
 NOWHERE = Device(
     uuid="ONNX-AZURE-1",
     backend="onnx-azure",
@@ -153,8 +158,7 @@ def test_a_case_is_characterised_for_the_version_that_was_shown(device):
 # --- Faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS)
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize(("name", "fault"), EACH_FAULT)
 def test_every_fault_is_found(probes, device, name, fault):
     """Each class of fault in each probe, injected into the runtime's own array, is seen."""
     computes(device, name)
@@ -235,7 +239,7 @@ WAYS = {"strict": ("0", "float32", "tfloat32"), "tf32": ("1", "tfloat32", "float
 """Instruction set → value of the variable, float32's class that is tested, and the one that is left out."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("strict", marks=pytest.mark.slow), "tf32"])
 def test_mlx_is_tested_strictly_and_as_it_serves(way):
     """Each way has a worker of its own, says so in its stack, and leaves the other way's operands out."""
     device, (value, given, left) = mlx(), WAYS[way]
@@ -268,7 +272,9 @@ def test_mlx_multiplies_quantised_weights_exactly(layout):
         assert runtime.agree([result], *runtime.upload((problem.golden,), device)) == [True], case.name
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=() if f in ("flip", "stuck") else pytest.mark.slow) for f in faults.FAULTS]
+)
 def test_every_fault_is_found_in_quantised_products(probes, fault):
     """In the stored codes or in the result, through the probe as the daemon runs it."""
     number = list(faults.FAULTS).index(fault)
