@@ -54,6 +54,7 @@ def test_a_release_keeps_it_off_the_device(tmp_path, command, when):
             assert typed.others() == []
 
 
+@pytest.mark.slow
 def test_two_captures_of_one_device_are_equal(place):
     """The same device, the same stack: every bit, and exit status 0."""
     directory, common = place

@@ -35,6 +35,7 @@ def browse(address: str, profile: Path, *options: str) -> tuple[str, Path]:
         pytest.skip(str(why))
 
 
+@pytest.mark.slow
 def test_a_sound_processor_is_healthy_in_the_page(made, tmp_path):
     """WebAssembly meets every fixed golden bit for bit; the file that the page gives is judged healthy."""
     address = (made / "index.html").as_uri() + "#run&unit=wasm"

@@ -324,6 +324,7 @@ def test_many_tasks_do_not_raise_the_alarm_rate():
     assert 0.03 < rate(alarms) <= LIMIT
 
 
+@pytest.mark.slow
 def test_the_smallest_difference_is_seen_four_times_in_five():
     """What is said to be visible is found with a power near 80 %: paired and unpaired."""
     draw = random.Random(5)

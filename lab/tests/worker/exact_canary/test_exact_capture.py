@@ -108,9 +108,7 @@ def test_every_result_of_an_inference_is_compared(known, path):
     assert {name.partition(".")[0] for name, _ in seen if "." in name} == {"0", "1", "2"}
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=() if f in ("float32", "bfloat16") else pytest.mark.slow) for f in FORMATS]
-)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=() if f == "bfloat16" else pytest.mark.slow) for f in FORMATS])
 def test_a_flipped_bit_is_named(known, form):
     """Layer, operator, pass, element and bit of 36 random faults; never another place, and 95 % at least."""
     chance, outcomes = random.Random(f"{form} 3"), []
@@ -126,7 +124,7 @@ def test_a_flipped_bit_is_named(known, form):
     assert len(outcomes) >= 24
 
 
-@pytest.mark.parametrize("path", ["forced", "decode"])
+@pytest.mark.parametrize("path", ["forced", pytest.param("decode", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", [pytest.param(f, marks=() if f == "bfloat16" else pytest.mark.slow) for f in FORMATS])
 def test_a_flipped_bit_of_an_expert_is_named(form, path):
     """Router, shares, and what each expert computes, of words that do not take it too."""

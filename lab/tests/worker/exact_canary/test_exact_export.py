@@ -233,7 +233,7 @@ for dtype in (torch.float32, torch.bfloat16):
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "kind"), [("bfloat16", "30"), ("float16", "1"), ("float32", "0")])
+@pytest.mark.parametrize(("form", "kind"), [("bfloat16", "30"), pytest.param("float32", "0", marks=pytest.mark.slow)])
 def test_a_gguf_file_holds_the_same_numbers(exported, tmp_path, form, kind):
     """Read back, every tensor has the model's bits; rows of q and k stand as llama.cpp turns them."""
     model, _, documents = exported

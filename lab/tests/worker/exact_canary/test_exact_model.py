@@ -43,7 +43,9 @@ def cast(model, form):
     return {name: weight.to(getattr(torch, form)) for name, weight in model.weights.items()}
 
 
-@pytest.mark.parametrize(("hidden", "heads", "kv_heads"), [(2816, 44, 4), (3584, 28, 4), (4096, 32, 8)])
+@pytest.mark.parametrize(
+    ("hidden", "heads", "kv_heads"), [(2816, 44, 4), pytest.param(4096, 32, 8, marks=pytest.mark.slow)]
+)
 def test_sizes_of_served_models_are_proved(hidden, heads, kv_heads):
     """Hidden sizes above 2,688 have more ballast than four squares take."""
     shape = Shape(

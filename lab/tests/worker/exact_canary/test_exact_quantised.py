@@ -27,6 +27,8 @@ QWEN = replace(TINY, family="qwen2")
 WIDE = Shape(hidden=256, heads=4, kv_heads=2, head=128, inner=128, layers=1, vocabulary=1 << 15)
 """A code of 9 bits and a value of 6: a word's constant is more than 4 bits hold in one weight."""
 FLIPS = 40
+GATE = ("awq", "mlx-mxfp8", "w8a8")
+"""Codes of 4 bits with zeros, floats with scales, and int8 inputs: all the ways to store a matrix."""
 
 
 def matrices(tensors):
@@ -80,7 +82,7 @@ def test_the_command_knows_every_form():
     assert list(FORMS) == list(QUANTIZATIONS)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=() if f in GATE else pytest.mark.slow) for f in FORMS])
 def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
     """Read back as the format is documented, every weight has the model's value; `load` takes the answers."""
     model, directory = made(form), tmp_path / "out"
