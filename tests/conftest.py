@@ -13,37 +13,32 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("CANARYD_TEST_", "CANARYD_BOOT")
 """Variables that are for the tests."""
 LONGEST = (
-    "test_failures.py",
     *(
         f"contract/test_stories_{letters}.py"
-        for letters in ("a_to_d", "e_to_g", "h_to_n", "o_to_q", "r_to_s", "t_to_z")
+        for letters in ("a_to_d", "h_to_n", "r_to_s", "t_to_z", "e_to_g", "o_to_q")
     ),
-    "worker/runtime/test_runtimes.py",
     "daemon/test_telemetry.py",
+    "test_failures.py",
     "daemon/test_daemon.py",
-    "daemon/test_systemd.py",
-    "cli/test_commands.py",
-    "worker/endpoint/test_exact_endpoint.py",
-    "worker/exact_canary/test_exact_probe.py",
-    "engine/test_hostile.py",
-    "test_install.py",
     "engine/test_check.py",
-    "grafana/test_dashboards.py",
-    "engine/test_budget.py",
+    "worker/runtime/test_runtimes.py",
     "test_boot.py",
-    "dossier/test_document.py",
-    "../lab/tests/characterise/test_characterise.py",
-    "worker/numeric/test_verify.py",
-    "worker/telemetry/test_nvidia.py",
-    "deploy/test_kubernetes.py",
-    "deploy/test_prometheus.py",
-    "worker/links/test_group.py",
-    "../lab/tests/test_cli_compare.py",
-    "worker/endpoint/test_starting.py",
+    "daemon/test_systemd.py",
+    "cli/test_streams.py",
     "worker/numeric/test_rehearsal.py",
-    "store/test_durability.py",
+    "worker/endpoint/test_exact_endpoint.py",
+    "engine/test_budget_check.py",
+    "deploy/test_prometheus.py",
+    "engine/test_budget_daemon.py",
+    "worker/numeric/test_verify.py",
+    "engine/test_polling.py",
+    "judge/test_stories.py",
+    "worker/links/test_group.py",
+    "deploy/test_kubernetes.py",
+    "worker/units/test_kernel.py",
+    "../lab/tests/test_cli_compare.py",
+    "test_security.py",
     "test_alarm.py",
-    "test_owner.py",
 )
 """The files that take longest, longest first: begun last, one of them alone would leave the other workers idle."""
 for name in list(os.environ):  # what the user has set for canaryd is not for the canaryd under test
