@@ -184,6 +184,7 @@ def dated(directory: Path) -> dict[str, int]:
     return {p.name: p.stat().st_mtime_ns for p in (directory / "out/parts").glob("*.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_processor_is_characterised(made):
     """JSON and page are there, the controls failed, the accumulators are as wide as the goldens assume."""
@@ -228,6 +229,7 @@ def test_an_injected_fault_is_a_strict_mismatch_and_exit_status_1(tmp_path):
     assert f"--resume {tmp_path}/out: its results are of drill 'consistent', not ''; name another" in mixed.err
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_after_a_kill_resume_goes_on_and_repeats_nothing(made):
     """Kill -9 leaves whole parts; the next call carries out the others alone."""
@@ -238,6 +240,7 @@ def test_after_a_kill_resume_goes_on_and_repeats_nothing(made):
     assert {name: after[name] for name in made.killed} == made.killed
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_what_does_not_fit_is_left_and_said(made):
     """A few seconds are not enough: exit status 3, and the command that goes on."""
@@ -276,6 +279,7 @@ def test_classes_that_were_right_are_accepted_and_no_others():
     assert not met.classes
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_accepted_classes_are_stored_and_exported(made, tmp_path):
     """Not without a control, and never by a drill; then the store has them with the stack that they hold for."""
