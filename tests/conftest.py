@@ -17,6 +17,7 @@ LONGEST = (
         f"contract/test_stories_{letters}.py"
         for letters in ("a_to_d", "h_to_n", "r_to_s", "t_to_z", "e_to_g", "o_to_q")
     ),
+    "laws/test_laws.py",
     "daemon/test_telemetry.py",
     "test_failures.py",
     "daemon/test_daemon.py",

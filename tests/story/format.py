@@ -233,6 +233,10 @@ class Story:
     events: tuple[Happening, ...] = ()
     probes: tuple[str, ...] = (EXACT, RECORDED, NVIDIA, HOST)
     statistics: Statistics | None = None
+    apart: bool = False
+    """Whether each device draws its own chances, whoever else is in the machine and in whatever order."""
+    salt: str = ""
+    """A word from which devices get other uuids than without it."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a word that nobody knows: it would silently be no fault, or no expectation."""

@@ -194,6 +194,7 @@ def _check(host: Host, what: Happening, *, first: bool) -> None:
     engine = host.engine
     entry = engine.entries[LINKS]
     devices = [engine.devices[chip.uuid] for chip in host.of(what.device)]
+    host.turn("check")
     step = schedule.Step(entry=entry, level="standard", seed=host.rng.getrandbits(53))
     engine.together = frozenset(d.uuid for d in devices)
     alone = (schedule.Plan(device=d, instruction_set="", steps=(step,)) for d in devices if d.backend == "cpu")

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,6 +116,9 @@ class Hardware:
         """Make the machine; nothing is started on it."""
         self.story, self.machine, self.seed = story, story.hosts[number], seed
         self.rng = random.Random(f"{seed}/{number}")
+        self.drawn: Counter[object] = Counter()
+        self.ran_on: dict[str, str] = {}
+        """Run → the name of its device."""
         self.now, self.round, self.count = START, 0, 0
         self.fired: dict[int, int] = {}
         self.served: dict[str, Server] = {}
@@ -129,7 +133,8 @@ class Hardware:
 
     def _place(self, name: str, part: Part, number: int) -> None:
         index = sum(c.part.backend == part.backend for c in self.chips.values())
-        uuid = f"{'CPU' if part.backend == 'cpu' else 'GPU'}-{_digest(number, name)}"
+        salt = (self.story.salt,) if self.story.salt else ()
+        uuid = f"{'CPU' if part.backend == 'cpu' else 'GPU'}-{_digest(number, name, *salt)}"
         self.chips[name] = Chip(
             name=name,
             part=part,
@@ -162,6 +167,13 @@ class Hardware:
         daily = chip.part.swing * math.cos(2 * math.pi * ((at % DAY) / DAY - 15 / 24))
         return chip.part.temperature + daily + chip.heat
 
+    def turn(self, *what: object) -> None:
+        """Draw from now on for this alone (a device and what it runs), in a story whose devices draw apart."""
+        if self.story.apart:
+            key = self.round, *what
+            self.drawn[key] += 1
+            self.rng = random.Random(repr((self.seed, key, self.drawn[key])))
+
     def _active(self, fault: Fault, name: str, stack: Mapping[str, str], temperature: float) -> bool:
         return (
             (fault.device == "*" or name in listed(fault.device, ()))
@@ -183,6 +195,8 @@ class Hardware:
         started, name = self.now, self.names[request.device.uuid]
         self.now += 2.0
         self.count += 1
+        accused = self.ran_on.get(request.confirms, request.confirms)
+        self.turn(name, request.spec.name, lane, request.cases, request.intensity, accused)
         chip = self.chips.get(name)
         stack = {**chip.stack, **({"instruction_set": lane} if lane else {})} if chip is not None else {}
         heat = self.temperature(chip, started) if chip is not None else 0.0
@@ -215,6 +229,7 @@ class Hardware:
             cases=request.cases,
             intensity=request.intensity,
         )
+        self.ran_on[run.id] = name
         # A fault of the whole run is one of numeric probes, unless the story names another.
         broken = [f for f in faults if f.kind in OUTCOMES and (f.probe or not request.spec.telemetry)]
         for fault in broken:
@@ -397,7 +412,8 @@ class Hardware:
                 for fault in faults:
                     if fault.kind == "recorded" and fault.case in ("", case) and self._struck(fault):
                         # Without bits it is another departure each time; with bits always the same one.
-                        own = random.Random(_digest(fault.same or chip.uuid, case, fault.bits))
+                        whose = fault.same or (chip.name if self.story.apart else chip.uuid)
+                        own = random.Random(_digest(whose, case, fault.bits))
                         values[(own if fault.bits else self.rng).randrange(TILES)] += (
                             own if fault.bits else self.rng
                         ).uniform(0.2, 0.4)

@@ -79,7 +79,8 @@ class Simulated(Series):
     ) -> str:
         """Hand over what the kernel logged since."""
         del path, until_end
-        records, self.host.log = self.host.log, []
+        arrived = [record for record in self.host.log if record.at <= self.host.now - self.host.log_late]
+        records, self.host.log = arrived, [record for record in self.host.log if record not in arrived]
         on_batch(records, replace(position, boot="story", sequence=position.sequence + len(records)))
         return ""
 
@@ -106,6 +107,12 @@ class Watcher(Engine):
         self.workers.start = lambda instruction_set="", *_, **__: Simulated(host, instruction_set)
         self.room = Room(lambda: None)  # simulated workers take no memory
 
+    def add(self, run: Run) -> Run:
+        """Keep what a worker said, too, so that it can be told again."""
+        if self.host.facts is not None:
+            self.host.facts.append((self.host.round, run))
+        return super().add(run)
+
     def take(self, run: Run) -> None:
         """See whether a run has something to tell."""
         self.told = bool(run.wrong or run.unknown) or run.outcome is not Outcome.COMPLETED
@@ -129,6 +136,12 @@ class Host(Hardware):
         super().__init__(story, number, seed)
         self.others: Sequence[Host] = ()
         """The other machines of the story."""
+        self.facts: list[tuple[int, Run]] | None = None
+        """Every run with the round in which it came, where somebody wants them."""
+        self.retold: dict[int, list[Run]] | None = None
+        """Round → the runs that come then, where they are those of an earlier play; None: devices compute."""
+        self.log_late = 0.0
+        """Seconds by which a line of the kernel log comes later than it was written."""
         self.lived = 0.0
         self.log: list[LogRecord] = []
         self.last: dict[tuple[str, str], float] = {}
@@ -187,28 +200,38 @@ class Host(Hardware):
         while self.engine.sum_up():  # the days that are over
             pass
         for happening in self.story.events:
-            if happening.at <= number < happening.at + happening.rounds:
+            again = self.retold is not None and happening.do in ("check", "drill")  # its runs are told
+            if happening.at <= number < happening.at + happening.rounds and not again:
                 DOINGS[happening.do](self, happening, first=happening.at == number)
         jumped = self.now - begun if self.now != begun else 0.0
         if self.log:
             self.engine.read_log(until_end=True)
         self.engine.sweep()
-        for uuid in list(self.engine.devices):
+        for uuid in list(self.engine.devices if self.retold is None else ()):
             self._tick(uuid)
+        for run in (self.retold or {}).pop(number, ()):
+            self.hear(run)
         if self.engine.unread:
             self.engine.recall()
         verdicts = self.engine.decide()
-        self._live(begun + jumped)
+        self.live(begun + jumped, self.story.seconds)
         return {self.names[uuid]: verdict for uuid, verdict in verdicts.items()}
 
-    def _live(self, since: float) -> None:
-        """Let the time until the next round pass, and prune every hour, as the daemon does: so clocks are confirmed."""
-        born, end = since - self.lived, self.lived + self.story.seconds
+    def live(self, since: float, seconds: float) -> None:
+        """Let so much time pass from then on, and prune every hour, as the daemon does: so clocks are confirmed."""
+        born, end = since - self.lived, self.lived + seconds
         for hour in range(int(self.lived // HOUR) + 1, int(end // HOUR) + 1):
             self.lived = hour * HOUR
             self.now = born + self.lived
             self.engine.store.prune(self.now)
         self.lived, self.now = end, born + end
+
+    def hear(self, run: Run) -> None:
+        """Add a run of an earlier play."""
+        self.now = max(self.now, run.started + run.seconds)
+        self.engine.carrying = run.device
+        self.engine.add(run)
+        self.engine.carrying = ""
 
     def _tick(self, uuid: str) -> None:
         engine = self.engine
@@ -228,6 +251,7 @@ class Host(Hardware):
             names = list(periods)
         levels = {n: level for n, level in engine.levels().items() if n in names}
         turn = self.turns[uuid] = self.turns.get(uuid, -1) + 1
+        self.turn(self.names[uuid], "plan")
         sets = schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index, default="quick"), turn)
         plans = schedule.plan_round(
             device,

@@ -116,10 +116,13 @@ def play(
     seed: int | None = None,
     watch: Callable[[int, Mapping[str, Verdict]], bool] = lambda _number, _verdicts: False,
     until_failed: bool = False,
+    begin: Callable[[Sequence[Host]], None] = lambda _hosts: None,
+    end: Callable[[Sequence[Host]], None] = lambda _hosts: None,
 ) -> Played:
     """Play a story from beginning to end; `watch` is told every round's verdicts, and ends it by returning True.
 
-    With `until_failed` it also ends when something that was expected did not come.
+    With `until_failed` it also ends when something that was expected did not come. `begin` and `end` are given the
+    hosts before the first round and after the last.
     """
     with scratch() as directory, contextlib.ExitStack() as open_:
         hosts = []
@@ -129,6 +132,7 @@ def play(
             hosts.append(host)
         for host in hosts:
             host.others = [other for other in hosts if other is not host]
+        begin(hosts)
         verdicts: dict[str, list[Verdict | None]] = {}
         drills: dict[str, list[Verdict]] = {}
         for number in range(story.rounds):
@@ -145,4 +149,5 @@ def play(
             played = Played(story=story, verdicts=verdicts, drills=drills)
             if watch(number, now) or (until_failed and played.failures()):
                 break
+        end(hosts)
     return played
