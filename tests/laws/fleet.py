@@ -102,13 +102,14 @@ def innocent(days: int, seed: int) -> Story:
 
 
 def accused(played: Played) -> Iterator[str]:
-    """Yield when a device of a healthy fleet is first called hardware, or is suspect or faulty without a dip.
+    """Yield when a device of a healthy fleet is first called hardware, or is suspect or faulty without a dip, by rule.
 
     What several devices report in one second may make all of them suspect until a reboot and a clean test.
     """
     story = played.story
     dips = {r for e in story.events if e.do == "xid" and e.xid in DIPS for r in range(e.at, e.at + 1 + A_DAY)}
     for name, verdicts in played.verdicts.items():
+        seen = set()
         for number, verdict in enumerate(verdicts):
             state, cause = said(verdict)
             if verdict is None or verdict.state in (State.HEALTHY, State.UNKNOWN):
@@ -116,5 +117,6 @@ def accused(played: Played) -> Iterator[str]:
             doubted = state == "faulty" or (state == "suspect" and number not in dips)
             if cause == "hardware" or doubted:
                 rules = ", ".join(dict.fromkeys(f.rule for f in verdict.findings if f.state is verdict.state))
-                yield f"{name} on day {number * story.seconds / DAY:.1f}: {state} {cause} ({rules})"
-                break
+                if rules not in seen:
+                    yield f"{name} on day {number * story.seconds / DAY:.1f}: {state} {cause} ({rules})"
+                seen.add(rules)
