@@ -76,7 +76,7 @@ def sound(answer: Answer, choices: Choices) -> None:
         plain(recording(injected(answer, choices.of(("flip", "zero", "swap", "nan", "stuck", "consistent")))))
     other = replace(made, text=choices.text(), tokens=made.tokens[: choices.below(3)])
     for known in ((), (made,), (other,)):
-        symptom = triage.triage(made, known)
+        symptom = triage.kind_of_wrong(made, known)
         if symptom is not None:
             plain(symptom.evidence)
             lines(symptom.evidence)
