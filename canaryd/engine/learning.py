@@ -65,10 +65,8 @@ class Learning:
         newest = {s.case: key_of(r, s) for r in mine for s in r.recordings}
         known, wanted = self.of(uuid), self._host.config.judge.confirm_runs
         first = next((r for r in reversed(mine) if r.whole and r.recordings), None)
-        if first is not None and first.unknown:
-            again = [r for r in mine if r.confirms == first.id and r.recordings]
-            if launches.begins_launch(first, again, known, wanted):
-                return True
+        if first is not None and first.unknown and launches.begins_launch(first, mine, known, wanted):
+            return True
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
 
     def steps_to_repeat(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:

@@ -273,8 +273,7 @@ def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[l
     """Return the peers that gave nothing but known vectors since the first outlier, and those that gave the same."""
     key, since = outliers[-1].baseline.any_launch, outliers[0].run.started
     digests = {o.recording.digest for o in outliers}
-    clean: set[str] = set()
-    alike, odd = {*clean}, {*clean}
+    clean, alike, odd = set[str](), set[str](), set[str]()
     for name, peer in sorted(record.peers.items()):
         found = find_observations((r for r in peer.runs if r.started >= since), peer.baselines).values()
         for o in (o for each in found for o in each if o.baseline.any_launch == key):

@@ -8,7 +8,7 @@ goes on with what is known; one that gives others is learnt anew, and only depar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from canaryd.facts import ENDPOINT_REPEATS, ENDPOINT_STARTED, Recording
@@ -111,16 +111,17 @@ def _newest_untold(run: Run, baselines: Mapping[Key, Baseline], earlier: Sequenc
     """Return the newest earlier run in which every answer had changed; None where there is none."""
     whole = (r for r in reversed(earlier) if r.unknown and r.probe == run.probe and r.whole)
     first = next(whole, None)
-    retests = [r for r in earlier if first is not None and r.confirms == first.id and r.recordings]
-    return first if first is not None and begins_launch(first, retests, baselines, again) else None
+    return first if first is not None and begins_launch(first, earlier, baselines, again) else None
 
 
-def begins_launch(first: Run, retests: Collection[Run], baselines: Mapping[Key, Baseline], again: int) -> bool:
+def begins_launch(first: Run, runs: Iterable[Run], baselines: Mapping[Key, Baseline], again: int) -> bool:
     """Return whether a run shows a new launch of a server that does not tell when it started.
 
     Every answer that can be compared was unknown, of two cases at least, none was broken, and `again` retests have
-    repeated all bits. A fault that strikes everything in the same way looks like that too: exact tests tell.
+    repeated all bits. A fault that strikes everything in the same way looks like that too: exact tests tell. `runs`:
+    those among which the retests are.
     """
+    retests = [r for r in runs if r.confirms == first.id and r.recordings]
     compared = [r for r in first.recordings if (b := baselines.get(key_of(first, r))) is not None and b.complete]
     given = {r.case: r.digest for r in compared}
     return (
