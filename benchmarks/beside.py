@@ -73,7 +73,7 @@ class Model:
     """The work of one request."""
 
     def __init__(self, device: str, service: float) -> None:
-        """Choose the amount of work so that one request takes `service` seconds on an undisturbed server."""
+        """Choose the amount of work of one request: `service` seconds while nothing else uses the machine."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.device, self.count = device, 1

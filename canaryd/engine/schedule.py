@@ -298,10 +298,10 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
 
     `runs` are the device's runs of probes that can be retested. The newest mismatch of each probe and instruction set
     is retested after its confirmations. Every intensity runs once immediately, again after one hour and after six
-    hours; then one intensity runs each day. A retest that did not complete counts too, so that one that crashes under
-    load is not repeated forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent
-    evidence. No retest starts if the retests of the last day used `RETEST_SHARE`. Drills are not retested. A run dated
-    in the future (the clock was set back) is ignored until that time.
+    hours; then one intensity runs each day. Retests that do not complete count too; otherwise a retest that crashes
+    under load would be repeated forever. Retests and mismatches are at least `repeat_gap` apart, so that each is
+    independent evidence. No retest starts if the retests of the last day used `RETEST_SHARE`. Drills are not retested.
+    A run dated in the future (the clock was set back) is ignored until that time.
     """
     if not may_be_retested(runs, now):
         return []

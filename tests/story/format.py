@@ -234,7 +234,7 @@ class Story:
     probes: tuple[str, ...] = (EXACT, RECORDED, NVIDIA, HOST)
     statistics: Statistics | None = None
     apart: bool = False
-    """Whether each device draws its own chances, whoever else is in the machine and in whatever order."""
+    """Whether a device draws the same chances if other devices are added, removed or listed in another order."""
     salt: str = ""
     """A word from which devices get other uuids than without it."""
 

@@ -30,7 +30,7 @@ class Settings:
     memory: int = 0
     """Maximum number of bytes that a server started by canaryd may use; 0 means a share of the host's memory."""
     repeats: str = ""
-    """When equal requests must get equal bits, one of `ENDPOINT_REPEATS`; "" if only the server says so."""
+    """What the operator promises of the answers, a value of the reading `ENDPOINT_REPEATS`; "" if nothing."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
