@@ -15,7 +15,7 @@ from canaryd.facts import printable
 from canaryd.judge import acks
 from canaryd.judge.findings import NO_EVIDENCE
 from canaryd.metrics import families
-from canaryd.metrics.exposition import Exposition, Page
+from canaryd.metrics.exposition import Exposition
 from canaryd.model import State, Verdict
 from canaryd.report import status, status_page
 from canaryd.report.terminal import state_note
@@ -44,7 +44,7 @@ class Publisher:
         """The status line for the service manager."""
         self._unstored = Flag(store.state_dir)
         """Tells readers of the store that what they read may be old."""
-        self._page = Exposition(Page({}))
+        self._page = Exposition(b"")
         self._status: status.Status
         self._health = Health()
         self._logged: dict[str, Verdict] = {}
@@ -76,7 +76,7 @@ class Publisher:
         self.summary = self._status_line(verdicts)
         self._health = snapshot.health(engine, now)
         self._unstored.fly(bool(store.problem))
-        self._page = families.render(
+        self._page = families.page_of(
             families.Snapshot(
                 version=__version__,
                 devices=[
@@ -138,7 +138,7 @@ class Publisher:
 
         return {
             "/": lambda _: Answer(200, status_page.CONTENT_TYPE, status_page.render(self._status, time.time())),
-            "/metrics": lambda headers: families.answer(self._page, headers),
+            "/metrics": lambda headers: self._page.answer(headers),  # noqa: PLW0108  the page is replaced
             "/healthz": health,
             "/readyz": ready,
         }

@@ -56,7 +56,6 @@ def device_view(
         fingerprints=fingerprints(plain),
         periods=engine.periods(device),
         stacks={r.stack_id: r.stack for r in newest if r.stack},
-        mismatches={r.probe: r for r in plain if r.wrong},
         acknowledged=is_acknowledged(ack, verdict, engine.store),
         acknowledged_at=ack.at if ack else None,
         polls=poll_views(engine.watch.polls(uuid), engine.telemetry_periods()),

@@ -9,25 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
 
 from canaryd.facts import Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS, metric
-from canaryd.metrics.exposition import (
-    OF_DEVICE,
-    OF_PROBE,
-    OPENMETRICS,
-    TEXT,
-    Exemplar,
-    Exposition,
-    Family,
-    Page,
-    takes_gzip,
-    wants_openmetrics,
-)
+from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Exposition, Family, Page
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
-from canaryd.web.server import Answer
 
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
 """Parts of a software stack that `canaryd_stack_info` shows. Its label `stack` depends on more parts than these."""
@@ -237,8 +224,6 @@ class DeviceView:
     `increase()` sees a first mismatch."""
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Stack id → software that the newest run of each instruction set used."""
-    mismatches: Mapping[str, Run] = field(default_factory=dict)
-    """Probe → its newest run with a wrong bit, which becomes the exemplar of its counter."""
     acknowledged: bool = False
     """Whether an operator's acknowledgement covers the present state."""
     acknowledged_at: float | None = None
@@ -276,8 +261,13 @@ class Snapshot:
     """Maximum fraction of an hour for rounds of tests, or None if there is no budget."""
 
 
-def render(snapshot: Snapshot) -> Exposition:
-    """Return `snapshot` as a page in both formats.
+def page_of(snapshot: Snapshot) -> Exposition:
+    """Return `snapshot` as a page for scrapes, followed by the metrics `process_*` of this process as they are now."""
+    return Exposition(render(snapshot) + generate_latest(_PROCESS))
+
+
+def render(snapshot: Snapshot) -> bytes:
+    """Return `snapshot` in the text format.
 
     A missing device keeps its series of presence, identity and verdict, because an alarm must not end when the part is
     gone. Counters of devices that are not in the snapshot are left out.
@@ -330,7 +320,7 @@ def render(snapshot: Snapshot) -> Exposition:
                 view.periods, view.last_runs, view.last_success, view.fault_rate
             )
             _add_evidence(page, view, sorted(probes - view.polls.keys()), snapshot.counters, labels)
-    return Exposition(page)
+    return page.text()
 
 
 def _add_verdict(page: Page, view: DeviceView, labels: Labels) -> None:
@@ -398,18 +388,11 @@ def _add_budget(page: Page, budget: BudgetView, labels: Labels) -> None:
         page.add("canaryd_budget_withheld", 1, *labels, budget.withheld)
 
 
-def _add_outcomes(
-    page: Page, device: Device, probe: str, counters: Counters, labels: Labels, newest: Run | None = None
-) -> None:
+def _add_outcomes(page: Page, device: Device, probe: str, counters: Counters, labels: Labels) -> None:
     for outcome in Outcome:
         of = {"device": device.uuid, "probe": probe, "outcome": outcome.value}
         runs = counters.get(("probe_runs", frozenset(of.items())), 0)
-        of_this = newest if newest is not None and newest.outcome is outcome else None
-        page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value, exemplar=_exemplar(of_this))
-
-
-def _exemplar(run: Run | None) -> Exemplar | None:
-    return Exemplar(run.id, run.started) if run is not None else None
+        page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value)
 
 
 def _add_evidence(page: Page, view: DeviceView, probes: Sequence[str], counters: Counters, labels: Labels) -> None:
@@ -419,11 +402,9 @@ def _add_evidence(page: Page, view: DeviceView, probes: Sequence[str], counters:
         page.add("canaryd_stack_info", 1, *labels, stack_id, *(stack.get(key, "") for key in STACK_KEYS))
     for probe in probes:
         of = {"device": view.device.uuid, "probe": probe}
-        _add_outcomes(page, view.device, probe, counters, labels, view.last_runs.get(probe))
+        _add_outcomes(page, view.device, probe, counters, labels)
         for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
-            newest = view.mismatches.get(probe) if name == "probe_mismatches" else None
-            count = counters.get((name, frozenset(of.items())), 0)
-            page.add(f"canaryd_{name}_total", count, *labels, probe, exemplar=_exemplar(newest))
+            page.add(f"canaryd_{name}_total", counters.get((name, frozenset(of.items())), 0), *labels, probe)
         if probe in view.periods:
             page.add("canaryd_probe_period_seconds", view.periods[probe], *labels, probe)
         if probe in view.last_runs:
@@ -446,20 +427,3 @@ def _add_evidence(page: Page, view: DeviceView, probes: Sequence[str], counters:
 
 _PROCESS = CollectorRegistry()
 ProcessCollector(registry=_PROCESS)
-
-
-def answer(page: Exposition, headers: Mapping[str, str]) -> Answer:
-    """Return the prepared page as the answer to a scrape, in the format and encoding that the headers ask for.
-
-    The daemon's own `process_*` metrics are read now and follow the page: that takes about 0.06 ms and waits for no
-    device.
-    """
-    if wants_openmetrics(headers.get("accept", "")):
-        media, prepared = OPENMETRICS, page.openmetrics
-        live: bytes = openmetrics.generate_latest(_PROCESS)  # type: ignore[no-untyped-call]
-    else:
-        media, prepared, live = TEXT, page.text, generate_latest(_PROCESS)
-    vary = "Vary: Accept, Accept-Encoding"
-    if takes_gzip(headers.get("accept-encoding", "")):
-        return Answer(200, media, prepared.gzip(live), (vary, "Content-Encoding: gzip"))
-    return Answer(200, media, prepared.body + live, (vary,))

@@ -9,33 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd.facts import Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.metrics import families as metrics_families
-from canaryd.metrics.exposition import Exposition, Page, unit_of
-from canaryd.metrics.families import FAMILIES, DeviceView, PollView, Snapshot
+from canaryd.metrics.families import FAMILIES, DeviceView, PollView, Snapshot, render
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
-from tests.full_node import PROBES, node
+from tests.full_node import node
 
 HERE = Path(__file__).parents[1]
 GOLDEN = HERE / "data" / "metrics.txt"
 DOCS = HERE.parent / "docs" / "metrics.md"
 NOW = 1_790_000_000.0
 STACK = {"torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.95", "kernel": "6.1.0", "python": "3.11.9"}
-
-
-def render(snapshot):
-    """Return the page in the text format."""
-    return metrics_families.render(snapshot).text.body
-
-
-def live(accept=""):
-    """Return what follows the page in a scrape."""
-    return metrics_families.answer(Exposition(Page({})), {"accept": accept}).body
 
 
 def gpu(index=0, **changes):
@@ -114,7 +102,6 @@ def example():
                 findings=2 * (Finding(rule="gpu-lost", state=State.FAULTY, cause=Cause.HARDWARE, message="lost"),),
             ),
             last_runs={"exact_matmul": run(bad, "exact_matmul")},
-            mismatches={"exact_matmul": run(bad, "exact_matmul", id="019a-0", started=NOW - 600)},
             acknowledged=True,
             acknowledged_at=NOW - 86_400.0,
         ),
@@ -181,7 +168,7 @@ def test_golden_shows_every_metric():
 PAGES = {
     "example": lambda: render(example()),
     "empty": lambda: render(snapshot()),
-    "live": live,
+    "scraped": lambda: metrics_families.page_of(snapshot()).text,
     "node": lambda: render(node(2, 7)),
 }
 
@@ -201,7 +188,8 @@ def test_documentation():
     daemons = (name for name in documented if name.startswith("canaryd_") and not name.startswith("canaryd_check_"))
     ours = {name: documented[name] for name in daemons}
     assert ours == {name: tuple(family) for name, family in FAMILIES.items()}
-    process = dict(re.findall(r"^# TYPE (\S+) (\S+)", live().decode(), re.MULTILINE))
+    page = metrics_families.page_of(snapshot()).text.decode()
+    process = dict(re.findall(r"^# TYPE (process_\S+) (\S+)", page, re.MULTILINE))
     assert {name: row[0] for name, row in documented.items() if name.startswith("process_")} == process
     for name, _, _, unit, _ in rows:
         assert (unit_of(name) or "1") == unit, name
@@ -281,9 +269,9 @@ SIZES = {"16 GPUs": node(16), "2 GPUs of 7 instances": node(2, 7)}
 def sizes():
     """Return the rows of docs/metrics.md on what the largest page holds."""
     for name, full in SIZES.items():
-        page = metrics_families.render(full)
-        count, devices = len(series(page.text.body)), len(full.devices)
-        size = len(page.text.body) / 1e6
+        page = render(full)
+        count, devices = len(series(page)), len(full.devices)
+        size = len(page) / 1e6
         yield f"| {name}, everything wrong at once | {devices} | {count:,} | {count / devices:,.0f} | {size:.2f} MB |"
 
 
@@ -291,9 +279,9 @@ def test_a_full_node_is_bounded():
     """16 GPUs, every probe, reading and counter: a few hundred series a device, no series twice, made quickly."""
     for full in SIZES.values():
         started = time.perf_counter()
-        page = metrics_families.render(full)
+        page = render(full)
         assert time.perf_counter() - started < 1.0
-        lines = series(page.text.body)
+        lines = series(page)
         names = [line.rpartition(" ")[0] for line in lines]
         assert len(names) == len(set(names))
         assert len(lines) / len(full.devices) < 750
@@ -311,8 +299,8 @@ def test_documented_sizes():
     text = DOCS.read_text()
     assert [row for row in sizes() if row not in text] == []
     for full in SIZES.values():
-        page = metrics_families.render(full).openmetrics
-        assert len(page.gzip(b"")) < len(page.body) / 15
+        page = metrics_families.page_of(full)
+        assert len(page.answer({"accept-encoding": "gzip"}).body) < len(page.text) / 15
 
 
 def test_what_people_and_programs_write_is_no_label():
@@ -323,56 +311,13 @@ def test_what_people_and_programs_write_is_no_label():
         assert series(page) == series(render(node(1)))
 
 
-# --- OpenMetrics --------------------------------------------------------------------------------------------------
+UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
 
 
-def parsed(snapshot):
-    """Return the families of the OpenMetrics page, read by the client library's strict parser."""
-    body = metrics_families.render(snapshot).openmetrics.body + live("application/openmetrics-text;version=1.0.0")
-    assert body.endswith(b"# EOF\n")
-    return {family.name: family for family in openmetrics_families(body.decode())}
-
-
-@pytest.mark.parametrize("full", [example(), snapshot(), node(2, 7)], ids=["example", "empty", "full"])
-def test_openmetrics_holds_the_same_series(full):
-    """Both formats have the same series with the same values; families are named, typed and described alike."""
-    families = parsed(full)
-    ours = {n: f for n, f in families.items() if n.startswith("canaryd_")}
-    text = render(full)
-    assert {(s.name, frozenset(s.labels.items())): s.value for f in ours.values() for s in f.samples} == samples(text)
-    for name, family in FAMILIES.items():
-        bare = name.removesuffix("_total") if family.type == "counter" else name
-        if bare in ours:
-            found = ours[bare]
-            assert (found.type, found.documentation, found.unit) == (family.type, family.help, unit_of(name))
-
-
-def test_exemplars_name_the_run():
-    """The mismatch counter carries the newest run with a wrong bit; the runs' counter the newest run."""
-    families = parsed(example())
-    bad = [s for s in families["canaryd_probe_mismatches"].samples if s.labels["device"] == "GPU-0001"]
-    assert [(s.exemplar.labels, s.exemplar.value, float(s.exemplar.timestamp)) for s in bad] == [
-        ({"run_id": "019a-0"}, 1.0, NOW - 600)
-    ]
-    with_one = {
-        (s.labels["device"], s.labels["probe"], s.labels["outcome"])
-        for s in families["canaryd_probe_runs"].samples
-        if s.exemplar
-    }
-    assert with_one == {
-        ("GPU-0000", "exact_matmul", "completed"),
-        ("GPU-0000", "fp8_matmul", "skipped"),
-        ("GPU-0001", "exact_matmul", "completed"),
-    }
-    assert all(f.type == "counter" for f in families.values() if any(s.exemplar for s in f.samples))
-    assert b"run_id" not in render(example())
-
-
-def test_a_full_node_names_every_mismatch():
-    """Each of the counters of a node in trouble has its own exemplar."""
-    found = [s.exemplar for s in parsed(node(2))["canaryd_probe_mismatches"].samples]
-    assert len(found) == 2 * len(PROBES)
-    assert all(found)
+def unit_of(name):
+    """Return the unit with which a metric's name ends, before `_total`; "" for a plain number."""
+    last = name.removesuffix("_total").rpartition("_")[2]
+    return last if last in UNITS else ""
 
 
 def table():

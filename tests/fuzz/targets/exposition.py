@@ -1,4 +1,4 @@
-"""What goes out: both exposition formats, the textfile and the status page, whatever a part or a run calls itself.
+"""What goes out: the exposition, the textfile and the status page, whatever a part or a run calls itself.
 
 The real parsers of prometheus_client give back the labels and values that were put in, text for text; the page's HTML
 has no element and no attribute that its author did not write.
@@ -10,13 +10,12 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
 from canaryd.engine.check import Result
 from canaryd.facts import Reading, printable
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.metrics.exposition import Exemplar, Exposition, Family, Page
+from canaryd.metrics.exposition import Family, Page
 from canaryd.metrics.families import DeviceView, PollView, Snapshot, render
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status_page, textfile
@@ -49,7 +48,7 @@ def _labels(data: bytes) -> None:
         made.add("canaryd_x_seconds", value, *labels)
         if labels[0] not in named:
             named.add(labels[0])
-            made.add("canaryd_y_total", 1.0, labels[0], exemplar=Exemplar("01a20045-ffe1", 1.0))
+            made.add("canaryd_y_total", 1.0, labels[0])
     _parsed(made, wanted, choices)
 
 
@@ -64,12 +63,11 @@ def _long(data: bytes) -> None:
 
 def _parsed(made: Page, wanted: dict[tuple[str, ...], float], choices: Choices) -> None:
     given = {tuple(whole(label) for label in labels): value for labels, value in wanted.items()}
-    exposition = Exposition(made)
-    for parse, body in ((classic, exposition.text.body), (openmetrics, exposition.openmetrics.body + b"# EOF\n")):
-        samples = [s for family in parse(body.decode()) for s in family.samples if s.name == "canaryd_x_seconds"]
-        got = {(s.labels["name"], s.labels["other"]): s.value for s in samples}
-        assert got.keys() == given.keys(), (got, given)
-        assert all(got[k] == v or (got[k] != got[k] and v != v) for k, v in given.items()), (got, given)  # noqa: PLR0124
+    families = classic(made.text().decode())
+    samples = [s for family in families for s in family.samples if s.name == "canaryd_x_seconds"]
+    got = {(s.labels["name"], s.labels["other"]): s.value for s in samples}
+    assert got.keys() == given.keys(), (got, given)
+    assert all(got[k] == v or (got[k] != got[k] and v != v) for k, v in given.items()), (got, given)  # noqa: PLR0124
 
 
 def whole(text: str) -> str:
@@ -157,11 +155,10 @@ def _daemon(data: bytes) -> None:
     )
     given = {"version": choices.text(), "devices": (view,), "counters": {}, "store_problem": "", "abandoned_workers": 0}
     given |= {"config_reload_ok": True, "config_reloaded": NOW, "expected_devices": None}
-    exposed = render(Snapshot(**given))
-    for parse, body in ((classic, exposed.text.body), (openmetrics, exposed.openmetrics.body + b"# EOF\n")):
-        shown = [s for family in parse(body.decode()) for s in family.samples if s.name == "canaryd_device_present"]
-        assert [s.labels["device"] for s in shown] == [whole(one.device.uuid)]
-        assert [s.labels["model"] for s in shown] in ([whole(one.device.model)], [printable(one.device.model)])
+    families = classic(render(Snapshot(**given)).decode())
+    shown = [s for family in families for s in family.samples if s.name == "canaryd_device_present"]
+    assert [s.labels["device"] for s in shown] == [whole(one.device.uuid)]
+    assert [s.labels["model"] for s in shown] in ([whole(one.device.model)], [printable(one.device.model)])
     result = Result(
         devices=(one.device,), runs={one.device.uuid: (run,)}, verdicts={one.device.uuid: one.verdict},
         **{name: _empty(name) for name in Result.__dataclass_fields__ if name not in ("devices", "runs", "verdicts")},

@@ -1,7 +1,7 @@
-"""Requests to the daemon's own server: any bytes on a connection, and headers that choose a format.
+"""Requests to the daemon's own server: any bytes on a connection, and headers that choose an encoding.
 
 What comes back is one of the answers that the server has, never an internal error; nobody is kept waiting beyond a
-limit, and the next client is served as if nothing had been. An Accept header of any kind chooses a format that exists.
+limit, and the next client is served as if nothing had been. An Accept-Encoding header of any kind gets the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 
 from canaryd.metrics import exposition
 from canaryd.metrics.exposition import Exposition, Family, Page
-from canaryd.metrics.families import answer
 from canaryd.web.server import PLAIN_TEXT, Answer, Limits, Server
 from tests.fuzz.material import Choices, modes, seed, stretched
 
@@ -23,7 +22,7 @@ LIMITS = Limits(connections=8, head=0.5, write=2.0, patience=0.05)
 STATUSES = (200, 400, 404, 405, 431, 505)
 PAGE = Page({"canaryd_x": Family("gauge", ("name",), "Help.")})
 PAGE.add("canaryd_x", 1, "a")
-EXPOSED = Exposition(PAGE)
+EXPOSED = Exposition(PAGE.text())
 HANGS = 20.0
 
 _servers: list[Server] = []
@@ -32,7 +31,7 @@ _servers: list[Server] = []
 def _server() -> Server:
     if not _servers:
         routes = {
-            "/metrics": lambda headers: answer(EXPOSED, headers),
+            "/metrics": EXPOSED.answer,
             "/": lambda _: Answer(200, PLAIN_TEXT, b"page\n"),
         }
         server = Server("127.0.0.1", 0, routes, LIMITS)
@@ -111,13 +110,11 @@ def _built(data: bytes) -> None:
 
 def _accept(data: bytes) -> None:
     text = stretched(data).decode("latin-1")
-    wanted, packed = exposition.wants_openmetrics(text), exposition.takes_gzip(text)
-    assert isinstance(wanted, bool)
+    packed = exposition.takes_gzip(text)
     assert isinstance(packed, bool)
-    said = answer(EXPOSED, {"accept": text, "accept-encoding": text})
+    said = EXPOSED.answer({"accept-encoding": text})
     assert said.status == 200
-    body = gzip.decompress(said.body) if packed else said.body
-    assert body.endswith(b"# EOF\n") == wanted
+    assert (gzip.decompress(said.body) if packed else said.body) == EXPOSED.text
 
 
 target = modes(_bytes, _built, _accept)
