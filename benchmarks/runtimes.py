@@ -2,7 +2,7 @@
 
 Each column is a process with a worker's environment: a runtime with one instruction set. For torch a cell names the
 library that computed, as MKL and oneDNN log it ("own": neither of them). numpy and the two columns of Chromium compute
-a golden pack (docs/pack.md), which has some of the products only; canaryd judges their result files. A cell counts the
+a golden pack (docs/lab.md), which has some of the products only; canaryd judges their result files. A cell counts the
 fixed cases whose result equals the golden that the host makes from integers and whose digest ships with canaryd.
 "none": no kernel. The last row is a control: a result with one bit flipped must be found wrong.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import shlex
 import shutil
@@ -11,7 +12,9 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from canaryd.cli.main import parser
@@ -33,6 +36,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmark
 PROBES = sorted([*(ROOT / "probes").glob("*.py"), *(DOCS / "examples").glob("*.py")])
 MISBEHAVING = {path.stem for path in (ROOT / "tests" / "probes").glob("*.py")}
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
+FAILURES = (DOCS / "failures.md").read_text()
 EXAMPLE = DOCS / "examples" / "memory_pattern.py"
 DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
 
@@ -116,6 +120,39 @@ def test_no_document_speaks_of_a_private_machine(path):
     assert found is None, f"{name(path)}: {found}"
 
 
+# --- Schemas ---------------------------------------------------------------------------------------------------------
+
+SCHEMAS = {n: json.loads((DOCS / f"{n}.schema.json").read_text()) for n in ("check", "gate", "history", "status")}
+
+
+def fields(part: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (path, schema) of every field that a JSON Schema names, at any depth."""
+    for name, field in part.get("properties", {}).items() if isinstance(part, dict) else ():
+        yield f"{path}/{name}", field
+    for key, inner in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+        yield from fields(inner, f"{path}/{key}")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_is_closed_and_explains_every_field(name):
+    """It is valid itself, each object has the fields that it names and no other, and each field says what it means."""
+    schema = SCHEMAS[name]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for part in [schema, *(part for part in schema["$defs"].values() if "properties" in part)]:
+        assert part["additionalProperties"] is False
+        assert sorted(part["required"]) == sorted(part["properties"])
+    assert [path for path, field in fields(schema) if not field.get("description", "").endswith(".")] == []
+
+
+@pytest.mark.parametrize("part", ["characterised", "event", "finding", "incident", "rival"])
+def test_what_schemas_share_they_explain_alike(part):
+    """An object of several commands has one meaning."""
+    shared = [dict(fields(schema["$defs"][part])) for schema in SCHEMAS.values() if part in schema["$defs"]]
+    texts = [{path: field["description"] for path, field in one.items()} for one in shared]
+    assert len(texts) > 1
+    assert all(one == texts[0] for one in texts)
+
+
 # --- Commands and settings -------------------------------------------------------------------------------------------
 
 
@@ -150,10 +187,9 @@ def test_every_command_that_a_document_shows_exists(path):
 
 
 def test_the_default_address_is_the_one_that_is_written_down():
-    """README and decision name the address that the configuration has."""
+    """The README names the address that the configuration has."""
     host, port = settings.Config().listen
     assert f"{host}:{port}" in (ROOT / "README.md").read_text()
-    assert f". The default port is {port}\n" in (DOCS / "decisions.md").read_text()
 
 
 def settings_of(schema: Mapping, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -217,10 +253,10 @@ def test_every_message_and_field_of_the_protocol_is_described():
 
 def test_the_table_of_outcomes_is_complete():
     """Every outcome has its line, and every probe that misbehaves its place."""
-    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", ARCHITECTURE.partition("## Outcomes")[2], re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", FAILURES.partition("## Outcomes")[2], re.MULTILINE))
     assert set(rows) == {outcome.value for outcome in Outcome}
     assert all(set(spans(cell)) and set(spans(cell)) <= MISBEHAVING for cell in rows.values())
-    assert set(spans(ARCHITECTURE)) >= MISBEHAVING
+    assert set(spans(FAILURES)) >= MISBEHAVING
 
 
 def test_every_variable_of_a_workers_environment_is_described():
@@ -234,15 +270,6 @@ def test_every_variable_of_a_workers_environment_is_described():
         {*sets, *environment.STRICT, *environment.SCRUBBED, *environment.BELOW_NORMAL, limits.NICE, limits.IDLE}
         | {visible.ONLY, visible.CUDA, visible.HIP, visible.ROCR, visible.LEVEL_ZERO, visible.SYCL, visible.ASCEND}
     )
-
-
-def test_decisions_are_numbered_dated_and_complete():
-    """One section each: what was decided and when, and the consequences."""
-    _, *sections = re.split(r"^## ", (DOCS / "decisions.md").read_text(), flags=re.MULTILINE)
-    for number, text in enumerate(sections, 1):
-        assert text.startswith(f"{number}. ")
-        assert re.search(r"^\*\*Decision\*\* \(20\d\d-\d\d-\d\d(; superseded[^)]*)?\)\. ", text, re.MULTILINE), number
-        assert "**Consequences.**" in text, number
 
 
 # --- Probes ----------------------------------------------------------------------------------------------------------

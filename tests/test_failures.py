@@ -1,6 +1,6 @@
 """What breaks around a running daemon: disks, rights, memory, processes, descriptors, signals, clocks, clients.
 
-Real daemons and real failures; docs/failures.md lists them all, with those that are tested elsewhere. Each test asks
+Real daemons and real failures; docs/failures.md says what fails and what canaryd does. Each test asks
 the same: does the daemon go on, does it say so, does it come back by itself, is each run stored and counted once?
 """
 

@@ -193,7 +193,7 @@ def test_the_gate_is_as_hardened_as_the_daemon():
 def test_what_a_gate_is_asked_for_is_what_check_understands():
     """The unit's own options at every level, and those of the guide's file: a mistake would keep a server down."""
     (own,) = re.findall(r'^Environment="CHECK=(.*)"$', CHECK.read_text(), re.MULTILINE)
-    (guide,) = re.findall(r"^CHECK=(.*)$", (ROOT / "docs/systemd.md").read_text(), re.MULTILINE)
+    (guide,) = re.findall(r"^CHECK=(.*)$", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
     for options in (*(own.replace("%i", level) for level in LEVELS), guide):
         assert canaryd("check", *options.split(), "--help").code == 0, options
     assert canaryd("check", *own.replace("%i", "vllm").split(), "--help").code == 64

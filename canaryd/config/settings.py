@@ -93,7 +93,7 @@ class WorkerConfig:
         sample='["docker", "exec", "-i", "vllm", "python3"]',
     )
     runtimes: RuntimesConfig = section(
-        RuntimesConfig, "Runtimes to test devices through in addition to torch. docs/runtimes.md"
+        RuntimesConfig, "Runtimes to test devices through in addition to torch. docs/vendors.md#runtimes"
     )
     env: Mapping[str, str] = setting(
         Variables(VARIABLE),

@@ -34,7 +34,7 @@ class Watchdog:
     def pulse(self, address: tuple[str, int] | None) -> None:
         """Set `pulsed` to now if the store was read lately and the HTTP server answers at `address`, unless it is None.
 
-        The scheduler calls this function, so the watchdog notices a hung scheduler too. docs/systemd.md lists the parts
+        The scheduler calls this function, so the watchdog notices a hung scheduler too. docs/install.md lists the parts
         that can hang unnoticed, and why.
         """
         since = time.monotonic() - self.looked

@@ -24,7 +24,7 @@ FEW = 6
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Return the object that `check --json` prints (docs/json.md, docs/check.schema.json)."""
+    """Return the object that `check --json` prints (docs/check.schema.json)."""
     return {
         "schema": SCHEMA,
         "state": result.state.value,

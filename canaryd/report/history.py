@@ -181,7 +181,7 @@ def of_stacks(seen: Iterable[Stack]) -> Iterator[Item]:
 
 
 def as_json(history: History) -> dict[str, Any]:
-    """Return the object that `canaryd history --json` prints (docs/json.md, docs/history.schema.json)."""
+    """Return the object that `canaryd history --json` prints (docs/history.schema.json)."""
     return {
         "schema": SCHEMA,
         "now": history.now,

@@ -293,7 +293,7 @@ def _or(what: Sequence[Suspect]) -> str:
 
 
 def device_json(device: Device, verdict: Verdict) -> dict[str, Any]:
-    """Return a device with its verdict as every `--json` prints it (docs/json.md)."""
+    """Return a device with its verdict as every `--json` prints it."""
     return {
         "device": device.uuid,
         "backend": device.backend,
@@ -307,7 +307,7 @@ def device_json(device: Device, verdict: Verdict) -> dict[str, Any]:
 
 
 def incidents_json(verdict: Verdict, device: Device) -> list[dict[str, Any]]:
-    """Return the incidents of a device as every `--json` prints them, the worst first (docs/json.md)."""
+    """Return the incidents of a device as every `--json` prints them, the worst first."""
     return [_json(i, step(i, device), next_step(i, device)) for i in incidents(verdict)]
 
 

@@ -156,7 +156,7 @@ def test_a_fault_of_a_lone_device_is_named(place):
     found = done.document
     assert (found["schema"], found["verdict"], found["seed"]) == ("canaryd.exact_capture/1", "wrong", 4)
     (fault,) = [ran["fault"] for ran in found["ran"] if ran["fault"]]
-    table = (ROOT / "docs/compare.md").read_text()
+    table = (ROOT / "docs/lab.md").read_text()
     assert [name for part in (found, *found["ran"], fault) for name in part if f"`{name}" not in table] == []
     assert (fault["place"]["layer"], fault["place"]["operator"], fault["bits"]) == ("2", "down", [23])
     assert compare.answer({"a": str(path), "b": str(path)}, lambda *_: None)["verdict"]["kind"] == "equal"

@@ -20,7 +20,7 @@ from tests.command import ROOT, eventually
 from tests.prometheus import prometheus
 
 RULES = ROOT / "deploy/prometheus/canaryd-fleet.rules.yml"
-PAGE = ROOT / "docs/fleet.md"
+PAGE = ROOT / "docs/alerting.md"
 BIG = 2**53 - 1
 
 
@@ -152,7 +152,7 @@ def test_the_alerts_fire_for_these_and_for_no_others(trouble):
 
 
 def questions():
-    """Return the queries of docs/fleet.md by the question above each."""
+    """Return the queries of docs/alerting.md by the question above each."""
     (block,) = re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return {query.partition("\n")[0].lstrip("# "): query for query in block.strip().split("\n\n")}
 
@@ -193,7 +193,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("begin", ANSWERS)
 def test_the_page_has_a_query_for_each_question(trouble, begin):
-    """As docs/fleet.md has it to be copied, asked of a real Prometheus: it names these, and nobody else."""
+    """As docs/alerting.md has it to be copied, asked of a real Prometheus: it names these, and nobody else."""
     labels, wanted = ANSWERS[begin]
     (query,) = (query for question, query in questions().items() if question.startswith(begin))
 

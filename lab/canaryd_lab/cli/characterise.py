@@ -76,7 +76,7 @@ def add_parsers(commands: Commands) -> None:
     command.add_argument(
         "--accept",
         action="store_true",
-        help="trust the kinds of tests that were always right: they may accuse a device now (docs/characterise.md)",
+        help="trust the kinds of tests that were always right: they may accuse a device now (docs/lab.md)",
     )
     add_json(command)
 

@@ -1,4 +1,4 @@
-"""Show the result of `canaryd_lab.worker.canary.compare` (docs/compare.md) on a terminal and on a page with a plot."""
+"""Show the result of `canaryd_lab.worker.canary.compare` (docs/lab.md) on a terminal and on a page with a plot."""
 
 from __future__ import annotations
 

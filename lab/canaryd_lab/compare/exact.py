@@ -1,4 +1,4 @@
-"""Show the result of `canaryd capture --exact` (docs/compare.md) in at most six lines: verdict, place, next step."""
+"""Show the result of `canaryd capture --exact` (docs/lab.md) in at most six lines: verdict, place, next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test whether the benchmark scores in two result files differ by more than chance (docs/compare.md has the methods).
+"""Test whether the benchmark scores in two result files differ by more than chance (docs/lab.md has the methods).
 
 `compare` tests each task, question by question if both files have the answers, and gives the smallest difference
 that it could have found.

@@ -1,4 +1,4 @@
-"""Write the results of a device, operator by operator, into one safetensors file (docs/compare.md)."""
+"""Write the results of a device, operator by operator, into one safetensors file (docs/lab.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Find the first difference of two captures, and decide whether it is rounding or a fault: `canaryd compare A B`.
 
-One of two rules is used, the first if it applies (docs/compare.md derives them and gives measurements):
+One of two rules is used, the first if it applies (docs/lab.md):
 
 same stack   Every bit must be equal. The fault is in the first operator that differs.
 difference   Rounding makes differences of one size all over a tensor, which grow slowly from operator to operator. An

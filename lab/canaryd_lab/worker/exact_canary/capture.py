@@ -1,4 +1,4 @@
-"""Run the exact canary on one device and compare every operator's result with the proved one (docs/compare.md)."""
+"""Run the exact canary on one device and compare every operator's result with the proved one (docs/lab.md)."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _upload(known: Truth, form: str, device: Device) -> dict[str, Any]:
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Run the exact canary as requested; return the results as JSON data (docs/compare.md).
+    """Run the exact canary as requested; return the results as JSON data (docs/lab.md).
 
     Arguments: device (a `Device` as JSON), dtype ("" for all), seed (of model and prompt), out ("" or the path for the
     first wrong inference), drill ("" or the place to change). Raises `ValueError` for a wrong argument, `Skip` if

@@ -1,1 +1,1 @@
-"""The golden pack: products with right results, as files that any runtime can run without canaryd (docs/pack.md)."""
+"""The golden pack: products with right results, as files that any runtime can run without canaryd (docs/lab.md)."""

@@ -1,4 +1,4 @@
-"""Write fixed products of `exact_matmul` as a golden pack (docs/pack.md); results must have the shipped digests."""
+"""Write fixed products of `exact_matmul` as a golden pack (docs/lab.md); results must have the shipped digests."""
 
 from __future__ import annotations
 
