@@ -113,7 +113,6 @@ def scrape(port: int, headers: dict[str, str], count: int, seed: int, into: list
     """Scrape `count` times at random moments; append (seconds, bytes) of each scrape to `into`."""
     moments = random.Random(seed)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.connect()
     for _ in range(count):
         time.sleep(moments.expovariate(1.0 / PERIOD))
         started = time.perf_counter()
