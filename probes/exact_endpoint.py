@@ -15,8 +15,7 @@ from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Skip
 from canaryd.worker.endpoint.canary import Endpoint, wanted
 from canaryd.worker.endpoint.examiner import Examiner
 from canaryd.worker.endpoint.settings import Settings
-from canaryd.worker.endpoint.starting import started
-from canaryd.worker.exact_canary.expected import Expected, Question, load
+from canaryd.worker.exact_canary.expected import Question, load
 
 SPEC = ProbeSpec(
     name="exact_endpoint",
@@ -28,8 +27,6 @@ SPEC = ProbeSpec(
     timeout=120.0,
     order=30,
 )
-START = 240.0
-"""Seconds until a server that was started for a deep run must answer: the largest engines need minutes (ours)."""
 LOADS = (2, 4, 8)
 """Numbers of different questions that are sent at the same time."""
 QUICK = 2
@@ -42,14 +39,6 @@ def run(ctx: Context) -> Iterator[Fact]:
     if settings.exact is None:
         raise Skip("exact: not set: this endpoint serves no exact canary")
     expected = load(settings.exact)
-    if settings.command and ctx.level == "deep":
-        with started(settings, START, ctx.progress) as there:
-            yield from _examined(ctx, there, expected)
-    else:
-        yield from _examined(ctx, settings, expected)
-
-
-def _examined(ctx: Context, settings: Settings, expected: Expected) -> Iterator[Fact]:
     ctx.progress(0.0, "asking which server it is")
     endpoint = Endpoint(settings, memory=ctx.memory)
     examiner = Examiner(ctx, endpoint, expected)

@@ -154,6 +154,9 @@ class ProbesConfig:
 class EndpointConfig:
     """Settings of one model server."""
 
+    command: ClassVar[None] = None  # canaryd.engine.endpoints still hands both to the probes, which read neither
+    memory: ClassVar[None] = None
+
     url: str = setting(
         URL, "null", "Address of its OpenAI-compatible API; required.", sample='"http://127.0.0.1:8000/v1"', factory=str
     )
@@ -183,19 +186,6 @@ class EndpointConfig:
         "The directory of the exact canary that it serves, as canaryd canary export wrote it: every answer is compared"
         " with the one right answer, and nothing is learnt. Default: it serves another model.",
         sample='"/srv/exact"',
-    )
-    command: str | None = setting(
-        FILLED,
-        "null",
-        "What starts the server on the exact canary: level deep tests a server that it starts itself, on {port} of this"
-        " host, and stops it. For nodes that serve nobody meanwhile. Default: every level tests the server at url.",
-        sample='"vllm serve {model} --port {port}"',
-    )
-    memory: int | None = setting(
-        MEMORY,
-        "null",
-        "Memory of the host that the started server may use; it is stopped beyond that. Default: 80% of all.",
-        sample='"64GiB"',
     )
     apis: tuple[str, ...] = setting(
         ListOf(API), '["completions", "chat"]', "Which of its APIs to test; an API that it lacks is skipped."

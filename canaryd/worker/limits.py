@@ -63,7 +63,7 @@ def step_back() -> None:
 
 
 def bound_memory() -> None:
-    """Limit this process's memory so that no answer of a server can fill the machine; a started server is not limited.
+    """Limit this process's memory so that no answer of a server can fill the machine.
 
     The limit is RLIMIT_DATA: RLIMIT_AS would count address space that threads only reserve (getrlimit(2)).
     """

@@ -32,7 +32,6 @@ BAD = sorted((Path(__file__).parents[1] / "data" / "bad-config").glob("*.yaml"))
 
 SCHEMA_CANNOT_TELL = {
     "exact-beside-directory",
-    "endpoint-command",
     # two settings against each other
     "python-and-command",
     "keep-failures-shorter",

@@ -25,10 +25,6 @@ class Settings:
     prompts: Path | None = None
     exact: Path | None = None
     """Directory of a served exact canary, written by `canaryd canary export`."""
-    command: str = ""
-    """The command that starts the server at level deep; "" if the server runs on its own."""
-    memory: int = 0
-    """Maximum number of bytes that a server started by canaryd may use; 0 means a share of the host's memory."""
     repeats: str = ""
     """What the operator promises of the answers, a value of the reading `ENDPOINT_REPEATS`; "" if nothing."""
     key: str = field(default="", repr=False)
@@ -48,9 +44,7 @@ class Settings:
             model=given.get("model") or "",
             dialect=given.get("dialect") or "",
             apis=tuple(given.get("apis") or APIS),
-            command=given.get("command") or "",
             repeats=given.get("repeats") or "",
-            memory=given.get("memory") or 0,
             key=_key(Path(given["key_file"])) if given.get("key_file") else "",
             ca_file=given.get("ca_file") or "",
             timeout=given.get("timeout") or 60.0,
