@@ -1,8 +1,8 @@
 """AMD accelerators: the amdgpu driver's files in sysfs, and amdsmi where ROCm has installed it.
 
 sysfs: the kernel's Documentation/gpu/amdgpu (driver-misc, thermal, ras). amdsmi: the Python reference of AMD SMI 7.0.
-Devices are always found through sysfs; a reading of amdsmi replaces the one with the same name and labels. Not used:
-`amdsmi_get_pcie_info`, which measures for up to a second, and stored error records (CPER), which outlast the errors.
+sysfs gives everything but the reasons for throttling and the energy, which amdsmi adds. Stored error records (CPER) are
+not read, because they outlast the errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -61,9 +61,9 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
     root, library = _settings(settings)
     found = []
     for index, card in enumerate(_accelerators(root)):
-        # sysfs takes precedence, so that the texts do not change when the library comes or goes.
-        detail = _amdsmi().detail(card.bus_id) if library else {}
-        detail |= {"bus_id": card.bus_id, "driver": driver_version(root, card.driver)}
+        detail = {"bus_id": card.bus_id, "driver": driver_version(root, card.driver)}
+        if library and (about := _amdsmi().about):
+            detail["library"] = about
         files = {"serial": "serial_number", "vbios": "vbios_version", "board_part_number": "product_number"}
         detail |= texts(card.device, files | {"unique_id": "unique_id", "product": "product_name"})
         detail |= texts(card.device / "fw_version", {f"firmware_{name}": f"{name}_fw_version" for name in FIRMWARE})
@@ -89,12 +89,11 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
     card = next((card for card in _accelerators(root) if card.bus_id == bus_id), None)
     if device.backend != "rocm" or card is None:
         raise Unavailable(f"{device.name}: no AMD accelerator with a driver at PCI address {bus_id or 'unknown'}")
+    yield from _from_sysfs(root, card)
     given = list(_amdsmi().readings(bus_id)) if library else []
     yield from given
-    keys, names = {reading.key for reading in given}, {reading.name for reading in given}
-    for fact in _from_sysfs(root, card):
-        if (fact.key not in keys) if isinstance(fact, Reading) else (fact.name not in keys | names):
-            yield fact
+    for name in {"throttle_active", "energy_joules_total"} - {reading.name for reading in given}:
+        yield Absent(name=name, reason="only amdsmi gives it; it is not installed or does not answer")
 
 
 def close() -> None:
@@ -145,8 +144,6 @@ def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
     yield attempt("pcie_replays_total", partial(read_count, card.device / "pcie_replay_count"))
     yield from pcie(root, card.bus_id)
     yield from aer(root, card.bus_id)
-    for name in ("throttle_active", "energy_joules_total"):
-        yield Absent(name=name, reason="only amdsmi gives it; it is not installed or does not answer")
 
 
 def _errors(card: Card) -> Iterator[Reading | Absent]:
@@ -185,13 +182,9 @@ def _pages(card: Card) -> Iterator[Reading | Absent]:
     if not all(pages):
         yield Absent(name="memory_bad_pages", reason=f"{path} has lines that are not bad pages")
         return
-    yield from _counted(PAGES[page.group(1)] for page in pages if page)
-
-
-def _counted(pages: Iterable[str]) -> Iterator[Reading]:
-    numbers = Counter(pages)
-    for status in PAGES.values():
-        yield Reading(name="memory_bad_pages", value=numbers[status], unit="1", labels={"status": status})
+    numbers = Counter(page.group(1) for page in pages if page)
+    for letter, status in PAGES.items():
+        yield Reading(name="memory_bad_pages", value=numbers[letter], unit="1", labels={"status": status})
 
 
 def _cap(card: Card, name: str) -> float:
@@ -215,9 +208,9 @@ class _Library:
 
     def __init__(self) -> None:
         self.api: ModuleType | None = None
-        self.why = ""
-        """Why an installed library cannot be used; "" where none is installed."""
-        self.handles: dict[str, Any] = {}
+        self.about = ""
+        """Its version, or why it cannot be used although it is installed; "" where none is installed."""
+        self._handles: dict[str, Any] = {}
         place = _installed()
         if place is None:
             return
@@ -227,91 +220,33 @@ class _Library:
                 self.api = _import(place)
                 self.api.amdsmi_init()
                 for handle in self.api.amdsmi_get_processor_handles():
-                    self.handles[str(self.api.amdsmi_get_gpu_device_bdf(handle)).lower()] = handle
+                    self._handles[str(self.api.amdsmi_get_gpu_device_bdf(handle)).lower()] = handle
+            self.about = f"amdsmi {getattr(self.api, '__version__', 'of no version')}"
         except Exception as error:  # noqa: BLE001 - KeyError, AttributeError, OSError and its own have all been seen
             text = " ".join((noise.getvalue() or str(error)).split())
-            self.api, self.why = None, f"amdsmi cannot be used: {type(error).__name__}: {text[:200]}"
-
-    def detail(self, bus_id: str) -> dict[str, str]:
-        """Return identity and versions of a device, as the library gives them, and the library's own version."""
-        if self.api is None:
-            return {"library": self.why} if self.why else {}
-        found = {"library": f"amdsmi {getattr(self.api, '__version__', 'of no version')}"}
-        board = self._ask("amdsmi_get_gpu_board_info", bus_id=bus_id)
-        wanted = {
-            "serial": _at(board, "product_serial"),
-            "board_part_number": _at(board, "model_number"),
-            "product": _at(board, "product_name"),
-            "unique_id": _at(self._ask("amdsmi_get_gpu_asic_info", bus_id=bus_id), "asic_serial"),
-        }
-        return found | {k: v.strip() for k, v in wanted.items() if isinstance(v, str) and v.strip() not in ("", "N/A")}
+            self.api, self.about = None, f"amdsmi cannot be used: {type(error).__name__}: {text[:200]}"
 
     def readings(self, bus_id: str) -> Iterator[Reading]:
-        """Yield the readings of the library; other readings come from sysfs."""
-        if self.api is None or bus_id not in self.handles:
-            return
-        ask = partial(self._ask, bus_id=bus_id)
-        for block in getattr(self.api, "AmdSmiGpuBlock", ()):
-            member = ("AmdSmiGpuBlock", block.name)
-            if getattr(ask("amdsmi_get_gpu_ecc_status", member), "name", "") == "ENABLED":  # others answer 0
-                counts = ask("amdsmi_get_gpu_ecc_count", member)
-                for kind in ("correctable", "uncorrectable", "deferred"):
-                    labels = {"kind": kind.replace("able", "ed"), "location": block.name.lower()}
-                    yield from _given("ecc_errors_total", "1", counts, f"{kind}_count", 0, 1 << 63, **labels)
-        pages = ask("amdsmi_get_gpu_bad_page_info")
-        if isinstance(pages, list) and all(_at(page, "status") in (0, 1, 2) for page in pages):
-            yield from _counted([*PAGES.values()][int(_at(page, "status"))] for page in pages)
-        yield from self._heat(bus_id)
-        power = ask("amdsmi_get_power_info")
-        each = ("current_socket_power", "average_socket_power")  # one of them, depending on the generation
-        yield from [r for key in each for r in _given("power_watts", "watts", power, key, 1, 10_000)][:1]
-        caps = ask("amdsmi_get_power_cap_info")
-        for limit, prefix in (("enforced", ""), ("default", "default_"), ("min", "min_"), ("max", "max_")):
-            key = f"{prefix}power_cap"
-            yield from _given("power_limit_watts", "watts", caps, key, 10**6, 4 * 10**9, 1, 10**6, limit=limit)
-        energy = ask("amdsmi_get_energy_count")
-        if (step := _number(energy, "counter_resolution", 1e-6, 1e6)) is not None:  # microjoules
-            key = "energy_accumulator"
-            yield from _given("energy_joules_total", "joules", energy, key, 1, 1 << 63, step, 10**6)
-        for domain, name in (("graphics", "GFX"), ("memory", "MEM")):
-            clock = ask("amdsmi_get_clock_info", ("AmdSmiClkType", name))
-            for reading, key in (("clock_hertz", "clk"), ("clock_max_hertz", "max_clk")):
-                yield from _given(reading, "hertz", clock, key, 1, 10_000, 10**6, domain=domain)
-        use = ask("amdsmi_get_gpu_activity")
-        for engine, key in (("gpu", "gfx_activity"), ("memory", "umc_activity")):
-            yield from _given("utilization_ratio", "1", use, key, 0, 100, 1, 100, engine=engine)
-        memory = ask("amdsmi_get_gpu_vram_usage")
-        if total := _number(memory, "vram_total", 1, 1 << 30):  # MiB
-            for part in ("total", "used"):
-                yield from _given(f"memory_{part}_bytes", "bytes", memory, f"vram_{part}", 0, total, 1 << 20)
-
-    def _heat(self, bus_id: str) -> Iterator[Reading]:
-        for sensor, kind in (("edge", "EDGE"), ("junction", "HOTSPOT"), ("mem", "VRAM")):
-            for metric, name, label, text in (
-                ("CURRENT", "temperature_celsius", "sensor", sensor),
-                ("CRITICAL", "temperature_threshold_celsius", "threshold", f"{sensor}_crit"),
-            ):
-                members = (("AmdSmiTemperatureType", kind), ("AmdSmiTemperatureMetric", metric))
-                given = {"it": self._ask("amdsmi_get_temp_metric", *members, bus_id=bus_id)}
-                # The reference says millidegrees, AMD's own tool prints degrees: no chip between 0.15 and 150 degrees
-                # can be taken for the other.
-                yield from _given(name, "celsius", given, "it", 1001, 150_000, 1, 1000, **{label: text})
-                yield from _given(name, "celsius", given, "it", 1e-9, 150, **{label: text})
-        # Measured over a tenth of a second by the library itself.
-        violations = self._ask("amdsmi_get_violation_status", bus_id=bus_id)
+        """Yield the reasons for throttling, which the library measures over a tenth of a second, and the energy."""
+        violations = self._ask("amdsmi_get_violation_status", bus_id)
         for reason, key in THROTTLED.items():
-            active = _at(violations, f"active_{key}")
+            active = violations.get(f"active_{key}")
             if isinstance(active, bool) or active in (0, 1):
                 yield Reading(name="throttle_active", value=int(active), unit="1", labels={"reason": reason})
+        energy = self._ask("amdsmi_get_energy_count", bus_id)
+        count, step = energy.get("energy_accumulator"), energy.get("counter_resolution")  # of microjoules
+        # The library gives "N/A" or the type's greatest number where there is no value.
+        if type(count) is int and 0 < count < 1 << 63 and isinstance(step, float) and 1e-6 <= step <= 1e6:
+            yield Reading(name="energy_joules_total", value=count * step / 10**6, unit="joules")
 
-    def _ask(self, function: str, *arguments: tuple[str, str], bus_id: str) -> Any:
-        """Return a library function's answer, or None after any failure; `arguments`: pairs (enumeration, member)."""
+    def _ask(self, function: str, bus_id: str) -> Mapping[str, Any]:
+        """Return a library function's answer about a device, or {} after any failure."""
         try:
-            members = [getattr(getattr(self.api, enumeration), member) for enumeration, member in arguments]
             with contextlib.redirect_stdout(io.StringIO()):
-                return getattr(self.api, function)(self.handles[bus_id], *members)
-        except Exception:  # noqa: BLE001 - not supported, no permission, unknown to this version: sysfs answers instead
-            return None
+                answer = getattr(self.api, function)(self._handles[bus_id])
+        except Exception:  # noqa: BLE001 - not supported, no permission, unknown to this version
+            return {}
+        return answer if isinstance(answer, Mapping) else {}
 
 
 _loaded: dict[str, _Library] = {}
@@ -340,29 +275,3 @@ def _import(rocm: Path) -> ModuleType:
         return importlib.import_module("amdsmi")
     finally:
         sys.path.remove(shipped)
-
-
-def _at(answer: Any, key: str) -> Any:
-    return answer.get(key) if isinstance(answer, Mapping) else None
-
-
-def _number(answer: Any, key: str, least: float, most: float) -> float | None:
-    """Return a field within its bounds, or None: the library gives "N/A" or the type's greatest number for no value."""
-    value = _at(answer, key)
-    return value if type(value) in (int, float) and least <= value <= most else None
-
-
-def _given(
-    name: str,
-    unit: str,
-    answer: Any,
-    key: str,
-    least: float,
-    most: float,
-    times: float = 1,
-    by: int = 1,
-    /,
-    **labels: str,
-) -> Iterator[Reading]:
-    if (value := _number(answer, key, least, most)) is not None:
-        yield Reading(name=name, value=value * times / by if by > 1 else value * times, unit=unit, labels=labels)

@@ -4,7 +4,6 @@ STAND_IN chooses the way: works, import (as without libamd_smi.so), init, unsupp
 file that is told of the start and the end.
 """
 
-import enum
 import os
 from pathlib import Path
 
@@ -21,34 +20,6 @@ HANDLES = ("first", "second")
 
 class AmdSmiLibraryException(Exception):
     pass
-
-
-class AmdSmiGpuBlock(enum.IntEnum):
-    UMC = 1
-    SDMA = 2
-    GFX = 4
-
-
-class AmdSmiRasErrState(enum.IntEnum):
-    NONE = 0
-    DISABLED = 1
-    ENABLED = 6
-
-
-class AmdSmiTemperatureType(enum.IntEnum):
-    EDGE = 0
-    HOTSPOT = 1
-    VRAM = 2
-
-
-class AmdSmiTemperatureMetric(enum.IntEnum):
-    CURRENT = 0
-    CRITICAL = 5
-
-
-class AmdSmiClkType(enum.IntEnum):
-    GFX = 1
-    MEM = 4
 
 
 def _log(text):
@@ -91,44 +62,6 @@ def amdsmi_get_gpu_device_bdf(handle):
     return {"first": "0000:05:00.0", "second": "0000:26:00.0"}[handle]
 
 
-def amdsmi_get_gpu_board_info(handle):
-    return _answer(
-        {
-            "model_number": "102-G00000-0B",
-            "product_serial": "692300000001",
-            "fru_id": "N/A",
-            "product_name": "AMD Instinct MI300X OAM",
-            "manufacturer_name": "AMD",
-        }
-    )
-
-
-def amdsmi_get_gpu_asic_info(handle):
-    return _answer({"market_name": "AMD Instinct MI300X", "asic_serial": "0x00C0FFEE00C0FFEE"})
-
-
-def amdsmi_get_gpu_ecc_status(handle, block):
-    return _answer(AmdSmiRasErrState.DISABLED if block is AmdSmiGpuBlock.SDMA else AmdSmiRasErrState.ENABLED)
-
-
-def amdsmi_get_gpu_ecc_count(handle, block):
-    corrected = 65535 if block is AmdSmiGpuBlock.UMC else 0  # also the greatest number of 16 bits, and meant
-    return _answer({"correctable_count": corrected, "uncorrectable_count": 1, "deferred_count": 2})
-
-
-def amdsmi_get_gpu_bad_page_info(handle):
-    return _answer(
-        [{"value": place, "page_address": 4096 * place, "page_size": 4096, "status": place % 2} for place in range(3)]
-    )
-
-
-def amdsmi_get_temp_metric(handle, sensor, metric):
-    if sensor is AmdSmiTemperatureType.EDGE:
-        raise AmdSmiLibraryException(NOT_SUPPORTED)  # no such sensor on this part
-    degrees = 52 if metric is AmdSmiTemperatureMetric.CURRENT else 100
-    return _answer(degrees if sensor is AmdSmiTemperatureType.HOTSPOT else degrees * 1000)
-
-
 def amdsmi_get_violation_status(handle):
     return _answer(
         {
@@ -141,33 +74,5 @@ def amdsmi_get_violation_status(handle):
     )
 
 
-def amdsmi_get_power_info(handle):
-    return _answer({"current_socket_power": 140, "average_socket_power": "N/A", "power_limit": 750000000})
-
-
-def amdsmi_get_power_cap_info(handle):
-    return _answer(
-        {
-            "power_cap": 750000000,
-            "default_power_cap": 750000000,
-            "dpm_cap": 2100,
-            "min_power_cap": 0,
-            "max_power_cap": 750000000,
-        }
-    )
-
-
 def amdsmi_get_energy_count(handle):
     return _answer({"energy_accumulator": 1000000, "counter_resolution": 15.3, "timestamp": 1})
-
-
-def amdsmi_get_clock_info(handle, kind):
-    return _answer({"clk": 132 if kind is AmdSmiClkType.GFX else 900, "min_clk": 100, "max_clk": 2100})
-
-
-def amdsmi_get_gpu_activity(handle):
-    return _answer({"gfx_activity": 37, "umc_activity": 12, "mm_activity": "N/A"})
-
-
-def amdsmi_get_gpu_vram_usage(handle):
-    return _answer({"vram_total": 196592, "vram_used": 283})
