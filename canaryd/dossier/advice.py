@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from canaryd.dossier.document import Facts, FailingCase
+from canaryd.dossier.document import Facts, Json
 from canaryd.engine.check import NEVER_CHECKED, untested
 from canaryd.judge import incidents
 from canaryd.judge.phrases import PROVIDER, first_of
@@ -48,20 +48,20 @@ NOTHING_TO_DO = xids.BUCKETS["IGNORE"]
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 
 
-def commands(facts: Facts, failures: Sequence[FailingCase]) -> tuple[Mapping[str, str], ...]:
+def commands(facts: Facts, failures: Sequence[Json]) -> list[Json]:
     """Return entries {"command": a command, "what": the failing case or finding that it repeats}, the worst first."""
-    worst = [f for f in failures[:EXHIBITS] if f.repro]
+    worst = [f for f in failures[:EXHIBITS] if f["repro"]]
     by_command: dict[str, str] = {}
     for failure in worst:
-        by_command.setdefault(failure.repro, f"{failure.probe} {failure.case}")
+        by_command.setdefault(failure["repro"], f"{failure['probe']} {failure['case']}")
     for finding in facts.verdict.findings:
         here = "--repeat" in finding.repro  # it names a run on record, which only this host has
         if finding.repro and finding.state is not State.HEALTHY and not facts.drill and not (here and worst):
             by_command.setdefault(finding.repro, finding.rule)
-    return tuple({"command": command, "what": what} for command, what in by_command.items())[: EXHIBITS + 3]
+    return [{"command": command, "what": what} for command, what in by_command.items()][: EXHIBITS + 3]
 
 
-def next_step(facts: Facts, kind: str, failures: Sequence[FailingCase]) -> Iterator[str]:
+def next_step(facts: Facts, kind: str, failures: Sequence[Json]) -> Iterator[str]:
     """Yield sentences about what to do next, the most urgent first. `kind`: the kind of dossier, such as "rma".
 
     If the part is not known to be at fault, the steps are the same as in all other reports.

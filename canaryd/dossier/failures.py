@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from canaryd.dossier.document import Facts, FailingCase, Rate, Share, Spot, Totals, Tried
+from canaryd.dossier.document import Facts, Json
 from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
 from canaryd.judge.characterised import Claims, Proof
@@ -32,10 +32,10 @@ MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 64, "int32": 32}
 
 
-def rate(wrong: int, total: int) -> Rate:
+def rate(wrong: int, total: int) -> Json:
     """Return `wrong` and `total` with the 95 % interval of the rate; the interval's ends are None if `total` is 0."""
     low, high = interval(wrong, total)
-    return Rate(wrong=wrong, total=total, low=low if total else None, high=high if total else None)
+    return {"wrong": wrong, "total": total, "low": low if total else None, "high": high if total else None}
 
 
 def bit_name(form: str, bit: int) -> str:
@@ -61,15 +61,17 @@ def result_format(probe: str, case: str, digits: int) -> str:
     return form if form in WIDTH else f"{digits * 4} bits" if digits else "not known"
 
 
+KEY = ("probe", "version", "instruction_set", "case", "shape", "seed", "subject")
+"""Fields of a failing case that name its operands."""
 Key = tuple[str, int, str, str, str, int, str]
-"""Key of a failing case: probe, version, instruction set, case, shape, seed, subject. Equal keys: equal operands."""
+"""The values of `KEY`. Equal keys: equal operands."""
 
 
 def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
-def find_failures(facts: Facts, spots: Sequence[Spot], probes: Sequence[Totals]) -> tuple[tuple[FailingCase, ...], int]:
+def find_failures(facts: Facts, spots: Sequence[Json], probes: Sequence[Json]) -> tuple[list[Json], int]:
     """Return the failing cases, the worst first, at most `FAILURES`; and the number of failing cases left out.
 
     Cases in which the device's own results were wrong come before cases with a wrong golden or comparison.
@@ -90,16 +92,17 @@ def find_failures(facts: Facts, spots: Sequence[Spot], probes: Sequence[Totals])
     proofs, found = _proofs(facts), []
     for key in ordered[:FAILURES]:
         failure = _failure(key, failing[key], proofs)
-        cores = [p for p in failure.places if p.unit == "core" and len(p.numbers) == 1 and p.results.wrong]
-        worst = max(cores, key=lambda p: p.results.wrong, default=None)
-        at: Sequence[Tried] = [p for p in spots if worst and p.place == worst.place]
-        at = at or [t for t in probes if t.probe == key[0]]
-        core = worst.numbers[0] if worst else None
-        found.append(replace(failure, core=core, needed=enough_runs(failure, *at)))
-    return tuple(found), max(0, len(ordered) - FAILURES)
+        cores = [
+            p for p in failure["places"] if p["unit"] == "core" and len(p["numbers"]) == 1 and p["results"]["wrong"]
+        ]
+        worst = max(cores, key=lambda p: p["results"]["wrong"], default=None)
+        at = [p for p in spots if worst and p["place"] == worst["place"]] or [t for t in probes if t["probe"] == key[0]]
+        core = worst["numbers"][0] if worst else None
+        found.append(failure | {"core": core, "needed": enough_runs(failure, *at)})
+    return found, max(0, len(ordered) - FAILURES)
 
 
-def enough_runs(*tallies: Tried) -> int:
+def enough_runs(*tallies: Json) -> int:
     """Return the number of runs in which a fault with the recorded rates appears at least once with 95 % probability.
 
     `tallies`: counts of the failing case, and of everything that its core or its probe computed. The rate of the case
@@ -107,13 +110,13 @@ def enough_runs(*tallies: Tried) -> int:
     number of runs also covers enough fresh copies.
     """
     each = [
-        repeats * math.ceil(RULE_OF_THREE * share.total / share.wrong)
+        repeats * math.ceil(RULE_OF_THREE * tally[of]["total"] / tally[of]["wrong"])
         for tally in tallies
-        for share, repeats in ((tally.results, 1), (tally.uploads, COPIED))
-        if share.wrong
+        for of, repeats in (("results", 1), ("uploads", COPIED))
+        if tally[of]["wrong"]
     ]
-    digits: int = 10 ** max(0, len(str(max(each))) - 2)
-    return max(LEAST_RUNS, math.ceil(max(each) / digits) * digits)
+    digits = 10 ** max(0, len(str(max(each))) - 2)
+    return int(max(LEAST_RUNS, math.ceil(max(each) / digits) * digits))
 
 
 def _proofs(facts: Facts) -> dict[int, Proof]:
@@ -135,8 +138,8 @@ def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
     return found
 
 
-def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[int, Proof]) -> FailingCase:
-    probe, version, instruction_set, case, shape, seed, subject = key
+def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[int, Proof]) -> Json:
+    probe, _, _, case, _, _, subject = key
     wrong = [(r, c) for r, c in found if c.wrong]
     by = next((proofs[id(c)] for _, c in reversed(wrong) if id(c) in proofs), None)
     evidence = [c.evidence for _, c in wrong if c.evidence]
@@ -147,14 +150,8 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
     for e in evidence:
         bits.update({int(bit): n for bit, n in e.bits.items()})
     failed = {r.id for r, _ in wrong}
-    return FailingCase(
-        probe=probe,
-        version=version,
-        instruction_set=instruction_set,
-        case=case,
-        shape=shape,
-        seed=seed,
-        subject=subject,
+    return dict(
+        **dict(zip(KEY, key, strict=True)),
         exactness=wrong[0][1].exactness.value,
         characterised=by is not None or subject != Subject.DEVICE.value,
         characterised_by=by.by.value if by is not None else "",
@@ -162,7 +159,7 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
         last=max(r.started for r, _ in wrong),
         runs=rate(len(failed), len({r.id for r, _ in found})),
         **_counted([c for _, c in found]),
-        run_ids=tuple(sorted(failed)[-findings.RUNS_NAMED :]),
+        run_ids=sorted(failed)[-findings.RUNS_NAMED :],
         places=_placed([c for _, c in found]),
         pattern=best.pattern if best else "",
         reproduced=describe_repeats(_repeats(evidence)) if evidence else "",
@@ -171,11 +168,13 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
         nonfinite=sum(e.nonfinite for e in evidence),
         wrong_elements=sum(e.wrong for e in evidence),
         elements_of_result=best.total if best else 0,
-        elements=tuple({"run": r, "index": i, "expected": want, "observed": got} for r, i, want, got in elements),
+        elements=[{"run": r, "index": i, "expected": want, "observed": got} for r, i, want, got in elements],
         format=result_format(probe, case, digits),
         bits={str(bit): bits[bit] for bit in sorted(bits)},
         repro=max((r for r, _ in wrong), key=lambda r: (bool(r.cases), r.started)).repro,
-        needed=0,
+        exhibit="",
+        exhibit_absent="",
+        script="",
     )
 
 
@@ -213,32 +212,32 @@ def _counted(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     """
     every = list(comparisons)
     clean = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in every if c.evidence)
-    results = Share(wrong=sum(c.wrong_trials for c in every), total=sum(c.trials for c in every))
+    results = {"wrong": sum(c.wrong_trials for c in every), "total": sum(c.trials for c in every)}
     return {"uploads": rate(sum(c.wrong for c in every), sum(c.uploads for c in every) + clean), "results": results}
 
 
-def placed(facts: Facts) -> tuple[Spot, ...]:
+def placed(facts: Facts) -> list[Json]:
     """Return the device's results by place (core, SM, …): how many were computed there, and how many were wrong."""
     return _placed(c for r in facts.runs for c in r.comparisons if c.subject is Subject.DEVICE)
 
 
-def _placed(comparisons: Iterable[Comparison]) -> tuple[Spot, ...]:
+def _placed(comparisons: Iterable[Comparison]) -> list[Json]:
     at: dict[Place, list[Comparison]] = defaultdict(list)
     for c in comparisons:
         at[c.place].append(c)
-    return tuple(
-        Spot(place=str(p), unit=p.unit, numbers=tuple(p.numbers), **_counted(at[p]))
+    return [
+        {"place": str(p), "unit": p.unit, "numbers": p.numbers, **_counted(at[p])}
         for p in sorted(at, key=lambda p: (p.unit, p.numbers))
         if p.unit
-    )
+    ]
 
 
-def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]:
+def bit_totals(failures: Sequence[Json]) -> list[Json]:
     """Return, for each number format of results, how often each bit was flipped in all failing cases."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
     for failure in failures:
-        sums[failure.format].update({int(b): n for b, n in failure.bits.items()})
-    return tuple(
+        sums[failure["format"]].update({int(b): n for b, n in failure["bits"].items()})
+    return [
         {
             "format": form,
             "width": WIDTH.get(form, max(counts) + 1),
@@ -246,17 +245,17 @@ def bit_totals(failures: Sequence[FailingCase]) -> tuple[Mapping[str, Any], ...]
         }
         for form, counts in sorted(sums.items())
         if counts
-    )
+    ]
 
 
-def probe_totals(facts: Facts) -> tuple[Totals, ...]:
+def probe_totals(facts: Facts) -> list[Json]:
     """Return for each probe the counts of its results, and the upper bound of the fault rate if all were right."""
     bounds = fault_rate_bound(facts.runs, drill=facts.drill)
     by_probe: dict[str, list[Run]] = defaultdict(list)
     for run in facts.runs:
         by_probe[run.probe].append(run)
-    return tuple(
-        Totals(
+    return [
+        dict(
             probe=probe,
             runs=len(runs),
             not_completed=sum(r.outcome is not Outcome.COMPLETED for r in runs),
@@ -268,16 +267,14 @@ def probe_totals(facts: Facts) -> tuple[Totals, ...]:
             last=runs[-1].started,
         )
         for probe, runs in sorted(by_probe.items())
-    )
+    ]
 
 
-def peer_results(
-    facts: Facts, peers: Iterable[Device], failures: Sequence[FailingCase]
-) -> tuple[Mapping[str, Any], ...]:
+def peer_results(facts: Facts, peers: Iterable[Device], failures: Sequence[Json]) -> list[Json]:
     """Return for each peer (identical device) the counts of its results in the same probes and on the same operands."""
     verdicts = {} if facts.drill else facts.store.verdicts()
-    probes = {f.probe for f in failures} or {r.probe for r in facts.runs}
-    keys = {(f.probe, f.version, f.instruction_set, f.case, f.shape, f.seed, f.subject) for f in failures}
+    probes = {f["probe"] for f in failures} or {r.probe for r in facts.runs}
+    keys = {tuple(f[name] for name in KEY) for f in failures}
     own_stack = facts.runs[-1].stack_id if facts.runs else ""
     found = []
     for peer in sorted(peers, key=lambda d: d.name):
@@ -297,4 +294,4 @@ def peer_results(
                 "same_bytes_wrong": sum(c.wrong_trials for c in same),
             }
         )
-    return tuple(found)
+    return found

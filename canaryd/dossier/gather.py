@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from canaryd import __version__
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier.advice import commands, next_step, not_checked
-from canaryd.dossier.document import Document, DossierError, Facts, FailingCase, Identity, Totals
+from canaryd.dossier.document import SCHEMA, DossierError, Facts, Json
 from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
 from canaryd.dossier.timeline import timeline
-from canaryd.engine.engine import Engine
 from canaryd.facts import SELF_TEST
 from canaryd.formatting import format_utc
 from canaryd.judge import acks, selftest
@@ -36,16 +35,14 @@ SERVER = ("product", "product_serial", "board", "board_serial", "bios")
 FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
 
 
-def gather(
-    store: Store, config: Config, device: Device, *, now: float, drill: bool = False, engine: Engine | None = None
-) -> Document:
+def gather(store: Store, config: Config, device: Device, *, now: float, drill: bool = False) -> Json:
     """Return the document of one device from the store, without access to the device.
 
-    With an engine the device is judged again. Without one the document has the stored verdict, or "unknown" if newer
-    failures contradict it. Raises `DossierError` if `drill` asks for drills and none is stored.
+    The verdict is the stored one, or "unknown" if newer failures contradict it. Raises `DossierError` if `drill` asks
+    for drills and none is stored.
     """
     records = {r.device.uuid: r for r in store.devices()}
-    facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
+    facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill)
     peers = [r.device for r in records.values() if r.device.uuid != device.uuid and _alike(r.device, device)]
     places, probes = placed(facts), probe_totals(facts)
     failures, omitted = find_failures(facts, places, probes)
@@ -57,41 +54,37 @@ def gather(
     if not any(incident["wrong"] for incident in verdict["incidents"]):
         more = len(failures) - 1 + omitted
         summary += _worst_failure(failures[0], more, verdict["state"]) if failures else _no_failure(probes)
-    return Document(
-        generated=now,
-        kind=kind,
-        title=_title(kind, identity),
-        summary=summary,
-        why_not_rma=why_not,
-        drill=fault,
-        verdict=verdict,
-        identity=identity,
-        failures=failures,
-        failures_omitted=omitted,
-        bits=bit_totals(failures),
-        places=places,
-        probes=probes,
-        peers=peer_results(facts, peers, failures),
-        timeline=entries,
-        timeline_omitted=entries_omitted,
-        selftests=_selftests(facts.runs),
-        acks=tuple({"kind": a.kind, "at": a.at, "until": a.until, "reason": a.reason} for a in store.acks(device.uuid)),
-        reproduce=commands(facts, failures),
-        next_step=tuple(next_step(facts, kind, failures)),
-        not_checked=tuple(not_checked(facts)),
-        problems=(*store.problems, *([store.problem] if store.problem else [])),
-    )
+    return {
+        "schema": SCHEMA,
+        "canaryd": __version__,
+        "generated": now,
+        "timezone": "UTC",
+        "kind": kind,
+        "title": _title(kind, identity),
+        "summary": summary,
+        "why_not_rma": why_not,
+        "drill": fault,
+        "verdict": verdict,
+        "identity": identity,
+        "failures": failures,
+        "failures_omitted": omitted,
+        "bits": bit_totals(failures),
+        "places": places,
+        "probes": probes,
+        "peers": peer_results(facts, peers, failures),
+        "timeline": entries,
+        "timeline_omitted": entries_omitted,
+        "selftests": _selftests(facts.runs),
+        "acks": [{"kind": a.kind, "at": a.at, "until": a.until, "reason": a.reason} for a in store.acks(device.uuid)],
+        "reproduce": commands(facts, failures),
+        "next_step": list(next_step(facts, kind, failures)),
+        "not_checked": not_checked(facts),
+        "problems": [*store.problems, *([store.problem] if store.problem else [])],
+    }
 
 
 def _gather_facts(
-    store: Store,
-    config: Config,
-    device: Device,
-    record: DeviceRecord | None,
-    *,
-    now: float,
-    drill: bool,
-    engine: Engine | None,
+    store: Store, config: Config, device: Device, record: DeviceRecord | None, *, now: float, drill: bool
 ) -> Facts:
     before = 0.0 if drill else acks.cut(device, acks.heeded(store.acks(device.uuid), now))
     runs = sorted(
@@ -99,15 +92,12 @@ def _gather_facts(
     )
     if drill and not runs:
         raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
+    note = f"Results before its repair or replacement, recorded {format_utc(before)}, do not count and are left out."
     if drill:
         runs = [r for r in runs if r.started >= runs[-1].started - DRILL_EXPIRY]  # those that its verdict counts
-        verdict, note = _drilled(device, runs, config, now, Claims(store.met())), ""
+        verdict = _drilled(device, runs, config, now, Claims(store.met()))
     else:
-        verdict, note = _judged(store, config, engine, device, now)
-        older = (
-            f"Results before its repair or replacement, recorded {format_utc(before)}, do not count and are left out."
-        )
-        note = f"{note} {older}".strip() if before else note
+        verdict = _judged(store, config, device, now)
     return Facts(
         store=store,
         config=config,
@@ -117,7 +107,7 @@ def _gather_facts(
         polls=store.polls(device.uuid, completed=True, limit=POLLS),
         events=store.events(device=device.uuid),
         verdict=verdict,
-        note=note,
+        note=note if before else "",
         drill=drill,
     )
 
@@ -126,23 +116,13 @@ def _alike(other: Device, device: Device) -> bool:
     return (other.kind, bool(other.parent)) == (device.kind, bool(device.parent))
 
 
-def _judged(store: Store, config: Config, engine: Engine | None, device: Device, now: float) -> tuple[Verdict, str]:
-    """Return the verdict, and a note if the stored one differs (else ""). With an engine, judge the device again."""
-    stored = store.verdict(device.uuid)
-    if engine is not None and device.uuid in engine.devices:
-        engine.recall_telemetry(device.uuid)  # this process has polled nothing
-        current = engine.verdict(device.uuid)
-        if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
-            return current, ""
-        before = f"The stored verdict of {format_utc(stored.decided)} was {verdict_note(stored)}."
-        return current, f"Judged again for this dossier. {before}"
-    seen = status.gather(store, config, now, evidence={}).devices
-    # One that was replaced is not shown.
-    shown = next((d.verdict for d in seen if d.device.uuid == device.uuid), stored)
+def _judged(store: Store, config: Config, device: Device, now: float) -> Verdict:
+    """Return the verdict that `canaryd status` shows, the stored one of a replaced device, or unknown without any."""
+    shown = (d.verdict for d in status.gather(store, config, now, evidence={}).devices if d.device.uuid == device.uuid)
     unjudged = Verdict(
         device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
     )
-    return shown or unjudged, ""
+    return next(shown, None) or store.verdict(device.uuid) or unjudged
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
@@ -172,43 +152,44 @@ def _kind(facts: Facts) -> tuple[str, str]:
     return "rma", ""
 
 
-def _title(kind: str, identity: Identity) -> str:
-    number = f"serial {identity.serial}" if identity.serial else identity.uuid
+def _title(kind: str, identity: Json) -> str:
+    number = f"serial {identity['serial']}" if identity["serial"] else identity["uuid"]
+    name = identity["name"]
     return {
-        "rma": f"RMA dossier of {identity.model}, {number}",
-        "evidence": f"{identity.name}: evidence, not an RMA dossier",
-        "health": f"{identity.name}: health report",
-        "drill": f"DRILL of {identity.name}: the device is not at fault",
+        "rma": f"RMA dossier of {identity['model']}, {number}",
+        "evidence": f"{name}: evidence, not an RMA dossier",
+        "health": f"{name}: health report",
+        "drill": f"DRILL of {name}: the device is not at fault",
     }[kind]
 
 
-def _summary(identity: Identity, verdict: Mapping[str, Any], drill: str) -> str:
+def _summary(identity: Json, verdict: Json, drill: str) -> str:
     """Return the verdict in one sentence, then sentences about its incidents. `drill`: the injected fault, or ""."""
     incidents = verdict["incidents"]
     since = incidents[0]["since"] if incidents else verdict["since"]
-    serial = f", serial {identity.serial}" if identity.serial else ""
+    serial = f", serial {identity['serial']}" if identity["serial"] else ""
     state = state_note(verdict["state"].upper(), verdict["cause"])
-    text = f"{identity.name} ({identity.model}{serial}) is {state} since {format_utc(since)}."
+    text = f"{identity['name']} ({identity['model']}{serial}) is {state} since {format_utc(since)}."
     if drill:
         text = f"canaryd injected the fault “{drill}”. Judged by this drill alone, {text}"
     return " ".join([text, *(incident["text"] for incident in incidents)])
 
 
-def _worst_failure(worst: FailingCase, more: int, state: str) -> str:
+def _worst_failure(worst: Json, more: int, state: str) -> str:
     """Return sentences about the worst failing case and `more` others, for a verdict that does not mention them."""
-    uploads, results = worst.uploads, worst.results
-    places = ", ".join(p.place for p in worst.places if p.results.wrong and p.unit != "device")
+    uploads, results = worst["uploads"], worst["results"]
+    places = ", ".join(p["place"] for p in worst["places"] if p["results"]["wrong"] and p["unit"] != "device")
     text = " Earlier failures are resolved (see the timeline):" if state == State.HEALTHY.value else ""
-    text += f" {worst.probe} computed wrong results in {uploads.wrong:,} of {count(uploads.total, 'upload')}"
-    text += f" ({results.wrong:,} of {count(results.total, 'result')})"
+    text += f" {worst['probe']} computed wrong results in {uploads['wrong']:,} of {count(uploads['total'], 'upload')}"
+    text += f" ({results['wrong']:,} of {count(results['total'], 'result')})"
     text += f" on {places}" if places else ""
-    if worst.bits:
-        text += f"; flipped {'bit' if len(worst.bits) == 1 else 'bits'}: {ranges([*map(int, worst.bits)])}"
-    return f"{text}. Case: {worst.case}." + (f" {count(more, 'other case')} failed too." if more else "")
+    if bits := [*map(int, worst["bits"])]:
+        text += f"; flipped {'bit' if len(bits) == 1 else 'bits'}: {ranges(bits)}"
+    return f"{text}. Case: {worst['case']}." + (f" {count(more, 'other case')} failed too." if more else "")
 
 
-def _no_failure(probes: Sequence[Totals]) -> str:
-    compared, unknown = sum(p.results.total for p in probes), sum(p.unknown for p in probes)
+def _no_failure(probes: Sequence[Json]) -> str:
+    compared, unknown = sum(p["results"]["total"] for p in probes), sum(p["unknown"] for p in probes)
     text = f" {count(compared, 'result')} compared, 0 wrong." if compared else " No result was compared."
     return text + (f" {count(unknown, 'recording')} outside the baseline." if unknown else "")
 
@@ -224,7 +205,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(", ".join(map(str, s)) if len(s) < 3 else f"{s[0]} to {s[-1]}" for s in stretches)
 
 
-def _verdict(facts: Facts) -> dict[str, Any]:
+def _verdict(facts: Facts) -> Json:
     verdict = facts.verdict
     return {
         "state": verdict.state.value,
@@ -243,27 +224,27 @@ def _verdict(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _identity(facts: Facts, records: Iterable[DeviceRecord]) -> Identity:
+def _identity(facts: Facts, records: Iterable[DeviceRecord]) -> Json:
     device, record = facts.device, facts.record
     newest = next((r for r in reversed(facts.runs) if r.stack), None)
     host = next((h for r in reversed((*facts.polls, *facts.runs)) if (h := r.environment.get("hostname", ""))), "")
-    return Identity(
-        name=device.name,
-        uuid=device.uuid,
-        serial=device.detail.get("serial", ""),
-        weak=device.weak_identity,
-        backend=device.backend,
-        model=device.model,
-        host=host or platform.node(),
-        server=_server(facts, records),
-        first_seen=record.first_seen if record else None,
-        last_seen=record.last_seen if record else None,
-        present=bool(record and record.present),
-        parent=device.parent,
-        torch_name=torch_name(device),
-        detail=dict(device.detail),
-        stack=dict(newest.stack) if newest else {},
-    )
+    return {
+        "name": device.name,
+        "uuid": device.uuid,
+        "serial": device.detail.get("serial", ""),
+        "weak": device.weak_identity,
+        "backend": device.backend,
+        "model": device.model,
+        "host": host or platform.node(),
+        "server": _server(facts, records),
+        "first_seen": record.first_seen if record else None,
+        "last_seen": record.last_seen if record else None,
+        "present": bool(record and record.present),
+        "parent": device.parent,
+        "torch_name": torch_name(device),
+        "detail": dict(device.detail),
+        "stack": dict(newest.stack) if newest else {},
+    }
 
 
 def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
@@ -286,14 +267,14 @@ def torch_name(device: Device) -> str:
     return kind if kind in ("cpu", "mps") else f"{kind}:{index}"
 
 
-def _selftests(runs: Sequence[Run]) -> tuple[Mapping[str, Any], ...]:
+def _selftests(runs: Sequence[Run]) -> list[Json]:
     """Return the results of each test of the vendor's self-test, from the newest run that has any."""
     said = [r for r in runs if r.probe == selftest.PROBE and any(each.name == SELF_TEST for each in r.readings)]
     newest = said[-1].readings if said else ()
     messages = {each.labels.get("test"): str(each.value) for each in newest if each.name == selftest.MESSAGE}
-    return tuple(
+    return [
         {name: each.labels.get(name, "") for name in ("tool", "suite", "test")}
         | {"result": str(each.value), "message": messages.get(each.labels.get("test"), ""), "at": said[-1].started}
         for each in newest
         if each.name == SELF_TEST
-    )
+    ]

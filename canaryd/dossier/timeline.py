@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from typing import Any
 
-from canaryd.dossier.document import MEASURED, Facts, Happening
+from canaryd.dossier.document import MEASURED, Facts, Json
 from canaryd.formatting import format_utc
 from canaryd.judge.slower import stacks
 from canaryd.model import EventKind
@@ -24,12 +22,14 @@ FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
 """Sensors and clocks to prefer if a device has several, the most preferred first."""
 
 
-def timeline(facts: Facts) -> tuple[tuple[Happening, ...], int]:
+def timeline(facts: Facts) -> tuple[list[Json], int]:
     """Return the newest entries of the timeline, oldest first, and the number of older entries that are left out."""
     items, decisive = [*history.of_runs(facts.runs, joined=False), *history.of_stacks(stacks(facts.runs))], list[Item]()
     if not facts.drill:
         stored = facts.store.verdict_history(facts.device.uuid)
-        now = [] if facts.verdict.since in {v.since for v in stored} else [facts.verdict]  # judged for this dossier
+        now = (
+            [] if facts.verdict.since in {v.since for v in stored} else [facts.verdict]
+        )  # newer than any that is stored
         decisive = [*history.of_events(e for e in facts.events if e.kind in DECISIVE)]
         items += history.of_verdicts([*stored, *now])
         items += history.of_events(e for e in facts.events if e.kind not in DECISIVE)
@@ -39,21 +39,21 @@ def timeline(facts: Facts) -> tuple[tuple[Happening, ...], int]:
             items.append(Item(at=ack.at, first=ack.at, kind="ack", role="mark", text=text))
     items.sort(key=lambda i: (i.at, i.kind, i.text))
     kept = sorted([*decisive[-TIMELINE:], *items[-TIMELINE:]], key=lambda i: (i.at, i.kind, i.text))
-    entries = (
-        Happening(at=i.at, kind=i.kind, text=i.text, conditions=_conditions(facts, i.at) if i.kind == "run" else {})
+    entries: list[Json] = [
+        {"at": i.at, "kind": i.kind, "text": i.text, "conditions": _conditions(facts, i.at) if i.kind == "run" else {}}
         for i in kept
-    )
-    return tuple(entries), len(items) + len(decisive) - len(kept)
+    ]
+    return entries, len(items) + len(decisive) - len(kept)
 
 
-def _conditions(facts: Facts, at: float) -> Mapping[str, Mapping[str, Any]]:
+def _conditions(facts: Facts, at: float) -> Json:
     """Return temperature, power and clocks of the poll nearest to a time, if it is within `NEARBY` seconds."""
     first = bisect.bisect_left(facts.measured, at - NEARBY, key=lambda p: p.started)
     last = bisect.bisect_right(facts.measured, at + NEARBY, key=lambda p: p.started)
     if first == last:
         return {}
     poll = min(facts.measured[first:last], key=lambda p: abs(p.started - at))
-    found: dict[str, Mapping[str, Any]] = {}
+    found: Json = {}
     for reading in sorted((r for r in poll.readings if r.name in MEASURED), key=lambda r: _rank(r.key)):
         found.setdefault(reading.name, {"key": reading.key, "value": reading.value, "unit": reading.unit})
     return {name: found[name] for name in MEASURED if name in found}

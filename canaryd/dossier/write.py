@@ -17,14 +17,14 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier import ocp
 from canaryd.dossier.advice import EXHIBITS
-from canaryd.dossier.document import SCHEMA, Document, DossierError, FailingCase, OutputError
+from canaryd.dossier.document import SCHEMA, DossierError, Json, OutputError
 from canaryd.dossier.failures import COPIED
 from canaryd.dossier.gather import gather, torch_name
 from canaryd.dossier.page import flipped, page
@@ -60,11 +60,11 @@ def write(
 ) -> Path:
     """Write the dossier of a device to a new directory below `out`, and also as one archive; return the directory.
 
-    Without an engine nothing is judged again and no operands are written; the dossier says so. `wait`: seconds to wait
-    for a busy device. Raises `OutputError` if `out` cannot be used, or `DossierError` if the dossier cannot be written;
-    then no incomplete files are left.
+    Without an engine no operands are written; the dossier says so. `wait`: seconds to wait for a busy device. Raises
+    `OutputError` if `out` cannot be used, or `DossierError` if the dossier cannot be written; then no incomplete files
+    are left.
     """
-    document = gather(store, config, device, now=now, drill=drill, engine=engine)
+    document = gather(store, config, device, now=now, drill=drill)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     slug = "endpoint" if redact and device.backend == "endpoint" else re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
     name = f"canaryd-dossier-{slug}-{stamp}"
@@ -109,7 +109,7 @@ class _Folder:
 
 def _fill(
     directory: Path,
-    document: Document,
+    document: Json,
     store: Store,
     engine: Engine | None,
     device: Device,
@@ -117,7 +117,7 @@ def _fill(
     redact: bool,
     wait: float,
 ) -> None:
-    redactor = Redactor(store, document.identity.host) if redact else None
+    redactor = Redactor(store, document["identity"]["host"]) if redact else None
     folder = _Folder(path=directory, sanitise=(lambda t: redactor.text(clean(t))) if redactor else clean)
     folder.contents.update(
         {
@@ -126,30 +126,26 @@ def _fill(
             "ocp.jsonl": "the same facts as OCP Test & Validation output, version 2.0",
         }
     )
-    failures = tuple(
-        _with_evidence(folder, number, failure, document, engine, device, wait)
-        for number, failure in enumerate(document.failures, 1)
-    )
-    if not failures:
-        unknown = any(p.unknown for p in document.probes)
+    for number, failure in enumerate(document["failures"], 1):
+        failure.update(_with_evidence(folder, number, failure, engine, device, wait))
+    if not document["failures"]:
+        unknown = any(p["unknown"] for p in document["probes"])
         folder.absent["evidence/"] = "there is no failing exact case" + (
             "; canaryd baseline export prints the baseline of a recorded case" * unknown
         )
-    log = _log(store, device) if document.kind != "drill" else ""
+    log = _log(store, device) if document["kind"] != "drill" else ""
     if log:
         folder.put("log.txt", "lines of the kernel log about this device, as far as canaryd kept them", log)
     else:
         folder.absent["log.txt"] = "no kernel log line about this device is on record"
     _vendor_tools(folder, device, redact=redact)
     folder.contents["SHA256SUMS"] = "checksums of all other files: sha256sum -c SHA256SUMS"
-    whole = replace(
-        document,
-        failures=failures,
-        redacted=redact,
-        contents=tuple({"file": name, "what": what} for name, what in folder.contents.items()),
-        absent=tuple({"file": name, "why": why} for name, why in folder.absent.items()),
-    )
-    published = cleaned(to_json(whole))
+    document |= {
+        "redacted": redact,
+        "contents": [{"file": name, "what": what} for name, what in folder.contents.items()],
+        "absent": [{"file": name, "why": why} for name, why in folder.absent.items()],
+    }
+    published = cleaned(document)
     if redactor:
         published = redactor.value(published)
     text = json.dumps(published, indent=1, ensure_ascii=False, allow_nan=False)
@@ -162,22 +158,16 @@ def _fill(
 
 
 def _with_evidence(
-    folder: _Folder,
-    number: int,
-    failure: FailingCase,
-    document: Document,
-    engine: Engine | None,
-    device: Device,
-    wait: float,
-) -> FailingCase:
-    """Write operands and script of failing case `number`; return the case with their directory or why there is none."""
+    folder: _Folder, number: int, failure: Json, engine: Engine | None, device: Device, wait: float
+) -> Json:
+    """Write operands and script of failing case `number`; return what the document says of them."""
     if number > EXHIBITS:
-        return replace(failure, exhibit_absent=f"only the first {EXHIBITS} failing cases have one")
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure.probe}-{failure.case}")[:100].strip("-")
+        return {"exhibit_absent": f"only the first {EXHIBITS} failing cases have one"}
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure['probe']}-{failure['case']}")[:100].strip("-")
     part = f"evidence/{number}-{name}"
     (folder.path / part).mkdir(parents=True)
     (folder.path / part / "wrong.csv").write_text(_table(failure), encoding="utf-8")
-    folder.contents[f"{part}/wrong.csv"] = f"the recorded wrong elements of {failure.case}"
+    folder.contents[f"{part}/wrong.csv"] = f"the recorded wrong elements of {failure['case']}"
     files, why = _exhibit(folder.path / part, failure, engine, device, wait)
     if why and engine and engine.stopping:
         raise DossierError(f"{device.name}: no report is written: {engine.stopping}")
@@ -185,17 +175,14 @@ def _with_evidence(
     folder.contents.update({f"{part}/{file}": purpose.get(file, "operand") for file in files})
     if why:
         folder.absent[f"{part}/reproduce.py"] = why
-        return replace(failure, exhibit=part, exhibit_absent=why)
-    core = "" if failure.core is None else f" --core {failure.core}"
-    script = f"python3 {part}/reproduce.py {document.identity.torch_name} {failure.needed}{core}"
-    return replace(failure, exhibit=part, script=script)
+        return {"exhibit": part, "exhibit_absent": why}
+    core = "" if failure["core"] is None else f" --core {failure['core']}"
+    return {"exhibit": part, "script": f"python3 {part}/reproduce.py {torch_name(device)} {failure['needed']}{core}"}
 
 
-def _exhibit(
-    folder: Path, failure: FailingCase, engine: Engine | None, device: Device, wait: float
-) -> tuple[list[str], str]:
+def _exhibit(folder: Path, failure: Json, engine: Engine | None, device: Device, wait: float) -> tuple[list[str], str]:
     """Write operands, golden and script into `folder`; return (names of the files, ""), or ([], reason why not)."""
-    if failure.subject != Subject.DEVICE.value:
+    if failure["subject"] != Subject.DEVICE.value:
         return [], "the fault is in the reference or the comparison, and only canaryd repeats these"
     if engine is None:
         return [], "no worker with torch was available; run canaryd report on the host itself"
@@ -204,21 +191,17 @@ def _exhibit(
         return [], "no worker with torch was available on this host"
     arguments = {
         "device": to_json(device),
-        "probe": failure.probe,
-        "case": failure.case,
-        "shape": failure.shape,
-        "seed": failure.seed,
-        "expected": [[list(e["index"]), e["expected"]] for e in failure.elements],
+        **{name: failure[name] for name in ("probe", "case", "shape", "seed", "core")},
+        "expected": [[list(e["index"]), e["expected"]] for e in failure["elements"]],
         "out": str(folder.absolute()),
         "on": torch_name(device),
         "environment": {
             **{k: v for k, v in STRICT.items() if k.startswith("CU")},
-            **INSTRUCTION_SETS.get(failure.instruction_set, {}),
+            **INSTRUCTION_SETS.get(failure["instruction_set"], {}),
         },
         "unset": SCRUBBED,
-        "runs": failure.needed,
+        "runs": failure["needed"],
         "copied": COPIED,
-        "core": failure.core,
     }
     try:
         outcome, answer, detail = engine.answer(hosts[0], "reproducer", arguments, timeout=600.0, wait=wait)
@@ -231,11 +214,11 @@ def _exhibit(
     return list(answer["files"]), ""
 
 
-def _table(failure: FailingCase) -> str:
+def _table(failure: Json) -> str:
     rows = io.StringIO()
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(("run", "index", "expected", "observed", "flipped_bits"))
-    for e in failure.elements:
+    for e in failure["elements"]:
         bits = " ".join(map(str, flipped(e["expected"], e["observed"])))
         out.writerow((e["run"], " ".join(map(str, e["index"])), e["expected"], e["observed"], bits))
     return rows.getvalue()

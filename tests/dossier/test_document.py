@@ -8,13 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.codec import to_json
-from canaryd.config.settings import Config
 from canaryd.dossier import timeline
-from canaryd.dossier.document import DossierError, Share, Tried
-from canaryd.dossier.failures import enough_runs, rate
-from canaryd.dossier.gather import gather
-from canaryd.engine.engine import Engine
+from canaryd.dossier.document import DossierError
+from canaryd.dossier.failures import enough_runs
 from canaryd.engine.polling import KEEP
 from canaryd.facts import Span
 from canaryd.judge.phrases import PROVIDER
@@ -174,7 +170,8 @@ def test_the_script_runs_often_enough_to_see_the_fault(case, test, core, wanted)
 
     def tried(counts):
         uploads = (1, 61_000) if counts[0] == 2_652 else (counts[0], max(counts[0], counts[1] // 100))
-        return Tried(results=Share(wrong=counts[0], total=counts[1]), uploads=rate(*uploads))
+        results, copies = (dict(zip(("wrong", "total"), pair, strict=True)) for pair in (counts, uploads))
+        return {"results": results, "uploads": copies}
 
     assert enough_runs(tried(case), tried(core or test)) == wanted
 
@@ -318,7 +315,7 @@ def test_an_old_verdict_says_how_old_it_is(store, tmp_path):
 
 
 def test_a_healthy_verdict_does_not_outlive_a_failure(store, tmp_path):
-    """Judged healthy, wrong since: without an engine it is unknown, never a health report, and says what to run."""
+    """Judged healthy, wrong since: it is unknown, never a health report, and says what to run."""
     store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 24 * HOUR))
     _, document, page = written(store, tmp_path)
     assert (document["kind"], document["verdict"]["state"]) == ("evidence", "unknown")
@@ -334,25 +331,6 @@ def test_failures_that_were_answered_are_told_as_such(store, tmp_path):
     _, document, _ = written(store, tmp_path)
     assert document["kind"] == "health"
     assert "Earlier failures are resolved (see the timeline): exact_matmul" in document["summary"]
-
-
-def test_an_engine_judges_anew(tmp_path):
-    """The stored verdict says healthy, a run is wrong since: the judge's word of now stands, with what was stored."""
-    settings = replace(Config(), state_dir=tmp_path / "state")
-    with Store.open(tmp_path / "state", now=lambda: NOW) as opened:
-        opened.see_device(GPU, NOW - 40 * HOUR)
-        opened.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 20 * HOUR))
-        for n in (25, 26):
-            opened.add_run(run(n, wrong=1))
-        engine = Engine(settings, opened, clock=lambda: NOW)
-        engine.recall()
-        assert UUID in engine.devices
-        document = to_json(gather(opened, settings, GPU, now=NOW, engine=engine))
-        assert (document["verdict"]["state"], document["kind"]) in {("faulty", "evidence"), ("faulty", "rma")}
-        assert document["verdict"]["note"].startswith("Judged again for this dossier. The stored verdict of ")
-        assert document["verdict"]["note"].endswith(" was healthy.")
-        assert document["timeline"][-1]["kind"] == "verdict"
-        assert document["timeline"][-1]["text"].startswith("became faulty")
 
 
 def test_a_drill_that_never_was_is_refused(store, tmp_path):

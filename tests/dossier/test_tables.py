@@ -10,7 +10,6 @@ import pytest
 
 from canaryd.config.settings import Config
 from canaryd.dossier import failures
-from canaryd.dossier.document import Rate
 from canaryd.dossier.gather import gather, ranges
 from canaryd.judge import statistics
 from canaryd.store.store import Store
@@ -81,13 +80,13 @@ def test_uploads_that_a_comparison_stands_for_are_counted(tmp_path):
         clean = run(2, device=UUID)
         one.add_run(run(1, wrong=1))
         one.add_run(replace(clean, comparisons=(replace(clean.comparisons[0], uploads=46),)))
-        (failure,) = gather(one, Config(), GPU, now=NOW).failures
-    assert (failure.uploads.wrong, failure.uploads.total) == (1, 50)
+        (failure,) = gather(one, Config(), GPU, now=NOW)["failures"]
+    assert (failure["uploads"]["wrong"], failure["uploads"]["total"]) == (1, 50)
 
 
 def test_no_trial_has_no_interval():
     """Nothing is known of what was not tried."""
-    assert failures.rate(0, 0) == Rate(wrong=0, total=0, low=None, high=None)
+    assert failures.rate(0, 0) == {"wrong": 0, "total": 0, "low": None, "high": None}
 
 
 @pytest.mark.torch
