@@ -154,9 +154,6 @@ class ProbesConfig:
 class EndpointConfig:
     """Settings of one model server."""
 
-    command: ClassVar[None] = None  # canaryd.engine.endpoints still hands both to the probes, which read neither
-    memory: ClassVar[None] = None
-
     url: str = setting(
         URL, "null", "Address of its OpenAI-compatible API; required.", sample='"http://127.0.0.1:8000/v1"', factory=str
     )

@@ -76,8 +76,6 @@ def settings(endpoint: EndpointConfig) -> dict[str, Any]:
         "directory": str(endpoint.directory or ""),
         "prompts": str(endpoint.prompts or ""),
         "exact": str(endpoint.exact or ""),
-        "command": endpoint.command or "",
-        "memory": endpoint.memory or 0,
         "apis": list(endpoint.apis),
         "dialect": endpoint.dialect or "",
         "repeats": endpoint.repeats or "",

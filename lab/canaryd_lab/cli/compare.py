@@ -75,12 +75,7 @@ def _add_capture(commands: Commands) -> None:
     )
     command.add_argument("--operators", action="store_true", help="record every operator, not only every layer")
     command.add_argument("--decode", action="store_true", help="decode token by token instead of scoring in one pass")
-    command.add_argument(
-        "--drill",
-        default="",
-        metavar="PLACE",
-        help="corrupt one element there, e.g. 2.down with --exact; a wrong name lists all",
-    )
+    command.add_argument("--drill", default="", metavar="PLACE", help="corrupt one element there, e.g. 2.down")
     command.add_argument("--seed", type=seed, metavar="N", help="with --exact: use this seed, to repeat an earlier run")
     add_json(command)
     add_wait(command)
