@@ -209,11 +209,14 @@ class Decisions:
             now=host.clock(),
             policy=host.config.telemetry,
         )
+        others = [d for d in host.devices.values() if d.part != device.part and d.is_whole]
+        kind = host.devices.get(device.part, device).kind  # instances are units of their card
+        signs = replace(signs, siblings=[d.name for d in others if d.kind == kind])
         # Only for what several devices may have together the events of all others are asked for.
-        if not (signs.losses or signs.seen("xid") or signs.seen("aer") or signs.rises("pcie_aer_errors_total")):
-            return signs
-        others = (d for d in host.devices.values() if d.part != device.part and d.is_whole)
-        return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
+        kinds = ("xid", "aer", "amdgpu", "intel")
+        if signs.losses or any(map(signs.seen, kinds)) or signs.counted_losses or signs.rises("pcie_aer_errors_total"):
+            return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
+        return signs
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
         """Return device uuid → its hardware and software changes, for every other device of the same backend."""

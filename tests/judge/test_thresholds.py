@@ -54,6 +54,7 @@ NOT_THRESHOLDS = {
     "judge.telemetry.signals.OFF_BUS": "an Xid",
     "judge.telemetry.signals.MEMORY_LOST": "Xids",
     "judge.telemetry.signals.ADVICE": "an Xid",
+    "judge.telemetry.xid_rules.REMAP_FAILED": "an Xid",
 }
 """What introspection finds and no line of the document tells, each with its reason."""
 
@@ -128,6 +129,8 @@ FORMULAS: Mapping[str, Callable[[], float]] = {
     "replays-at-limit": lambda: poisson(311, 10 * 60 * link_rules.BIT_ERROR_RATE * link_rules.TRANSFERS[5] * 16),
     "replays-tenth": lambda: poisson(311, 60 * link_rules.BIT_ERROR_RATE * link_rules.TRANSFERS[5] * 16),
     "crashes": lambda: poisson(xid_rules.REPEATS, 1 / 7),
+    "three-of-a-life": lambda: poisson(3, 0.5),
+    "two-of-a-month": lambda: poisson(2, 30 / 3652.5),
     "triage-alone": lambda: rate_bound(1581),
     "triage-pairs": lambda: rate_for(1, 1580),
 }

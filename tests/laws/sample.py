@@ -44,8 +44,6 @@ BROKEN: Mapping[tuple[str, str], str] = {
     ("two-cores", "steady"): "as core-makes-goldens",
     ("endpoint-errs-in-a-third-of-its-runs", "steady"): "healthy and unknown take turns: ten changes in a day",
     ("hangs-now-and-then", "steady"): "healthy and unknown take turns until it is suspect: five changes in a day",
-    ("healthy-fleet", "innocence"): "Xid 48, 94 or 95 on all in one second is called hardware",
-    ("power-dip", "innocence"): "Xid 95 on all in one second is called hardware",
     ("said-to-be-software", "retention"): "with 50 runs kept, undetermined becomes software",
     ("storm-that-stalls-polls", "steady"): "degraded and unknown take turns with each poll that fails",
 }

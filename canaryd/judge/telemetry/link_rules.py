@@ -8,7 +8,19 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.telemetry.signals import DAY, HELD, MINUTE, TRAINING, Signs, clears_after, recovery, source_of
+from canaryd.judge.laws import closest, company
+from canaryd.judge.telemetry.signals import (
+    DAY,
+    HELD,
+    MINUTE,
+    TRAINING,
+    Signs,
+    clears_after,
+    in_company,
+    recovery,
+    source_of,
+    spans,
+)
 from canaryd.model import Cause, Event, EventKind, Finding, State
 
 BIT_ERROR_RATE = 1e-12
@@ -62,17 +74,18 @@ def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
         events = [e for e in reported(signs) if not signs.cleared(e.last, signs.resets)]
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
-            company, from_port = signs.together(newest, reported), all("below" in e.fields for e in events)
+            trouble, from_port = signs.trouble(reported), all("below" in e.fields for e in events)
+            found = closest(company(trouble, at) for at in spans([newest]))
             action, clears = "Check seating and slot, then reset the device.", "Clears after a day."
-            if company:
+            if not found.is_own:
                 action = "Check the riser, switch and power that they share, then reset the devices."
             if severity == "fatal":
                 action, clears = recovery(signs, newest.last, signs.resets, action)
             yield finding(
-                *("pcie-aer", state, Cause.UNDETERMINED if company or from_port else Cause.HARDWARE),
+                *("pcie-aer", state, Cause.UNDETERMINED if from_port else found.cause),
                 f"{'The PCIe port above the device' if from_port else 'PCIe'} reported a {severity} error.",
                 action,
-                f"At about the same time: {', '.join(company)}. What they share may be at fault." if company else "",
+                in_company(found),
                 f"Last at {signs.moment(newest.last)}.",
                 source_of(newest),
                 "Recommended: reset (canaryd's own rule).",

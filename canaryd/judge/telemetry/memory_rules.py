@@ -8,9 +8,22 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
+from canaryd.judge.laws import ALONE, ENOUGH, Company, Moment, Trouble, Who, closest, company, recurrence, with_it
 from canaryd.judge.telemetry.events import within
-from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns, source_of
-from canaryd.model import Cause, EventKind, Finding, State
+from canaryd.judge.telemetry.signals import (
+    DAY,
+    DRAIN_AND_RESET,
+    ECC,
+    HELD,
+    HIT,
+    Signs,
+    drain_and_reset,
+    in_company,
+    recovery,
+    source_of,
+    spans,
+)
+from canaryd.model import Cause, Event, EventKind, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10
 """Corrected errors in a day that are a step, when they are also so many times the mean day before (ours)."""
@@ -114,27 +127,48 @@ def retired_pages(signs: Signs) -> Iterator[Finding]:
         )
 
 
-ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
-"""The same errors counted twice: since the driver was loaded, and over the device's life."""
+def _logged(signs: Signs) -> list[Event]:
+    """Return the lines by which the driver says that the device lost data."""
+    ras = [e for kind in ("amdgpu", "intel") for e in signs.named(kind, "ras-uncorrected")]
+    return [*ras, *signs.memory_lost]
+
+
+def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
+    """Yield when the device lost data, what shows it, and who else did.
+
+    What the device itself counted is its own, unless others counted it between the same polls too. A line is not, where
+    others have such a line and nothing was counted here: a dip of the power strikes all.
+    """
+    counted = signs.trouble(lambda other: other.counted_losses)
+    told = signs.trouble(lambda other: [e for e in _logged(other) if e.code not in HIT])
+    lines = [(at, e) for e in _logged(signs) for at in spans([e])]
+    told = told._replace(own=[at for at, _ in lines])
+    known = [at.last for at, _ in lines] + [e.last for e in signs.counted_losses if e.reading == ECC[0]]
+    for e in signs.counted_losses:
+        # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
+        is_volatile = e.reading == ECC[0]
+        if is_volatile or not any(e.first <= at <= e.last for at in known):
+            found = company(counted, Moment(e.first, e.last))
+            yield e.last if is_volatile else e.first, e, found if found.who in (Who.TOGETHER, Who.CHANGED) else ALONE
+    for at, e in lines:
+        own = with_it(Trouble((), {"own": counted.own}), at)
+        yield at.last, e, ALONE if own else company(told, at)
 
 
 def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
-    rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
+    rises, logged = signs.counted_losses, _logged(signs)
     wiped = signs.seen(EventKind.RESET, HELD, ECC[0], kind="uncorrected")
-    logged = [e for kind in ("amdgpu", "intel") for e in signs.named(kind, "ras-uncorrected")]
-    logged += signs.memory_lost
-    times = [e.last for e in (*rises, *logged) if e.reading not in ECC[1:]]
-    # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
-    lifetime = [e for e in rises if e.reading in ECC[1:]]
-    times += [e.first for e in lifetime if not any(e.first <= t <= e.last for t in times)]
-    if (back := returns(times, signs.resets)) >= RECURRENCES:
+    occasions = [*_occasions(signs)]
+    again = recurrence(((at, found) for at, _, found in occasions), signs.resets)
+    if again.is_faulty:
         yield finding(
-            *("uncorrected-error", State.FAULTY, Cause.HARDWARE),
-            f"Uncorrected memory errors came back after {back} resets or reboots"
-            f" (limit {RECURRENCES} in {format_duration(HELD)}).",
+            *("uncorrected-error", State.FAULTY, again.company.cause),
+            f"Uncorrected memory errors came back after {again.back} resets or reboots"
+            f" (limit {ENOUGH - 1} in {format_duration(HELD)}).",
             RETURN,
             "Clean tests in between do not clear it.",
+            in_company(again.company),
             "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
             f"Clears after {format_duration(HELD)} without another.",
         )
@@ -159,12 +193,17 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     where = sorted({place or "the device's memory" for place in places})
     when = max((e.last for e in events), default=None)
     before_reset = max((at for at, _ in held), default=0.0 if events else None)
-    action, clears = recovery(signs, before_reset, signs.resets, DRAIN_AND_RESET)
+    whose = [found for _, e, found in occasions if e in events]
+    if standing or any(e in wiped for e in events):  # as the rises that made the count; at first sight it is its own
+        whose += [found for _, e, found in occasions if e in rises] or [ALONE]
+    found = closest(whose or [ALONE])
+    action, clears = recovery(signs, before_reset, signs.resets, drain_and_reset(signs, found))
     error = "Uncorrected error" if any(e.kind == "intel" for e in events) else "Uncorrected memory error"
     yield finding(
-        *("uncorrected-error", State.SUSPECT, Cause.HARDWARE),
+        *("uncorrected-error", State.SUSPECT, found.cause),
         f"{error} in {', '.join(where)}.",
         action,
+        in_company(found),
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
         *(source_of(e) for e in events if e in logged),
         signs.advised("reset", "NVIDIA's memory error management"),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from canaryd.formatting import format_duration
 from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.findings import finding
+from canaryd.judge.laws import Moment, company, recurrence
 from canaryd.judge.phrases import count, reason_of
 from canaryd.judge.telemetry.events import HARMFUL, is_number, unread
 from canaryd.judge.telemetry.host_rules import (
@@ -41,11 +42,12 @@ from canaryd.judge.telemetry.signals import (
     RECOVERY,
     Signs,
     clears_after,
+    in_company,
     lost_because,
     recovery,
-    returns,
     sentence,
     source_of,
+    spans,
     stale_after,
 )
 from canaryd.judge.telemetry.xid_rules import (
@@ -170,22 +172,25 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
-    company = signs.lost_with(events[-1]) if events else []
-    alone = [t for e in events if not signs.lost_with(e) for t in (e.first, e.last)]
-    alone += [signs.now] * (bool(lost) and not company)
+    trouble = signs.trouble(lambda other: other.losses)
+    occasions = [(at.last, company(trouble, at)) for at in spans(events)]
+    occasions += [(signs.now, company(trouble, Moment(signs.now, signs.now)))] * (bool(lost) and not events)
+    found = occasions[-1][1]
     answers = any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values())
     what = [
-        f"Lost at about the same time: {', '.join(company)}. What they share may be at fault." if company else "",
+        in_company(found),
         *(f"{text.rstrip('.')}." for text in lost),
         _identity(signs.device),
         *(f"Last event at {signs.moment(e.last)}." for e in events[-1:]),
         *(source_of(e) for e in events[-1:]),
         "The device answers again." if answers else "",
     ]
-    if (back := returns(alone, signs.boots)) >= 1:
+    # A loss is of the fatal class: the second one is enough.
+    again = recurrence(occasions, signs.boots, enough=2)
+    if again.is_faulty:
         yield finding(
-            *("gpu-lost", State.FAULTY, Cause.HARDWARE),
-            f"The device was lost again after {count(back, 'reboot')} within {format_duration(HELD)}.",
+            *("gpu-lost", State.FAULTY, again.company.cause),
+            f"The device was lost again after {count(again.back, 'reboot')} within {format_duration(HELD)}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
             signs.advised("inspection", "NVIDIA's Xid catalogue: contact support; when to return it is canaryd's rule"),
@@ -193,10 +198,11 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
         )
     elif lost or not signs.cleared(max(times), signs.boots):
         shared = "Check the power, cooling and PCIe switch that they share, then restart the machine."
-        action, clears = recovery(signs, max(times), signs.boots, shared if company else "Restart the machine.")
-        with_others = f" with {count(len(company), 'other device')}" if company else ""
+        restart = "Restart the machine." if found.is_own else shared
+        action, clears = recovery(signs, max(times), signs.boots, restart)
+        with_others = f" with {count(len(found.names), 'other device')}" if found.names else ""
         yield finding(
-            *("gpu-lost", State.SUSPECT, Cause.UNDETERMINED if company else Cause.HARDWARE),
+            *("gpu-lost", State.SUSPECT, found.cause),
             f"The driver or the kernel lost the device{with_others}{'; it answers again' if answers else ''}.",
             action,
             *what,

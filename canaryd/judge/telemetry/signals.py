@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import Reading
 from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
+from canaryd.judge.laws import ALONE, Company, Moment, Trouble, Who, with_it
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import RESET_SINCE, is_number, numbers, unread, within
@@ -27,13 +28,10 @@ TRAINING = 10 * MINUTE
 """Seconds after a reset in which links train and the fabric forms: errors in that time are not faults (ours)."""
 
 
-RECURRENCES = 2
-"""Resets or reboots after which the same Xid, or an uncorrected memory error, has come back within `HELD`: gpud's
-escalation to an inspection of the hardware."""
-TOGETHER = HOUR
-"""Seconds within which devices of one host that are lost are lost together (ours): heat takes one after the other."""
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
+ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
+"""The same errors counted twice: since the driver was loaded, and over the device's life."""
 NO_START = ("init-failed", "no-power", "probe-failed", "bar-invalid")
 """Names of the lines by which NVIDIA's driver says that it could not start a device."""
 NOT_STARTED = "Switch the machine off and on again; if that does not help, open a vendor case."
@@ -49,6 +47,12 @@ RECOVERY: Mapping[str, tuple[str, str]] = {
 """Recovery action of NVIDIA's driver → (class, what to do); any other one makes the device degraded only."""
 OFF_BUS, MEMORY_LOST, ADVICE = (79,), (48, 94, 95, 140, 171, 172), (154,)
 """Xids with a meaning of their own: the GPU left the bus, memory lost data, the driver gives advice."""
+HIT: Mapping[int, tuple[int, ...]] = {94: (*MEMORY_LOST, 137), 145: (144, 145, 146, 147, 148, 149, 150)}
+"""Xid by which a device says that an error reached it → Xids of other devices that explain it. A program that meets
+another GPU's error over NVLink ends with 94; 145 follows 149 on every device of the fabric."""
+SHARED = "power supply, riser or switch, NVLink or XGMI fabric, driver"
+"""What the devices of a host share."""
+UNCOMPARED = "No identical device here shows whose fault it is: move the part to another slot or machine, and see."
 RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot", "system-reboot": "reboot", "recover-imex-domain": "none"}
 """Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known.
 
@@ -128,7 +132,9 @@ class Signs:
     now: float
     policy: TelemetryConfig
     beside: Mapping[str, Sequence[Event]] = field(default_factory=dict)
-    """Name → the events of each other device of this host."""
+    """Name → the events of each other physical device of this host."""
+    siblings: Sequence[str] = ()
+    """The names of those that are identical to this one."""
     gone: bool = False
     """Whether the device is not found any more: what it said last stands, however old it is."""
 
@@ -295,7 +301,7 @@ class Signs:
     def incidents(self) -> list[Incident]:
         """The Xids by code and grade. Xid 154 is the driver's advice: only the newest one holds."""
         groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
-        events = [e for e in self.seen("xid") if e not in (*self.losses, *self.memory_lost)]
+        events = [e for e in self.seen("xid") if e not in (*self.losses, *self.memory_lost, *self.hits)]
         advice = [e for e in events if e.code in ADVICE]
         for event in (*(e for e in events if e.code not in ADVICE), *advice[-1:]):
             number = -1 if event.code is None else event.code
@@ -308,17 +314,15 @@ class Signs:
         found = [*self.seen(EventKind.OFF_BUS), *self.named("amdgpu", "lost"), *self._with_own_rule(OFF_BUS)]
         return sorted(found, key=lambda e: e.last)
 
-    def lost_with(self, loss: Event) -> list[str]:
-        """Return the other devices of this host that were lost within `TOGETHER` of one of the `losses`."""
-        return self.together(loss, lambda signs: signs.losses)
+    def trouble(self, like: Callable[[Signs], Sequence[Event]]) -> Trouble:
+        """Return when this device and the others of this host had events that are `like` each other."""
+        others = {name: spans(like(signs)) for name, signs in sorted(self._others.items())}
+        changed = sorted(e.last for e in self.seen(EventKind.CHANGE) if e.name != "device")
+        return Trouble(own=spans(like(self)), others=others, siblings=self.siblings, changes=changed)
 
-    def together(self, event: Event, like: Callable[[Signs], Sequence[Event]]) -> list[str]:
-        """Return the other devices of this host that had an event that is `like` this one within `TOGETHER` of it."""
-        return [
-            name
-            for name, signs in sorted(self._others.items())
-            if any(e.first - TOGETHER <= event.last and event.first <= e.last + TOGETHER for e in like(signs))
-        ]
+    def of_codes(self, codes: Collection[int | None]) -> Trouble:
+        """Return when the devices of this host had one of these Xids."""
+        return self.trouble(lambda signs: [e for e in signs.seen("xid") if e.code in codes])
 
     @cached_property
     def _others(self) -> Mapping[str, Signs]:
@@ -326,9 +330,29 @@ class Signs:
         return {name: replace(self, events=tuple(events), beside={}) for name, events in self.beside.items()}
 
     @cached_property
+    def counted_losses(self) -> list[Event]:
+        """The rises of the device's own counts of uncorrected memory errors."""
+        return [e for name in ECC for e in self.rises(name, kind="uncorrected")]
+
+    @cached_property
     def memory_lost(self) -> list[Event]:
         """The events in which the driver reported an uncorrected memory error: under several codes, one fault."""
-        return self._with_own_rule(MEMORY_LOST)
+        return [e for e in self._with_own_rule(MEMORY_LOST) if e not in self.hits]
+
+    @cached_property
+    def hits(self) -> list[Event]:
+        """The Xids that say that an error reached the device, and that other devices had an error with.
+
+        Not where the device's own counts rose at that time.
+        """
+        counted = Trouble((), {"": spans(self.counted_losses)})
+        return [
+            e
+            for code, explained in HIT.items()
+            for e in self._with_own_rule((code,))
+            if not any(with_it(counted, at) for at in spans([e]))
+            if all(with_it(self.of_codes(explained), at) for at in spans([e]))
+        ]
 
     def _with_own_rule(self, codes: Sequence[int]) -> list[Event]:
         """Return the events of Xids with a rule of their own, without those that the configuration grades."""
@@ -368,9 +392,36 @@ def _reset_since(event: Event) -> float:
     return event.last
 
 
-def returns(times: Iterable[float], resets: Sequence[float]) -> int:
-    """Return after how many resets (ascending) it happened again."""
-    return len({bisect.bisect_left(resets, t) for t in times}) - 1
+def spans(events: Iterable[Event]) -> list[Moment]:
+    """Return when events happened. Of equal lines of an hour only the first and the last moment are known."""
+    return [
+        span
+        for e in events
+        for span in (
+            [Moment(e.first, e.last)]
+            if e.kind in (EventKind.COUNTER, EventKind.RESET)
+            else dict.fromkeys((Moment(e.first, e.first), Moment(e.last, e.last)))
+        )
+    ]
+
+
+def in_company(found: Company) -> str:
+    """Return what the company of a device says of its cause, as a sentence; "" where it was alone."""
+    shared = f"What they share may be at fault: {SHARED}."
+    words = {
+        Who.TOGETHER: f"At about the same time: {', '.join(found.names)} had it too. {shared}",
+        Who.CHANGED: "Most identical devices have it since the same change: look at what changed.",
+        Who.OTHERS: f"Most identical devices had it too, at other times. {shared}",
+        Who.UNCOMPARED: UNCOMPARED,
+    }
+    return words.get(found.who, "")
+
+
+def drain_and_reset(signs: Signs, found: Company = ALONE) -> str:
+    """Return what to do where a reset helps, for all that it reaches."""
+    if signs.device.backend == "rocm" and "Instinct" in signs.device.model and signs.siblings:
+        return "Drain every device of this node (they are reset together), then reset."
+    return DRAIN_AND_RESET if found.is_own else "Check what they share; drain all of them, and reset them together."
 
 
 def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str]:

@@ -10,22 +10,26 @@ from collections.abc import Iterator
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
+from canaryd.judge.laws import ENOUGH, Company, closest, company, recurrence
+from canaryd.judge.phrases import count
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
     ADVICE,
     DAY,
     DRAIN_AND_RESET,
     HELD,
+    HIT,
     MINUTE,
     RECOVERY,
-    RECURRENCES,
     Incident,
     Signs,
     decode_xid,
+    drain_and_reset,
+    in_company,
     recovery,
-    returns,
     sentence,
     source_of,
+    spans,
 )
 from canaryd.model import Cause, Event, Finding, State
 
@@ -33,6 +37,8 @@ APART = MINUTE
 """Seconds between two occasions of one Xid: a burst of lines is one fault (ours, as `judge.repeat_gap`)."""
 REPEATS = 3
 """Occasions of an application's Xid in a day that are more than one crash (ours; NVIDIA's workflows say "repeat")."""
+REMAP_FAILED = 64
+"""The Xid of a memory row that could not be replaced."""
 ACTIONS = {
     "reset": DRAIN_AND_RESET,
     "reboot": "Restart the machine.",
@@ -90,15 +96,16 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
         if incident.grade not in ("reset", "reboot"):
             continue
         cuts = signs.boots if incident.grade == "reboot" else signs.resets
-        times = [t for e in incident.events if not _company(signs, e) for t in (e.first, e.last)]
-        back = max(0, returns(times, signs.resets))
+        trouble = signs.of_codes([incident.events[-1].code])
+        again = recurrence(((at.last, company(trouble, at)) for at in spans(incident.events)), signs.resets)
         # What a driver's bug can cause comes back on a sound part too, after any number of resets.
-        if back >= RECURRENCES and incident.cause is Cause.HARDWARE:
+        if again.is_faulty and incident.cause is Cause.HARDWARE:
             yield finding(
-                *("xid-recurring", State.FAULTY, Cause.HARDWARE),
-                f"{incident} came back after {back} resets (limit {RECURRENCES} in {format_duration(HELD)}).",
+                *("xid-recurring", State.FAULTY, _whose(incident, again.company)),
+                f"{incident} came back after {again.back} resets (limit {ENOUGH - 1} in {format_duration(HELD)}).",
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
+                in_company(again.company),
                 "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
                 _advice(signs, incident),
                 f"Clears after {format_duration(HELD)} without another.",
@@ -109,7 +116,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
                 *("xid-recovery", State.SUSPECT, _cause(signs, incident)),
                 f"Xid {incident.code}: {incident.xid.title}.",
                 action,
-                f"It came back after {back} {'reset' if back == 1 else 'resets'}." if back else "",
+                f"It came back after {count(again.back, 'reset')}." if again.back else "",
                 *_evidence(signs, incident),
                 clears,
             )
@@ -148,7 +155,7 @@ def xid_unknown(signs: Signs) -> Iterator[Finding]:
 
 
 def xid_noted(signs: Signs) -> Iterator[Finding]:
-    """An Xid of the hardware that asks for no action at once: many corrected errors, a part retired or not."""
+    """An Xid that asks for no action at once: many corrected errors, a part retired or not, another device's error."""
     for incident in signs.incidents:
         is_noted = incident.grade == incident.xid.grade == "none" and incident.xid.nature == "hardware"
         if is_noted and signs.now - incident.last <= DAY:
@@ -160,6 +167,16 @@ def xid_noted(signs: Signs) -> Iterator[Finding]:
                 *_evidence(signs, incident),
                 "Clears after a day.",
             )
+    for event in {e.code: e for e in signs.hits if signs.now - e.last <= DAY}.values():
+        yield finding(
+            *("xid-noted", State.HEALTHY, Cause.UNDETERMINED),
+            f"Xid {event.code}: an error of another device, or of what they share, reached it.",
+            "Restart the application; look at the devices and links that failed at that time.",
+            in_company(_company(signs, event)),
+            f"Last at {signs.moment(event.last)}.",
+            source_of(event),
+            "No error was counted on this device. Clears after a day.",
+        )
 
 
 def sxid(signs: Signs) -> Iterator[Finding]:
@@ -179,15 +196,24 @@ def sxid(signs: Signs) -> Iterator[Finding]:
         )
 
 
-def _company(signs: Signs, event: Event) -> list[str]:
-    """Return the other devices of this host that had the same Xid at about the same time."""
-    return signs.together(event, lambda other: [e for e in other.seen("xid") if e.code == event.code])
+def _company(signs: Signs, event: Event) -> Company:
+    """Return who else of this host had the same Xid."""
+    trouble = signs.of_codes(HIT.get(event.code or 0, [event.code]))
+    return closest(company(trouble, at) for at in spans([event]))
 
 
 def _cause(signs: Signs, incident: Incident) -> Cause:
-    """Return the cause that the catalogue shows, unless other devices of this host had the same Xid with it."""
-    shared = incident.cause is Cause.HARDWARE and _company(signs, incident.events[-1])
-    return Cause.UNDETERMINED if shared else incident.cause
+    """Return the cause that the catalogue shows; hardware only where no other device had the same Xid."""
+    return _whose(incident, _company(signs, incident.events[-1]))
+
+
+def _whose(incident: Incident, found: Company) -> Cause:
+    """Return the cause of an incident in such company.
+
+    A memory row that could not be replaced is the vendor's own criterion: it needs no comparison.
+    """
+    is_own = incident.cause is not Cause.HARDWARE or (incident.xid.code == REMAP_FAILED and found.is_own)
+    return incident.cause if is_own else found.cause
 
 
 def _remedy(signs: Signs, incident: Incident) -> str:
@@ -195,7 +221,8 @@ def _remedy(signs: Signs, incident: Incident) -> str:
     advised = incident.events[-1].fields.get("action", "").replace("-", "_")
     if incident.xid.code in ADVICE and incident.code not in signs.policy.xids and advised in RECOVERY:
         return RECOVERY[advised][1]
-    return ACTIONS[incident.grade]
+    found = _company(signs, incident.events[-1])
+    return drain_and_reset(signs, found) if incident.grade == "reset" else ACTIONS[incident.grade]
 
 
 def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:
@@ -218,13 +245,14 @@ def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
     """Return when an Xid came last, its line, its class and whose advice that is."""
     newest = max(incident.events, key=lambda e: e.last)
     grades = {"inspect": "inspection", "rma": "RMA", "none": "", xids.UNKNOWN: ""}
-    grade, company = grades.get(incident.grade, incident.grade), _company(signs, newest)
+    grade = grades.get(incident.grade, incident.grade)
+    found = _company(signs, newest)
     source = "telemetry.xids" if str(incident.xid.code) in signs.policy.xids else "NVIDIA's Xid catalogue"
     return (
         f"Last at {signs.moment(incident.last)}.",
         source_of(newest),
         f"Recommended: {grade} ({source})." if grade else "",
-        f"{', '.join(company)} had it too. What they share may be at fault." if company else "",
+        in_company(found) if found.names or incident.cause is Cause.HARDWARE else "",
         _advice(signs, incident),
     )
 
@@ -243,7 +271,7 @@ def _repeated(signs: Signs, incident: Incident) -> str:
     """
     if incident.xid.nature not in ("either", "hardware") or incident.xid.code == 45:
         return ""
-    own = [e for e in incident.events if signs.now - e.last <= DAY and not _company(signs, e)]
+    own = [e for e in incident.events if signs.now - e.last <= DAY and not _company(signs, e).names]
     moments = [m for e in own for m in ((e.first, e.before), (e.last, e.after))]
     occasions: list[tuple[float, str]] = []
     for at, place in sorted(moments):

@@ -139,7 +139,7 @@ def sign(*events, only=None, completed=0, newest=0, passed=None, wrong=None, now
         )
     }
     fields = {"device": GPU, "polls": polls, "events": tuple(sorted(events, key=lambda e: e.last)), "policy": POLICY}
-    fields |= {"last_pass": None if passed is None else NOW - passed, "now": now}
+    fields |= {"siblings": ("cuda:1",), "last_pass": None if passed is None else NOW - passed, "now": now}
     fields |= {"last_mismatch": None if wrong is None else NOW - wrong}
     return Signs(**{**fields, **changes})
 

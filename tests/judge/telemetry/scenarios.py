@@ -75,6 +75,17 @@ def silent(*, first=False, code=999, only=None, **changes):
     return sign(polls=polls, **changes)
 
 
+def _losses(what, times):
+    """Return the lines by which a driver says that data was lost, a day apart, with reboots between them."""
+    lost = [
+        event(what, "ras-uncorrected", n * DAY) if isinstance(what, str) else xid(what, n * DAY)
+        for n in range(9, 9 - times, -1)
+    ]
+    return [*lost, *(boot(n * DAY + DAY / 2) for n in range(8, 9 - times, -1))]
+
+
+PAIR = ("cuda:1", "cuda:2")
+DOWN = {"unit": "NETIR_LINK_DOWN", "intr_info": "0x00000011", "error_status": "0x00000000"}
 SLOW = "throttle_seconds_total{reason=hw_slowdown}"
 HARMLESS_LINK = {**FATAL_LINK, "error_status": "0x00000002"}
 OLD = poll(ago=HOUR)
@@ -144,6 +155,14 @@ SCENARIOS = {
     "off the bus again after a month": lambda: (
         sign(xid(79, 31 * DAY), boot(30.5 * DAY), xid(79, DAY), boot(HOUR), passed=60), [],
     ),
+    "off the bus three times alone, and a sibling once, at another time": lambda: (
+        sign(
+            *(made for n in (9, 6, 3) for made in (xid(79, n * DAY), boot(n * DAY - HOUR))), passed=60,
+            beside={"cuda:1": [xid(79, 7 * DAY)]},
+        ),
+        [("gpu-lost", FAULTY, H)],
+    ),
+    "off the bus, without an identical device": lambda: (sign(xid(79, DAY), siblings=()), [("gpu-lost", SUSPECT, U)]),
     "off the bus with another": lambda: (
         sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY)]}), [("gpu-lost", SUSPECT, U)],
     ),
@@ -187,6 +206,58 @@ SCENARIOS = {
     ),
     "Xid 94": lambda: (sign(xid(94)), [("uncorrected-error", SUSPECT, H)]),
     "Xid 94, reset and passed": lambda: (sign(xid(94), reset(120), passed=60), []),
+    "Xid 94, 137 and 94 on another device in that second": lambda: (
+        sign(xid(94), beside={"cuda:1": [xid(137), xid(94)]}), [("xid-noted", HEALTHY, U)],
+    ),
+    "Xid 94 that another device had in that second, and a count that rose": lambda: (
+        sign(xid(94), rise(UE, lasted=15.0), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "Xid 48 here, 94 on another device in that second": lambda: (
+        sign(xid(48), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, H)],
+    ),
+    **{
+        f"{code} on all in one second, {times} times": lambda c=code, t=times: (
+            sign(
+                *(each := _losses(c, times=t)),
+                beside={"cuda:1": each, "cuda:2": each},
+                siblings=PAIR,
+            ),
+            [("uncorrected-error", SUSPECT, U)],
+        )
+        for code in (48, 95, "amdgpu", "intel")
+        for times in (1, 3)
+    },
+    "Xid 95 on all in one second, three times, and a lifetime count that rose": lambda: (
+        sign(
+            *(each := _losses(95, times=3)),
+            *(rise(AGGREGATE_UE, ago=n * DAY - 5, lasted=15.0) for n in (9, 8, 7)),
+            beside={"cuda:1": each},
+        ),
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "uncorrected errors counted on all between the same polls": lambda: (
+        sign(rise(UE, lasted=15.0), beside={"cuda:1": [rise(UE, lasted=15.0)]}), [("uncorrected-error", SUSPECT, U)],
+    ),
+    "the same, and the count stands": lambda: (
+        sign(rise(UE, lasted=15.0), beside={"cuda:1": [rise(UE, lasted=15.0)]}, only={UE: 1}),
+        [("uncorrected-error", SUSPECT, U)],
+    ),
+    "amdgpu's errors on all since the driver changed": lambda: (
+        sign(
+            event("change", "driver", 9 * DAY),
+            *(made for n in (8, 6, 4) for made in (event("amdgpu", "ras-uncorrected", n * DAY), boot(n * DAY - HOUR))),
+            beside={"cuda:1": [event("amdgpu", "ras-uncorrected", 7 * DAY)]},
+        ),
+        [("uncorrected-error", SUSPECT, U)],
+    ),
+    "Xid 48 without an identical device": lambda: (sign(xid(48), siblings=()), [("uncorrected-error", SUSPECT, U)]),
+    "an uncorrected error, without an identical device": lambda: (
+        sign(rise(UE), siblings=()), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "Xid 48 again after two resets, without an identical device": lambda: (
+        sign(xid(48, DAY), reset(5 * HOUR), xid(48, 4 * HOUR), boot(HOUR), xid(48, 60), siblings=()),
+        [("uncorrected-error", FAULTY, U)],
+    ),
     "amdgpu's uncorrected error": lambda: (
         sign(event("amdgpu", "ras-uncorrected")), [("uncorrected-error", SUSPECT, H)],
     ),
@@ -287,8 +358,24 @@ SCENARIOS = {
         sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
         [("xid-recurring", FAULTY, H)],
     ),
-    "Xid 64 with another device's within an hour": lambda: (
-        sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + HOUR)]}), [("xid-recovery", SUSPECT, U)],
+    "Xid 64 with another device's within a minute": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + 60)]}), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 64 without an identical device": lambda: (sign(xid(64, DAY), siblings=()), [("xid-recovery", SUSPECT, H)]),
+    "Xid 168 without an identical device": lambda: (sign(xid(168, DAY), siblings=()), [("xid-recovery", SUSPECT, U)]),
+    "Xid 168 again after two resets, without an identical device": lambda: (
+        sign(xid(168, DAY), boot(5 * HOUR), xid(168, 4 * HOUR), boot(HOUR), xid(168, 60), siblings=()),
+        [("xid-recurring", FAULTY, U)],
+    ),
+    "Xid 64 again and again, and on every other device in the same second": lambda: (
+        sign(*(each := [xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)]),
+             beside={"cuda:1": each}), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 149 on this device, and 145 on the others": lambda: (
+        sign(xid(149, HOUR, DOWN), beside={"cuda:1": [xid(145, HOUR - 1, FATAL_LINK)]}), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 145, and 149 on another device a second before": lambda: (
+        sign(xid(145, HOUR, FATAL_LINK), beside={"cuda:1": [xid(149, HOUR + 1, DOWN)]}), [("xid-noted", HEALTHY, U)],
     ),
     "Xid 95": lambda: (sign(xid(95, DAY)), [("uncorrected-error", SUSPECT, H)]),
     "one memory error under four codes": lambda: (
@@ -373,8 +460,23 @@ SCENARIOS = {
     "fatal PCI Express error of the port above": lambda: (
         sign(event("aer", "fatal port", fields={"below": "0000:65:00.0"})), [("pcie-aer", SUSPECT, U)],
     ),
-    "fatal PCI Express error with another device's within an hour": lambda: (
-        sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", 2 * HOUR)]}), [("pcie-aer", SUSPECT, U)],
+    "fatal PCI Express error with another device's within a minute": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", HOUR + 60)]}), [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express error with another device's hours before": lambda: (
+        sign(event("aer", "fatal"), siblings=PAIR, beside={"cuda:1": [event("aer", "fatal", 9 * HOUR)]}),
+        [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express errors that hop over three devices of four": lambda: (
+        sign(
+            event("aer", "fatal"),
+            siblings=("cuda:1", "cuda:2", "cuda:3"),
+            beside={"cuda:1": [event("aer", "fatal", 2 * DAY)], "cuda:2": [event("aer", "fatal", 4 * DAY)]},
+        ),
+        [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express error without an identical device": lambda: (
+        sign(event("aer", "fatal"), siblings=()), [("pcie-aer", SUSPECT, U)],
     ),
     "nonfatal PCI Express error": lambda: (sign(event("aer", "nonfatal")), [("pcie-aer", DEGRADED, H)]),
     "nonfatal PCI Express error two days ago": lambda: (sign(event("aer", "nonfatal", 2 * DAY)), []),

@@ -26,8 +26,10 @@ from tests.judge.telemetry.made import (
     QUIET,
     SUSPECT,
     UE,
+    U,
     event,
     failed,
+    line,
     message,
     poll,
     reset,
@@ -125,6 +127,51 @@ def test_a_suspicion_tells_how_far_its_way_out_is():
     assert "There was a reset since." in after
     assert "Clears after a reboot and then a clean exact test." in message(sign(xid(168), reset(60)), "xid-recovery")
     assert "There was a reset since." in message(sign(wiped()), "uncorrected-error")
+
+
+def test_a_contained_error_of_six_gpus_is_a_note():
+    """From a report of H200s: 137 and 94 on six of eight in one second, no counter moved, no reset asked for."""
+    lines = (
+        "NVRM: Xid (PCI:0000:0f:00): 137, TLC_RX interrupt hit on link 0 on GPU0: PRIV Error",
+        "NVRM: Xid (PCI:0000:0f:00): 94, pid=4242, name=VLLM::Worker, Contained: SM (0x1). RST: No, D-RST: No",
+    )
+    each = [line(text, HOUR) for text in lines]
+    others = {f"cuda:{n}": each for n in range(1, 6)}
+    signs = sign(*each, siblings=[*others, "cuda:6", "cuda:7"], beside=others)
+    assert {f.state for f in findings(signs)} == {HEALTHY}
+    text = message(signs, "xid-noted")
+    assert "cuda:1, cuda:2, cuda:3, cuda:4, cuda:5 had it too" in text
+    assert "Restart the application" in text
+    assert "reset" not in text.lower()
+
+
+def test_one_link_that_fails_does_not_drain_its_fabric():
+    """From a report of a rack of GB200s: 149 on one GPU, and 145 on every other a second later."""
+    down = line("NVRM: Xid (PCI:0008:01:00): 149, NETIR_LINK_DOWN Fatal XC0 i0 Link 14 (0x00000011 0x00000000)", 3601)
+    hit = line("NVRM: Xid (PCI:0009:01:00): 145, RLW_SRC_TRACK Fatal XC1 i0 Link 14 (0x00000007 0x00000000)", HOUR)
+    assert told(sign(down, beside={"cuda:1": [hit]})) == [("xid-recovery", SUSPECT, U)]
+    assert told(sign(hit, beside={"cuda:1": [down], "cuda:2": [hit]})) == [("xid-noted", HEALTHY, U)]
+    assert told(sign(hit, beside={"cuda:1": [hit]})) == [("xid-noted", HEALTHY, U)], "the link is another node's"
+
+
+def test_a_reset_of_a_hive_is_said_to_reach_all_of_it():
+    """AMD Instincts of one node are reset together: the jobs on the others end too."""
+    broken = line("amdgpu 0000:68:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!", HOUR)
+    device = dataclasses.replace(GPU, backend="rocm", model="AMD Instinct MI300X")
+    hive = sign(broken, device=device, siblings=[f"rocm:{n}" for n in range(1, 8)])
+    assert "Drain every device of this node (they are reset together), then reset." in message(
+        hive, "uncorrected-error"
+    )
+    assert "Drain the device and reset it." in message(dataclasses.replace(hive, siblings=()), "uncorrected-error")
+
+
+def test_what_all_had_together_names_what_they_share_and_what_a_remedy_reaches():
+    """No device is accused of hardware."""
+    text = message(sign(xid(95), beside={"cuda:1": [xid(95)], "cuda:2": [xid(95)]}), "uncorrected-error")
+    assert "At about the same time: cuda:1, cuda:2 had it too." in text
+    for part in ("power supply", "riser", "switch", "fabric", "driver"):
+        assert part in text
+    assert "Check what they share; drain all of them, and reset them together." in text
 
 
 def test_who_reported_a_machine_check_is_named():
