@@ -11,10 +11,8 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,38 +201,9 @@ def _overran(tool: Tool, process: subprocess.Popen[bytes], argv: list[str], budg
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a tool and the processes that it has started, by force if needed; do not end the worker's other processes."""
-    started, deadline = _started_by(process.pid), time.monotonic() + GRACE
-    for pid in started:
-        _signal(pid, signal.SIGTERM)
-    while time.monotonic() < deadline and (process.poll() is None or started & _group().keys()):
-        time.sleep(STEP)
-    for pid in started & _group().keys():
-        _signal(pid, signal.SIGKILL)
-    process.kill()  # also where it left the group
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-
-
-def _started_by(tool: int) -> set[int]:
-    """Return the process numbers of a tool and of all processes below it; `tool` is the number of the first."""
-    group, found = _group(), [tool]
-    for pid in found:
-        found += [child for child, parent in group.items() if parent == pid]
-    return set(found)
-
-
-def _group() -> dict[int, int]:
-    """Return process → parent for the living processes of this worker's group (proc(5)), without zombies."""
-    found, own = {}, os.getpgrp()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent, group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            if state != "Z" and int(group) == own:
-                found[int(stat.parent.name)] = int(parent)
-    return found
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # a wrapper may have started it as another user
-        os.kill(pid, number)
+    """End a tool, by force if needed; what it has started ends with the worker's process group, soon after the run."""
+    for end in (process.terminate, process.kill):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+            return
