@@ -22,6 +22,13 @@ SHORTEST, LONGEST = 64, 20_000
 FEWEST, DEFAULT, MOST = 32, 64, 1024
 """Minimum, default and maximum tokens to generate: faults that only decoding has need some tens of tokens to show."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+PLAIN = re.compile(r"[^\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]*")
+FIELDS = {
+    "name": "1 to 32 of a-z, 0-9, _ and -, a letter first",
+    "text": f"{SHORTEST} to {LONGEST:,} characters of plain text",
+    "tokens": f"a whole number from {FEWEST} to {MOST}",
+}
+"""Field of a prompt → what it must be."""
 WANTED = '{"prompts": [{"name": "reef", "text": "…", "tokens": 64}]}'
 
 
@@ -65,30 +72,16 @@ def load(path: Path) -> tuple[Prompt, ...]:
 
 
 def _mistakes(entry: Any) -> list[str]:
+    """Return a clause for each wrong or unknown field of an entry, such as ".tokens: wanted a whole number …"."""
     if not isinstance(entry, dict):
         return [f": got {type(entry).__name__}, wanted an object with name, text and tokens"]
-    unknown = [printable(key[:40]) for key in entry if key not in ("name", "text", "tokens")]
+    name, text = (given if isinstance(given := entry.get(field), str) else "" for field in ("name", "text"))
+    tokens = entry.get("tokens", DEFAULT)
+    right = {
+        "name": NAME.fullmatch(name),
+        "text": SHORTEST <= len(text) <= LONGEST and PLAIN.fullmatch(text),
+        "tokens": type(tokens) is int and FEWEST <= tokens <= MOST,
+    }
+    unknown = [printable(key[:40]) for key in entry if key not in right]
     found = [f".{key}: unknown, wanted name, text and tokens only" for key in unknown]
-    name, text, tokens = entry.get("name"), entry.get("text"), entry.get("tokens", DEFAULT)
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        found.append(f".name: got {_shown(name)}, wanted 1 to 32 of a-z, 0-9, _ and -, a letter first")
-    if not isinstance(text, str):
-        found.append(f".text: got {_shown(text)}, wanted a text")
-    elif not SHORTEST <= len(text) <= LONGEST:
-        found.append(f".text: {len(text)} characters, wanted {SHORTEST} to {LONGEST:,}")
-    elif not re.fullmatch(r"[^\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]*", text):
-        found.append(".text: holds a control character or half a surrogate pair, wanted plain text")
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not FEWEST <= tokens <= MOST:
-        found.append(f".tokens: got {_shown(tokens)}, wanted a whole number from {FEWEST} to {MOST}")
-    return found
-
-
-def _shown(value: Any) -> str:
-    """Return a value as text for a message; only the beginning of a long text is kept."""
-    if value is None:
-        return "nothing"
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "something nested too deeply"
-    return text if len(text) <= 40 else text[:39] + "…"
+    return found + [f".{field}: wanted {FIELDS[field]}" for field, is_right in right.items() if not is_right]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from canaryd.facts import ENDPOINT_REPEATS, ENDPOINT_SERVER, ENDPOINT_STARTED, reading_key
 from canaryd.files import keep, recall
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
-from canaryd.worker.endpoint.answers import Answer, Position
+from canaryd.worker.endpoint.answers import Answer
 from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused
 from canaryd.worker.endpoint.dialects import GENERIC, digest
@@ -182,36 +182,17 @@ class Progress:
 
 
 def injected(answer: Answer, fault: str) -> Answer:
-    """Return the answer with a fault of `canaryd drill`, in a probability or, if nothing was scored, in the text.
+    """Return the answer with a wrong bit in one log probability, or in its text if nothing was scored, for a drill.
 
-    The position is always the same, because a retest must meet the same fault again. The text names the fault.
+    It is the same bit of the same position whatever the fault's name, because a retest must meet the same fault again.
+    The text names the fault.
     """
     at = [i for i, position in enumerate(answer.positions) if position.value is not None]
     if not at:
         place = len(answer.text) // 2
         return replace(answer, text=f"{answer.text[:place]}[drill: {fault}]{answer.text[place:]}")
-    middle = len(at) // 2
+    middle = at[len(at) // 2]
     positions = list(answer.positions)
-    for i in at[middle % 16 :: 16] if fault == "stuck" else at[middle : middle + 1]:
-        positions[i] = _CHANGES[fault](positions[i])
-    return replace(answer, positions=tuple(positions), text=f"[drill: {fault} at position {at[middle]}] {answer.text}")
-
-
-def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
-    """Return a function that applies `change` to the float32 bits of a position's log probability."""
-
-    def changed(position: Position) -> Position:
-        (raw,) = struct.unpack("<I", struct.pack("<f", position.value))
-        return replace(position, value=struct.unpack("<f", struct.pack("<I", change(raw)))[0])
-
-    return changed
-
-
-_CHANGES: Mapping[str, Callable[[Position], Position]] = {
-    "flip": _bits(lambda raw: raw ^ 1),
-    "zero": lambda position: replace(position, value=0.0),
-    "swap": lambda position: replace(position, token=f"{position.token}?"),
-    "nan": lambda position: replace(position, value=float("nan")),
-    "stuck": _bits(lambda raw: raw | 1),
-    "consistent": _bits(lambda raw: raw ^ (1 << 23)),
-}
+    (raw,) = struct.unpack("<I", struct.pack("<f", positions[middle].value))
+    positions[middle] = replace(positions[middle], value=struct.unpack("<f", struct.pack("<I", raw ^ 1))[0])
+    return replace(answer, positions=tuple(positions), text=f"[drill: {fault} at position {middle}] {answer.text}")

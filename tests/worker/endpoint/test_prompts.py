@@ -7,7 +7,7 @@ import json
 import pytest
 
 from canaryd.probe import Skip
-from canaryd.worker.endpoint.prompts import FEWEST, LONGEST, SHORTEST, Prompt, load
+from canaryd.worker.endpoint.prompts import FEWEST, LONGEST, Prompt, load
 from tests.worker.endpoint.served import PROBE
 
 TEXT = "What the diver saw on the way down to the reef, told step by step, in plain words."
@@ -46,7 +46,7 @@ def test_a_file_of_ones_own_is_read(tmp_path):
 
 
 def test_every_mistake_of_a_file_is_told_at_once(tmp_path):
-    """Each with its entry, what was given and what is wanted."""
+    """Each with its entry, its field, and what is wanted there."""
     entries = [
         {"name": "Reef 1", "text": TEXT},
         {"name": "a", "text": "short", "tokens": 31},
@@ -56,17 +56,17 @@ def test_every_mistake_of_a_file_is_told_at_once(tmp_path):
         {"text": "x" * (LONGEST + 1), "tokens": "many"},
     ]
     assert problems(tmp_path, {"prompts": entries}) == [
-        'prompts[0].name: got "Reef 1", wanted 1 to 32 of a-z, 0-9, _ and -, a letter first',
-        f"prompts[1].text: 5 characters, wanted {SHORTEST} to 20,000",
-        "prompts[1].tokens: got 31, wanted a whole number from 32 to 1024",
+        "prompts[0].name: wanted 1 to 32 of a-z, 0-9, _ and -, a letter first",
+        "prompts[1].text: wanted 64 to 20,000 characters of plain text",
+        "prompts[1].tokens: wanted a whole number from 32 to 1024",
         "prompts[2].temperature: unknown, wanted name, text and tokens only",
-        "prompts[2].text: got 7, wanted a text",
-        "prompts[2].tokens: got true, wanted a whole number from 32 to 1024",
-        "prompts[3].text: holds a control character or half a surrogate pair, wanted plain text",
+        "prompts[2].text: wanted 64 to 20,000 characters of plain text",
+        "prompts[2].tokens: wanted a whole number from 32 to 1024",
+        "prompts[3].text: wanted 64 to 20,000 characters of plain text",
         "prompts[4]: got str, wanted an object with name, text and tokens",
-        "prompts[5].name: got nothing, wanted 1 to 32 of a-z, 0-9, _ and -, a letter first",
-        "prompts[5].text: 20001 characters, wanted 64 to 20,000",
-        'prompts[5].tokens: got "many", wanted a whole number from 32 to 1024',
+        "prompts[5].name: wanted 1 to 32 of a-z, 0-9, _ and -, a letter first",
+        "prompts[5].text: wanted 64 to 20,000 characters of plain text",
+        "prompts[5].tokens: wanted a whole number from 32 to 1024",
         "the name 'b' is given 2 times, wanted once",
     ]
 
