@@ -21,7 +21,7 @@ from pathlib import Path
 
 from canaryd.report import status_page
 from tests.command import ROOT
-from tests.mixed_machine import NOW, mixed_machine
+from tests.mixed_machine import mixed_machine
 
 PICTURES = ROOT / "docs/pictures"
 SOURCES = PICTURES / "sources.json"
@@ -38,7 +38,7 @@ def status_html() -> str:
     time.tzset()
     try:
         with tempfile.TemporaryDirectory() as directory:
-            page = status_page.render(mixed_machine(Path(directory) / "state"), NOW).decode()
+            page = status_page.render(mixed_machine(Path(directory) / "state")).decode()
     finally:
         os.environ.pop("TZ") if before is None else os.environ.update(TZ=before)
         time.tzset()

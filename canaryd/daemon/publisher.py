@@ -137,7 +137,7 @@ class Publisher:
             return Answer(503 if waits else 200, PLAIN_TEXT, f"{waits or 'ready'}\n".encode())
 
         return {
-            "/": lambda _: Answer(200, status_page.CONTENT_TYPE, status_page.render(self._status, time.time())),
+            "/": lambda _: Answer(200, status_page.CONTENT_TYPE, status_page.render(self._status)),
             "/metrics": lambda headers: self._page.answer(headers),  # noqa: PLW0108  the page is replaced
             "/healthz": health,
             "/readyz": ready,

@@ -38,8 +38,6 @@ UNSTORED_RULE = "unstored"
 """Rule of the finding that the daemon cannot store newer verdicts. This module makes it."""
 RECENT = DAY
 """Seconds for which an event is shown after it happened."""
-STALLED = 300.0
-"""Age in seconds above which the daemon's own pages report their status as old: it is renewed every 15 s (ours)."""
 LEVELLED = "exact_matmul"
 """The probe whose newest run shows the level (quick, standard, deep) at which this machine is tested."""
 LOOKED = 20
@@ -280,30 +278,6 @@ def _since_repair(evidence: Newest, repaired: float) -> Newest:
     return {probe: at if at is None or at > repaired else None for probe, at in evidence.items()}
 
 
-def as_of(status: Status, now: float) -> Status:
-    """Return an earlier status updated to the time `now`: old verdicts become unknown, old events are removed."""
-    old = now - status.now
-    stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
-    return replace(
-        status,
-        now=now,
-        released_until=status.released_until if status.released_until > now else 0.0,
-        devices=_worst_first(
-            replace(
-                d,
-                verdict=_unless_old(d.verdict, d.device, now, daemon=status.daemon),
-                events=tuple(e for e in d.events if e.last >= now - RECENT),
-                acks=_in_force(d.device, d.acks, now),
-                drill=d.drill if d.drill and now <= d.drill.until else None,
-            )
-            for d in status.devices
-        ),
-        problems=(*([stalled] if old > STALLED else []), *status.problems),
-        absent="",
-        closed=False,
-    )
-
-
 def _worst_first(devices: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
     def key(d: DeviceStatus) -> tuple[int, int, str, int, str]:
         costs = CAUSES.index(d.verdict.cause)
@@ -373,7 +347,7 @@ READ_LOG = "Free disk space, or give the files to the daemon's user; its log say
 def _up_to_date(
     store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float, *, daemon: bool
 ) -> Verdict:
-    """Return the stored verdict, changed by newer statements and wrong runs that have not been judged yet."""
+    """Return the stored verdict, or what is known after a repair or a wrong run that has not been judged yet."""
     shown, action = _unless_old(verdict, device, now, daemon=daemon), JUDGE_NOW if daemon else TEST_NOW
     if verdict is None:
         return shown
@@ -387,7 +361,6 @@ def _up_to_date(
             " Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
-    shown = _with_acks(shown, judge_acks.standing(device, acks, now), now, action)
     if shown.state.severity > State.UNKNOWN.severity:
         return shown
     judged = {run for f in verdict.findings for run in f.runs}
@@ -413,34 +386,6 @@ def _up_to_date(
     return _with(shown, note, newest.started)
 
 
-def _with_acks(verdict: Verdict, ack: Ack | None, now: float, action: str) -> Verdict:
-    """Return a verdict as the judge would change it for `ack`, the acknowledgement in force (None for none).
-
-    The suspicions that `ack` covers become unknown. If `ack` is None, the suspicions that an earlier acknowledgement
-    covered count as suspect again.
-    """
-    if ack is None:
-        covered = [f for f in verdict.findings if f.acknowledged]
-        if not covered:
-            return replace(verdict, findings=_without_ack_note(verdict))
-        note = Finding(
-            rule=UNJUDGED_RULE,
-            state=State.SUSPECT,
-            cause=min((f.cause for f in covered), key=CAUSES.index),
-            message="The acknowledgement has ended; the device is suspect again (see below).",
-            action=action,
-        )
-        return _with(replace(verdict, findings=_without_ack_note(verdict)), note, now)
-    if ack.at <= verdict.decided:
-        return verdict
-    findings = [judge_acks.covered(ack, f) if judge_acks.covers(ack, f) else f for f in _without_ack_note(verdict)]
-    return _with(replace(verdict, findings=tuple(findings)), judge_acks.note(ack), ack.at)
-
-
-def _without_ack_note(verdict: Verdict) -> tuple[Finding, ...]:
-    return tuple(f for f in verdict.findings if f.rule != ACKNOWLEDGED)
-
-
 def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
     """Return a verdict with `finding` added, and with the state and cause that follow. A new state begins at `at`."""
     findings = tuple(sorted((finding, *verdict.findings), key=lambda f: -f.state.severity))
@@ -457,7 +402,7 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
     if verdict is None:
         return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", JUDGE_NOW if daemon else ""))
     age = now - verdict.decided
-    if _is_renewed(verdict, now) or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
+    if _is_renewed(verdict, now):
         return verdict
     old = f"{format_duration(age)} old" if age > 0 else "dated ahead of the clock"
     said = f"The last verdict is {old}; it was {verdict_note(verdict)}."

@@ -1,6 +1,6 @@
 """The daemon's page `/`: the content of `canaryd status` as one HTML document.
 
-It has no script and fetches nothing. Ages are computed for each request, and the page reloads itself.
+It has no script and fetches nothing, and reloads itself. The daemon gathers its content at least every half minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from canaryd.model import Device, Finding, State
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import Step, awaits_tests, describe, next_step, sentence, shown_notes, step
-from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
+from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, newest_of
 from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
 
 CONTENT_TYPE = "text/html; charset=utf-8"
@@ -68,25 +68,24 @@ SHAPES = {
 """State → SVG shape, 24 by 24 units, for readers who cannot see colours."""
 
 
-def render(status: Status, now: float) -> bytes:
-    """Return the page at the time `now`, from a status that was gathered a little earlier (at `status.now`)."""
-    current = as_of(status, now)
-    state, host = current.state, socket.gethostname()
-    bad = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
-    healthy = [d for d in current.devices if d.verdict.state is State.HEALTHY]
+def render(status: Status) -> bytes:
+    """Return the page of a status."""
+    state, host = status.state, socket.gethostname()
+    bad = [d for d in status.devices if d.verdict.state is not State.HEALTHY]
+    healthy = [d for d in status.devices if d.verdict.state is State.HEALTHY]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="refresh" content="{RELOAD}"><link rel="icon" href="data:,">
 <title>{state.value.upper()} · {_text(host)} · canaryd</title><style>{STYLE}</style></head><body>
 <header class="{state.value}"><p class="faint">canaryd on {_text(host)}</p><h1>{_state(state)}</h1>
-<p class="answer">{_text(answer(current))}</p>
-<p class="advice"><strong>Do now:</strong> {_html(steps(current))}</p></header>
-{_problems(current)}<main>
-{_section("Not healthy", bad, current, "cards wide")}
-{_section("Healthy", healthy, current, "cards")}
-</main><footer>{_untested(current)}
-<p>The daemon is {"" if current.daemon else "not "}running. Times are {time_zone()}. Rendered at {_time(now)}
-from the state at {_time(status.now)}; this page reloads itself every {RELOAD} seconds. The same facts:
+<p class="answer">{_text(answer(status))}</p>
+<p class="advice"><strong>Do now:</strong> {_html(steps(status))}</p></header>
+{_problems(status)}<main>
+{_section("Not healthy", bad, status, "cards wide")}
+{_section("Healthy", healthy, status, "cards")}
+</main><footer>{_untested(status)}
+<p>The daemon is {"" if status.daemon else "not "}running. Times are {time_zone()}. This is the state at
+{_time(status.now)}; the page reloads itself every {RELOAD} seconds. The same facts:
 <code>canaryd status -v</code>, <code>canaryd status --json</code>; for Prometheus: <a href="/metrics">/metrics</a>.</p>
 </footer>
 </body></html>

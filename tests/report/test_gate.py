@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 
 from canaryd.config.settings import Config
-from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Verdict
+from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 from canaryd.report import gate
 from canaryd.store.database import DATABASE
 from canaryd.store.locks import Flag
@@ -227,11 +227,11 @@ def test_a_suspect_device_fails_where_that_is_asked_for(state, acting):
 
 def test_an_acknowledged_suspicion_is_unknown(state, acting):
     """As everywhere else: known to the operator, and not healthy."""
-    told(state, (GPU, State.SUSPECT, Cause.UNDETERMINED))
-    now = time.time()
+    told(state, (GPU, State.UNKNOWN, Cause.UNDETERMINED))
     with Store.open(state) as store:
-        known = Ack(device=GPU.uuid, kind="acknowledged", at=now, until=now + 999, reason="known", rules=("a-rule",))
-        assert store.add_ack(known)
+        (verdict,) = store.verdicts().values()
+        findings = tuple(replace(f, acknowledged=True) for f in verdict.findings)
+        assert store.set_verdict(replace(verdict, findings=findings))
     assert ask(state, acting, "--on", "suspect")[:2] == ("unknown", 3)
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import tarfile
-import time
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -265,7 +264,7 @@ def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
     result = Result(level="quick", started=NOW - 9000, devices=[GPU], verdicts={GPU.uuid: found})
     of_history = history.gather(store, Config(), GPU.uuid, NOW - 9000, NOW, {})
     texts = [check.as_text(result), history.as_text(of_history, 80), status_text(of_status)]
-    page = status_page.render(of_status, NOW).decode()
+    page = status_page.render(of_status).decode()
     (said,) = incidents_json(found, GPU)
     spoken = " ".join(said[key] for key in ("action", "command", "next_action", "next_command"))
     for text in (*texts, Words(page).text, spoken):
@@ -331,7 +330,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     with Store.open(directory / "state") as store:
         runs = [r for r in store.runs() if r.probe != "passes"]
         (record,) = store.devices()
-        page = Words(status_page.render(status.gather(store, Config()), time.time()).decode()).text
+        page = Words(status_page.render(status.gather(store, Config())).decode()).text
     # From the runs themselves: each wrong result, of all those that these probes computed.
     assert first["wrong"] == sum(c.wrong_trials for r in runs for c in r.comparisons) == 12
     assert first["results"] == sum(r.trials for r in runs) == 24
@@ -415,7 +414,7 @@ def test_a_mixed_machine_of_eight_fits_one_window(mixed, tmp_path):
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no chromium here: nobody has looked at the page with a real browser")
-    (tmp_path / "page.html").write_bytes(status_page.render(mixed, NOW))
+    (tmp_path / "page.html").write_bytes(status_page.render(mixed))
     (tmp_path / "frame.html").write_text(
         """<body><iframe id=f src=page.html style="width:1280px;height:900px;border:0"></iframe><script>
         document.getElementById("f").onload = e => document.body.insertAdjacentHTML("beforeend", "<pre>" +

@@ -272,7 +272,7 @@ def test_status_says_what_was_not_tested(store):
     assert "not tested: serving engine, most shapes" in status_text(found)
     assert "most memory: beyond 16 MiB of each device" in unwrapped(status_text(found, verbose=True))
     assert "higher load: load, power and temperature above those of this check" in status_json(found)["not_tested"]
-    assert b"Not tested: serving engine" in status_page.render(found, NOW)
+    assert b"Not tested: serving engine" in status_page.render(found)
 
 
 def test_other_instruction_sets_are_those_of_a_tested_processor(store):

@@ -12,7 +12,7 @@ from canaryd.judge.phrases import PROVIDER, VENDOR_CASE
 from canaryd.judge.telemetry.memory_rules import RETURN
 from canaryd.judge.telemetry.xid_rules import ACTIONS
 from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State
-from canaryd.report import status, status_page
+from canaryd.report import status_page
 from canaryd.report.advice import advice, answer
 from canaryd.report.incidents import state_lines
 from canaryd.report.status_text import as_json as status_json
@@ -226,10 +226,10 @@ def test_a_drill_is_told_while_its_alert_stands(store, wrong, daemon, words):
     assert told == {"fault": "flip", "at": NOW - 600, "caught": wrong, "until": until}
     assert seen.state is State.HEALTHY
     line = f"drill of {format_time(NOW - 600, seconds=False)} (flip) on cuda:3: {words}"
-    for text in (status_text(seen), re.sub(r"<[^>]+>", "", status_page.render(seen, NOW).decode())):
+    for text in (status_text(seen), re.sub(r"<[^>]+>", "", status_page.render(seen).decode())):
         assert line in unwrapped(text)
         assert (format_time(until, seconds=False) in unwrapped(text)) is (wrong and daemon)
-    later = status.as_of(seen, NOW + 3001)
+    later = ask(store, now=NOW + 3001)
     assert later.devices[0].drill is None
     assert "drill" not in status_text(later)
 

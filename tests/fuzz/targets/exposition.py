@@ -118,8 +118,8 @@ def _status(text: Any) -> Status:
 
 def _page(data: bytes) -> None:
     choices = Choices(data)
-    document = status_page.render(_status(lambda: choices.text(60)), NOW).decode()
-    found, usual = Elements(document), Elements(status_page.render(_status(lambda: "x"), NOW).decode())
+    document = status_page.render(_status(lambda: choices.text(60))).decode()
+    found, usual = Elements(document), Elements(status_page.render(_status(lambda: "x")).decode())
     assert not found.open
     assert found.seen <= usual.seen, found.seen - usual.seen
     assert all(c.isprintable() or c == "\n" for c in document)
