@@ -5,11 +5,10 @@ docs/thresholds.md lists both, with source and false-alarm rate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from canaryd.config.schema import fixed, setting
+from canaryd.config.schema import setting
 from canaryd.config.values import DURATION
 
 
@@ -31,6 +30,3 @@ class JudgePolicy:
     week: ClassVar[float] = 7 * 86_400.0
     watch: ClassVar[float] = 30 * 86_400.0
     """Least time in seconds for which a suspect device stays suspect: its observation period."""
-    GONE: ClassVar[Mapping[str, str]] = fixed(
-        confirm_runs="3", repeat_window="24h", repeat_gap="60s", week_count="3", week="7d", watch="30d"
-    )

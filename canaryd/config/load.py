@@ -87,14 +87,10 @@ def _check_rules(config: Config, notes: Notes) -> None:
 
 def _contradictions(config: Config, given: Collection[str], wrong: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (setting, message) for contradictions. `given`: the file's settings. `wrong`: those with noted mistakes."""
-    store = config.store
     if config.worker.python and config.worker.command:
         yield "worker.python", "worker.python and worker.command are both set; remove one"
-    if "store.keep_failures" in given and store.keep_failures < config.judge.watch:
-        yield "store.keep_failures", 'failures would be deleted while they count; write at least "30d"'
-    elif store.keep_failures < store.keep_successes:
-        text = "successes would be kept for longer than failures; make it at most as long as store.keep_failures"
-        yield "store.keep_successes", text
+    if config.store.keep_failures < config.store.keep_successes:
+        yield "store.keep_failures", 'failures would be deleted before the other runs; write at least "45d"'
     for name, endpoint in config.endpoints.each.items():
         where = f"endpoints.{name}"
         if not endpoint.url and f"{where}.url" not in wrong and any(n.startswith(f"{where}.") for n in given):

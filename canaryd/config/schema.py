@@ -373,11 +373,6 @@ def section(cls: type[Any], doc: str) -> Any:
     return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
 
 
-def fixed(**values: str) -> dict[str, str]:
-    """Return entries for `GONE`: former setting → message that the setting is gone and always has the given value."""
-    return {name: f"no setting any more: it is always {value}; delete the line" for name, value in values.items()}
-
-
 SPELLED = ("str", "bool", "int", "float")
 """YAML types whose text `parse` gets exactly as typed, so that its message can say that a bare 900 has no unit."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from canaryd.config.judge_policy import JudgePolicy
-from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, fixed, section, setting
+from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, section, setting
 from canaryd.config.values import (
     API,
     DIALECT,
@@ -101,7 +101,6 @@ class WorkerConfig:
         "Environment variables for workers, in addition to canaryd's own environment. Default: none.",
         sample='{LD_LIBRARY_PATH: "/opt/cuda/lib64"}',
     )
-    GONE: ClassVar[Mapping[str, str]] = fixed(grace="2s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +228,6 @@ class ScheduleConfig:
         "quick",
         "How thoroughly to test: quick, standard or deep. On CPUs quick tests one instruction set per round, in turn.",
     )
-    GONE: ClassVar[Mapping[str, str]] = fixed(jitter="0.1", run_at_start="true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,11 +251,6 @@ class BudgetConfig:
         "Hours of the day, in local time, in which rounds wait. Default: none.",
         sample='["08:00-20:00"]',
     )
-    GONE: ClassVar[Mapping[str, str]] = {
-        **fixed(burst="0.05s", free="512MiB", headroom="5"),
-        **fixed(evidence="three quarters of the age that judge.stale_after allows"),
-        "power": "no setting any more: rounds do not wait for power; delete the line",
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,19 +274,17 @@ class TelemetryConfig:
     """Corrected memory errors of an accelerator in a day that make the accelerator degraded."""
     dimm_corrected_per_day: ClassVar[int] = 10
     """Corrected errors of one memory module in a day that make the host degraded."""
-    GONE: ClassVar[Mapping[str, str]] = fixed(
-        keep="5m", settle="1h", throttle="60s", corrected_per_day="1000", dimm_corrected_per_day="10"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
     """How long runs are kept. Sizes are in bytes."""
 
-    keep_successes: float = setting(
-        DURATION, '"45d"', "How long runs without a mismatch are kept; must exceed 30 days to clear suspects."
+    keep_failures: float = setting(
+        DURATION, '"400d"', "How long mismatches and failed runs are kept; other runs are kept for 45 days."
     )
-    keep_failures: float = setting(DURATION, '"400d"', "How long mismatches and failed runs are kept.")
+    keep_successes: ClassVar[float] = 45 * 86_400.0
+    """Seconds for which other runs are kept: longer than a suspect device is watched."""
     max_size: int = setting(SIZE, '"256MiB"', "Size of the database above which old successes are deleted early.")
 
 
@@ -336,9 +327,6 @@ class TlsConfig:
     )
 
 
-_NO_PASSWORDS = "canaryd checks no passwords any more; put a proxy in front of it, as docs/security.md shows"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration. Two configurations are equal if all their settings are equal; `file` does not count."""
@@ -346,10 +334,6 @@ class Config:
     GONE: ClassVar[Mapping[str, str]] = {
         "web_config": "no setting any more; name certificate, key and client CA under tls (cert_file, key_file,"
         " client_ca_file), and let a proxy ask for passwords, as docs/security.md shows",
-        "tls_server_config": "no setting of this file; name certificate, key and client CA under tls (cert_file,"
-        " key_file, client_ca_file)",
-        "basic_auth_users": _NO_PASSWORDS,
-        "password": _NO_PASSWORDS,
     }
     """Setting of an earlier release → message about what to do instead."""
 

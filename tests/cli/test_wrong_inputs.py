@@ -45,7 +45,6 @@ FILES: dict[str, str | bytes] = {
     "listen.yaml": "listen: 19469\n",
     "relative.yaml": "state_dir: canaryd\n",
     "duration.yaml": "judge:\n  stale_after: 30\n",
-    "gone.yaml": "judge:\n  watch: 30d\n",
     "no-url.yaml": "endpoints:\n  main:\n    model: x\n",
     "bad-url.yaml": "endpoints:\n  main:\n    url: localhost\n",
     "exact.yaml": URL + "    exact: @directory\n",
@@ -58,7 +57,6 @@ FILES: dict[str, str | bytes] = {
     "text.yaml": "worker:\n  python: @file\n",
     "python.yaml": "worker:\n  python: @absent\n",
     "web.yaml": "web_config: /etc/canaryd/web.yml\n",
-    "password.yaml": "basic_auth_users:\n  alice: hunter2\n",
     "tls.yaml": "tls:\n  cert_file: @absent\n  key_file: @absent\n",
     "half-tls.yaml": "tls:\n  client_ca_file: @absent\n",
 }
@@ -152,7 +150,6 @@ TABLE = (
     config("listen.yaml", '@listen.yaml:1: listen: "19469" is not HOST:PORT', "write e.g."),
     config("relative.yaml", 'state_dir: "canaryd" is not an absolute path', "write e.g."),
     config("duration.yaml", '@duration.yaml:2: judge.stale_after: "30" has no unit', "write"),
-    config("gone.yaml", "@gone.yaml:2: judge.watch: no setting any more: it is always 30d", "delete the line"),
     config("no-url.yaml", "@no-url.yaml:2: endpoints.main: url is missing", "write e.g."),
     config("bad-url.yaml", 'endpoints.main.url: "localhost" is not the address of an API', "write e.g."),
     config("exact.yaml", "endpoints.main.exact: @directory holds no expected.json", "canaryd canary export", code=3),
@@ -165,7 +162,6 @@ TABLE = (
     config("text.yaml", "worker.python: @file: you may not read and execute it", "name another one"),
     config("command.yaml", "worker.command: dokcer cannot be run here", "name a program that can", code=3),
     config("web.yaml", ":1: web_config: no setting any more", "under tls", "let a proxy ask for passwords"),
-    config("password.yaml", ":1: basic_auth_users: canaryd checks no passwords", "put a proxy in front of it"),
     config("tls.yaml", "tls.key_file: OpenSSL cannot use @absent", "no such file", "name a certificate and its key"),
     config("half-tls.yaml", "TLS needs both tls.cert_file and tls.key_file", "name both"),
 )

@@ -70,7 +70,7 @@ probes:
   bare:
 schedule: {level: quick}
 judge: {stale_after: 1d}
-store: {keep_successes: 7d, keep_failures: 800d, max_size: 1.5GiB}
+store: {keep_failures: 800d, max_size: 1.5GiB}
 devices: {include: [cuda, "cpu:0"], expected: 8}
 """
 

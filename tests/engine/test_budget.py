@@ -179,7 +179,7 @@ def read(tmp_path: Path, text: str) -> BudgetConfig:
         ("share: 0", "out of range; write a number from 0.0001 to 1"),
         ("share: 1.5", "out of range"),
         ("memory: 2", "not a size"),
-        ("headroom: 8", "no setting any more: it is always 5; delete the line"),
+        ("headroom: 8", "unknown setting; known settings: busy, memory, quiet_hours, share"),
     ],
 )
 def test_mistakes_are_told(tmp_path, text, said):

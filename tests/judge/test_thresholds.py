@@ -207,7 +207,6 @@ def settings() -> dict[str, list[float]]:
         f"{section}.{name}": getattr(kind(), name)
         for section, kind in SECTIONS.items()
         for name in kind.__annotations__
-        if name != "GONE"
     }
     return {name: [float(value)] if is_number(value) else [] for name, value in fields.items()}
 
