@@ -24,10 +24,8 @@ from canaryd.judge import case
 from canaryd.judge.node import node as node_of
 from canaryd.judge.verdict import decide
 from canaryd.model import Device, Outcome, Run, State
-from canaryd.supervisor import environment
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
-from canaryd.worker import limits, visible
 from tests.command import canaryd, configure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,19 +255,6 @@ def test_the_table_of_outcomes_is_complete():
     assert set(rows) == {outcome.value for outcome in Outcome}
     assert all(set(spans(cell)) and set(spans(cell)) <= MISBEHAVING for cell in rows.values())
     assert set(spans(FAILURES)) >= MISBEHAVING
-
-
-def test_every_variable_of_a_workers_environment_is_described():
-    """Set, removed, or part of an instruction set."""
-    sets = {key: value for each in environment.INSTRUCTION_SETS.values() for key, value in each.items()}
-    written = {f"{key}={value}" for each in environment.INSTRUCTION_SETS.values() for key, value in each.items()}
-    written |= {f"{key}={value}" for key, value in environment.STRICT.items()}
-    section = ARCHITECTURE.partition("## Environment of workers")[2].partition("\n## ")[0]
-    assert written | set(environment.SCRUBBED) <= set(spans(section))
-    assert {span.partition("=")[0] for span in spans(section) if span.isupper() or "=" in span} <= (
-        {*sets, *environment.STRICT, *environment.SCRUBBED, *environment.BELOW_NORMAL, limits.NICE, limits.IDLE}
-        | {visible.ONLY, visible.CUDA, visible.HIP, visible.ROCR, visible.LEVEL_ZERO, visible.SYCL, visible.ASCEND}
-    )
 
 
 # --- Probes ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -91,10 +90,11 @@ def container(documents: list[dict[str, Any]], name: str = "canaryd") -> dict[st
 
 
 def documented_patches() -> list[dict[str, Any]]:
-    """Return the patches of docs/enforcement.md for the way back to an older release."""
-    (block,) = re.findall(r"(?ms)^  ```yaml\n(  patches:.*?)^  ```", (ROOT / "docs/enforcement.md").read_text())
-    patches: list[dict[str, Any]] = yaml.safe_load(textwrap.dedent(block))["patches"]
-    return patches
+    """Return the patches for the way back to an older release, as way-back.yaml of the example says to name it."""
+    text = (HERE / "example/way-back.yaml").read_text()
+    (line,) = re.findall(r"^# patches: (.*)$", text, re.MULTILINE)
+    (patch,) = yaml.safe_load(line)
+    return [{"target": patch["target"], "patch": text}]
 
 
 # --- Checked by their own tools ---------------------------------------------------------------------------------------

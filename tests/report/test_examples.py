@@ -1,12 +1,9 @@
-"""The examples of the README and of docs/status.md are what `check` and `status` print of these facts."""
+"""The example of the README is what `check` prints of these facts."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from datetime import datetime
 
-from canaryd.config.settings import Config
 from canaryd.engine.check import NO_ENDPOINT, Result, all_gaps, lacking
 from canaryd.facts import Place
 from canaryd.model import (
@@ -23,8 +20,7 @@ from canaryd.model import (
     Verdict,
     WrongResults,
 )
-from canaryd.report import check, status, status_text
-from canaryd.store.store import Store
+from canaryd.report import check
 from tests.command import ROOT
 
 SINCE = datetime(2026, 11, 23, 17, 49).astimezone().timestamp()
@@ -79,25 +75,3 @@ def test_the_check_of_the_readme_is_what_check_prints():
     result = Result(level="quick", started=SINCE, seconds=103.1, devices=[CPU], verdicts={CPU.uuid: faulty()})
     result.not_checked = all_gaps("quick", [NO_ENDPOINT, *lacking({CPU.name: TESTED})], [CPU])
     assert example("README.md", "FAULTY") == check.as_text(result)
-
-
-def test_the_status_of_the_documentation_is_what_status_prints(tmp_path, monkeypatch):
-    """Word for word, in UTC."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    try:
-        since = datetime(2026, 11, 23, 17, 49).astimezone().timestamp()
-        verdict = faulty()
-        finding = replace(verdict.findings[0], since=since)
-        with Store.open(tmp_path, now=lambda: since + 200) as store:
-            store.see_device(CPU, since)
-            store.set_verdict(replace(verdict, findings=(finding,), since=since, decided=since + 103.1))
-            tested = dict.fromkeys(TESTED, since + 150)
-            evidence = {CPU.uuid: {"host_telemetry": since + 96} | tested}
-            found = status.gather(
-                store, replace(Config(), state_dir=tmp_path), since + 200, daemon=False, evidence=evidence
-            )
-        assert example("docs/status.md", "NO, do not trust") == status_text.as_text(found)
-    finally:
-        monkeypatch.undo()
-        time.tzset()
