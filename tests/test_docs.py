@@ -379,14 +379,6 @@ RUN_ELSEWHERE = {
         "tests/deploy/test_container.py",
         "the same",
     ),
-    "scripts/deb": (
-        "tests/test_install.py::test_equal_sources_give_an_equal_package_without_a_lintian_warning",
-        "needs dpkg-deb and the network",
-    ),
-    "scripts/deb --update": (
-        "tests/test_install.py::test_the_package_carries_what_canaryd_depends_on",
-        "it changes the clone; the test checks what it wrote",
-    ),
 }
 """Command of the README or the install page → what runs it, or its equal, and why it is not run as it stands."""
 COPIES = {
