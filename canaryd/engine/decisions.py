@@ -203,7 +203,7 @@ class Decisions:
         signs = Signs(
             device=device,
             polls={name: poll for name, poll in polls.items() if name in host.entries},
-            events=tuple(e for e in self._watch.history.of(device) if e.last > since),
+            events=tuple(e for e in self._watch.history.life(device) if e.last > since),
             last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
             last_mismatch=max((r.started for r in wrong), default=None),
             now=host.clock(),
@@ -215,7 +215,7 @@ class Decisions:
         # Only for what several devices may have together the events of all others are asked for.
         kinds = ("xid", "aer", "amdgpu", "intel")
         if signs.losses or any(map(signs.seen, kinds)) or signs.counted_losses or signs.rises("pcie_aer_errors_total"):
-            return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
+            return replace(signs, beside={d.name: self._watch.history.life(d) for d in others})
         return signs
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:

@@ -1,4 +1,4 @@
-"""The events of each device in the last month, in memory and in the store."""
+"""The events of each device in the last month, and what may come back from before, in memory and in the store."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from canaryd.engine.inventory import bus_key
+from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import triggers
+from canaryd.judge.telemetry.signals import MEMORY_LOST
 from canaryd.model import ON_THE_BUS, Device, Event, EventKind
 from canaryd.store.notes import BOOT_NOTE, RUNNING_NOTE
 from canaryd.store.rows import HOUR
 from canaryd.store.store import Store
 
 MEMORY = 31 * 86_400.0
-"""Seconds for which events stay in memory; every rule looks back less far."""
+"""Seconds for which all events stay in memory."""
 HOST, BUS = "host", "bus "
 """Placeholders for the uuid in events on unknown devices: the id for the machine itself, and the prefix of the ids for
 places on the bus."""
@@ -37,6 +39,8 @@ class EventHistory:
         """Start without events; `recall` reads them."""
         self._store = store
         self._events: dict[str, dict[Bucket, Event]] = {}
+        self._older: dict[str, list[Event]] = {}
+        """Device → what is on record from before `MEMORY` of trouble that may come back."""
         self._mutex = threading.RLock()
         self.triggers: dict[str, str] = {}
         """Device → why its exact goldens should run now; the one who runs them removes it."""
@@ -48,12 +52,23 @@ class EventHistory:
     def recall(self, now: float) -> None:
         """Read the events of the last month again from the store, because other processes may have added events."""
         with self._mutex:
-            found = self._store.events(since=now - MEMORY)
+            found, older = self._store.events(since=now - MEMORY), self._store.lasting(now - MEMORY)
             if self._store.unreadable:  # what was read before still holds
                 return
             self._events = {}
             for event in found:
                 self._add(event)
+            self._older = defaultdict(list)
+            for event in older:
+                self._older[event.device].append(event)
+            self._older = {device: thinned(events) for device, events in self._older.items()}
+
+    def life(self, device: Device) -> tuple[Event, ...]:
+        """Return `of` a device, after what is on record from before that of trouble that may come back."""
+        with self._mutex:
+            names = {device.uuid, device.parent, HOST if device.backend == "cpu" else ""}
+            older = [replace(e, device=device.uuid) for name in names - {""} for e in self._older.get(name, ())]
+        return (*sorted(older, key=lambda event: event.last), *self.of(device))
 
     def of(self, device: Device) -> tuple[Event, ...]:
         """Return the last month's events of a device and, for an instance, of its parent device, oldest first.
@@ -159,6 +174,32 @@ class EventHistory:
         """Record that the daemon stopped normally."""
         self.running = False
         self._store.set_note(RUNNING_NOTE, "")
+
+
+def thinned(events: Sequence[Event]) -> list[Event]:
+    """Return what counts of the events of one device (oldest first): trouble of each kind once between two remedies.
+
+    A remedy is a reboot or a reset; of several in a row the first is enough. Changes of software are all kept.
+    """
+    kept: list[Event] = []
+    seen: set[tuple[str, str]] = set()
+    for event in events:
+        if event.kind in (EventKind.BOOT, EventKind.RESET):
+            if seen:
+                kept.append(event)
+            seen.clear()
+        elif event.kind == EventKind.CHANGE:
+            kept += [event] * (event.name != "device")
+        elif (key := (event.kind, event.name)) not in seen and _returns(event):
+            seen.add(key)
+            kept.append(event)
+    return kept
+
+
+def _returns(event: Event) -> bool:
+    """Return whether trouble of this kind is counted over a device's life: what programs cause is not."""
+    own = event.code in MEMORY_LOST
+    return event.kind != "xid" or own or xids.explain(event.code).grade not in ("application", "none")
 
 
 def _is_of_the_place(event: Event, booted: Collection[str]) -> bool:

@@ -138,13 +138,16 @@ class Recurrence(NamedTuple):
 
 
 def recurrence(
-    occasions: Iterable[tuple[float, Company]], remedies: Sequence[float], enough: int = ENOUGH
+    occasions: Iterable[tuple[float, Company]], remedies: Sequence[float], since: float, few: int = ENOUGH
 ) -> Recurrence:
     """Return how often trouble came back after its remedies (ascending), by the occasions that were the device's own.
+
+    It is faulty after `ENOUGH` on record, or `few` since a time, of which one at least came since then.
 
     False alarms: with passing trouble once in ten years, a healthy device has two in a given 30 days by a chance of
     3.4e-5, and three in five years by one of 1.4 %. So `faulty` is hardware only where identical devices are clean.
     """
-    own = [(at, found) for at, found in occasions if found.is_own]
-    back = max(0, len({bisect.bisect_left(remedies, at) for at, _ in own}) - 1)
-    return Recurrence(back, bool(own) and back + 1 >= enough, closest(found for _, found in own) if own else ALONE)
+    own = [(bisect.bisect_left(remedies, at), at >= since, found) for at, found in occasions if found.is_own]
+    times, lately = len({n for n, *_ in own}), len({n for n, late, _ in own if late})
+    is_faulty = lately >= few or (lately > 0 and times >= ENOUGH)
+    return Recurrence(max(0, times - 1), is_faulty, closest([found for *_, found in own] or [ALONE]))

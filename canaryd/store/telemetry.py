@@ -27,6 +27,12 @@ from canaryd.store.rows import (
 WAITING_POLLS = 1000
 """Number of polls kept in memory while the disk refuses them."""
 
+LASTING = (
+    "kind IN ('xid', 'off-bus', 'amdgpu', 'intel', 'aer', 'mce', 'last-boot', 'boot', 'reset', 'change')"
+    " OR kind = 'counter' AND (labels LIKE '%uncorrected%' OR labels LIKE '%fatal%')"
+)
+"""SQL condition for events that count over a device's life."""
+
 
 class TelemetryTables(Database):
     """The tables of polls, events and counters."""
@@ -99,6 +105,11 @@ class TelemetryTables(Database):
         query = f"SELECT {EVENT} FROM events WHERE last >= ? AND (device = ? OR ? IS NULL)"
         found = [event_from_row(row) for row in self._read(query, since, device, device)]
         return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
+
+    def lasting(self, before: float) -> list[Event]:
+        """Return events from before a time that may come back, and reboots, resets and changes, oldest first."""
+        query = f"SELECT {EVENT} FROM events WHERE last < ? AND ({LASTING}) ORDER BY last"
+        return [event_from_row(row) for row in self._read(query, before)]
 
     def dated(self, events: Iterable[Event]) -> list[Event]:
         """Return the events. An event from a clock that was far behind gets the time of storing (see `date`)."""

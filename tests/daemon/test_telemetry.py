@@ -580,7 +580,7 @@ def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
         engine.clock = lambda: (last + later) / 2 + STALE
         assert "telemetry-stale" not in rules(sound)
         stale = rules(hung)["telemetry-stale"]
-        assert stale.state is State.UNKNOWN
+        assert stale.state is State.DEGRADED
         assert "a call into the driver hung" in stale.message
         assert engine.verdict(hung).state is State.UNKNOWN
         assert engine.watch.readings(hung, engine.clock()) == ()

@@ -171,7 +171,7 @@ def test_a_hung_driver_costs_a_worker_and_is_asked_less_and_less(host):
     assert host.poll(("load_average", 0.5)).failures == 0
 
 
-def test_telemetry_that_stays_away_makes_a_device_unknown(host, monkeypatch):
+def test_telemetry_that_stays_away_is_an_incident_of_its_own(host, monkeypatch):
     """One lost poll says nothing; when none has come for long enough, the verdict says which and why."""
     host.poll(("load_average", 0.5))
     host.poll(crashes=True)
@@ -179,8 +179,41 @@ def test_telemetry_that_stays_away_makes_a_device_unknown(host, monkeypatch):
     host.engine.clock = lambda: time.time() + 600
     verdict = host.engine.verdict(host.cpu)
     stale = next(f for f in verdict.findings if f.rule == "telemetry-stale")
-    assert stale.state is State.UNKNOWN
+    assert stale.state is State.DEGRADED
     assert "says" in (stale.message + stale.probe)
+
+
+def test_trouble_that_may_come_back_is_recalled_for_life(host):
+    """Of each kind once between two remedies; what programs cause, and corrected errors, are not."""
+    day, now = 86_400.0, time.time()
+
+    def old(ago, kind, name, **changes):
+        return Event(device=host.cpu, kind=kind, name=name, first=now - ago * day, last=now - ago * day, **changes)
+
+    host.engine.store.add_events(
+        [
+            old(300, "boot", "clean"),
+            old(200, "xid", "119", code=119),
+            old(199, "xid", "119", code=119),
+            old(198, "xid", "94", code=94),
+            old(197, "xid", "31", code=31),
+            old(196, "boot", "clean"),
+            old(195, "boot", "clean"),
+            old(194, "xid", "119", code=119),
+            old(193, "counter", "a", labels={"kind": "uncorrected", "location": "dram"}),
+            old(193, "counter", "b", labels={"kind": "corrected", "location": "dram"}),
+            old(192, "change", "driver"),
+            old(191, "change", "device"),
+            old(190, "oom", "system"),
+            old(1, "xid", "31", code=31),
+        ]
+    )
+    history = host.watch.history
+    history.recall(now)
+    lasting = ["xid 119", "xid 94", "boot clean", "xid 119", "counter a", "change driver"]
+    device = next(d for d in host.engine.devices.values() if d.uuid == host.cpu)
+    assert [f"{e.kind} {e.name}" for e in history.life(device)] == [*lasting, "xid 31"]
+    assert [e.name for e in history.of(device)] == ["31"]
 
 
 def test_a_driver_without_persistence_is_held(host):

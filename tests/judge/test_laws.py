@@ -74,8 +74,17 @@ def test_a_clean_sibling_accuses_nobody_less(days, names):
 )
 def test_recurrence(occasions, remedies, back, is_faulty, cause):
     """Only what the device had alone counts, once between two remedies, and an occasion in company hides no other."""
-    found = recurrence(occasions, remedies)
+    found = recurrence(occasions, remedies, 0.0)
     assert (found.back, found.is_faulty, found.company.cause) == (back, is_faulty, cause)
+
+
+def test_what_is_faulty_came_back_lately():
+    """Three times in a life, one of them in the last month; or as often in that month as a fatal class allows."""
+    thrice = [(1.0, ALONE), (3.0, ALONE), (5.0, ALONE)]
+    assert recurrence(thrice, [2, 4], since=5.0).is_faulty
+    assert not recurrence(thrice, [2, 4], since=6.0).is_faulty
+    assert recurrence(thrice[1:], [2, 4], since=3.0, few=2).is_faulty
+    assert not recurrence(thrice[1:], [2, 4], since=4.0, few=2).is_faulty
 
 
 def test_what_accuses_most_is_the_closest():

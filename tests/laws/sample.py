@@ -45,7 +45,6 @@ BROKEN: Mapping[tuple[str, str], str] = {
     ("endpoint-errs-in-a-third-of-its-runs", "steady"): "healthy and unknown take turns: ten changes in a day",
     ("hangs-now-and-then", "steady"): "healthy and unknown take turns until it is suspect: five changes in a day",
     ("said-to-be-software", "retention"): "with 50 runs kept, undetermined becomes software",
-    ("storm-that-stalls-polls", "steady"): "degraded and unknown take turns with each poll that fails",
 }
 """(story, law) → what breaks. The test of a pair fails where it holds again: strike its line then."""
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.telemetry.signals import DAY, HELD, Signs, recovery, sentence, source_of
+from canaryd.judge.laws import ALONE, recurrence
+from canaryd.judge.phrases import count
+from canaryd.judge.telemetry.signals import DAY, HELD, TRAINING, Signs, recovery, sentence, source_of
 from canaryd.model import Cause, Event, EventKind, Finding, State
 
 MACHINE_CHECKS = 10
@@ -60,14 +62,37 @@ def _module(labels: Mapping[str, str]) -> str:
     return f"memory module {labels.get('dimm', 'unknown')} (controller {labels.get('controller', 'unknown')})"
 
 
+def _fatal(signs: Signs) -> list[Event]:
+    """Return what the processor could not correct, also where it restarted the machine.
+
+    Some firmware tells that at each start anew, so only a start without a shutdown before it counts.
+    """
+    died = [e.last for e in signs.named(EventKind.BOOT, "unclean")]
+    restarts = [e for e in signs.named("last-boot", "error") if any(0 <= e.last - at <= TRAINING for at in died)]
+    return [*signs.rises("machine_check_exceptions_total"), *signs.named("mce", "uncorrected"), *restarts]
+
+
 def machine_check(signs: Signs) -> Iterator[Finding]:
-    """A processor of the host reported an error of its own."""
-    lines = signs.seen("mce")
-    events = [*signs.rises("machine_check_exceptions_total"), *signs.named("mce", "uncorrected")]
-    open_ = [e for e in events if not signs.cleared(e.last, signs.boots)]
+    """A processor of the host reported an error of its own, or restarted the machine by one again and again."""
+    lines, events = signs.seen("mce"), _fatal(signs)
+    open_ = [e for e in events if e.kind != "last-boot" and not signs.cleared(e.last, signs.boots)]
+    life = signs.life if events else signs
+    again = recurrence(((e.last, ALONE) for e in _fatal(life)), life.boots, signs.now - HELD)
+    restarts = [e for e in events if e.kind == "last-boot"]
     # "logged" shows no severity; an error that the processor could not correct would have been an exception.
     corrected = signs.most([e for e in lines if e.name not in ("uncorrected", "memory")], DAY)
-    if open_:
+    if again.is_faulty or len(restarts) > 1:
+        newest = max(events, key=lambda e: e.last)
+        yield finding(
+            *("machine-check", State.FAULTY if again.is_faulty else State.SUSPECT, Cause.HARDWARE),
+            f"Uncorrected errors of the processor came back after {count(again.back, 'reboot')}.",
+            "Find the part in the event log of the BMC, and replace it.",
+            f"They restarted the machine {len(restarts)} times in {format_duration(HELD)}." if restarts else "",
+            f"Last at {signs.moment(newest.last)}.",
+            source_of(newest),
+            f"Clears after {format_duration(HELD)} without another (canaryd's own rule).",
+        )
+    elif open_:
         newest = max(open_, key=lambda e: e.last)
         message = "Machine check: a processor reported an uncorrected error."
         action = "Decode the error, then restart the machine."

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import closest, company
+from canaryd.judge.laws import closest, company, recurrence
 from canaryd.judge.telemetry.signals import (
     DAY,
     HELD,
@@ -71,25 +71,30 @@ def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
             events = [*counted, *of.named("aer", name), *of.named("aer", f"{name} port")]
             return [e for e in events if of.trained(e, -math.inf, of.now)]
 
-        events = [e for e in reported(signs) if not signs.cleared(e.last, signs.resets)]
+        if not reported(signs):
+            continue
+        life = signs.life.trouble(reported)
+        occasions = [(at.last, company(life, at)) for at in life.own]
+        back = severity == "fatal" and recurrence(occasions, signs.life.resets, signs.now - HELD).is_faulty
+        events = [e for e in reported(signs) if back or not signs.cleared(e.last, signs.resets)]
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
-            trouble, from_port = signs.trouble(reported), all("below" in e.fields for e in events)
-            found = closest(company(trouble, at) for at in spans([newest]))
+            from_port = all("below" in e.fields for e in events)
+            found = closest(company(life, at) for at in spans([newest]))
             action, clears = "Check seating and slot, then reset the device.", "Clears after a day."
             if not found.is_own:
                 action = "Check the riser, switch and power that they share, then reset the devices."
             if severity == "fatal":
                 action, clears = recovery(signs, newest.last, signs.resets, action)
             yield finding(
-                *("pcie-aer", state, Cause.UNDETERMINED if from_port else found.cause),
+                *("pcie-aer", State.FAULTY if back else state, Cause.UNDETERMINED if from_port else found.cause),
                 f"{'The PCIe port above the device' if from_port else 'PCIe'} reported a {severity} error.",
                 action,
                 in_company(found),
                 f"Last at {signs.moment(newest.last)}.",
                 source_of(newest),
                 "Recommended: reset (canaryd's own rule).",
-                clears,
+                f"It came back after each reset. Clears after {format_duration(HELD)}." if back else clears,
             )
 
 

@@ -159,13 +159,13 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
     rises, logged = signs.counted_losses, _logged(signs)
     wiped = signs.seen(EventKind.RESET, HELD, ECC[0], kind="uncorrected")
-    occasions = [*_occasions(signs)]
-    again = recurrence(((at, found) for at, _, found in occasions), signs.resets)
+    life = signs.life if rises or logged else signs
+    occasions = [*_occasions(life)]
+    again = recurrence(((at, found) for at, _, found in occasions), life.resets, signs.now - HELD)
     if again.is_faulty:
         yield finding(
             *("uncorrected-error", State.FAULTY, again.company.cause),
-            f"Uncorrected memory errors came back after {again.back} resets or reboots"
-            f" (limit {ENOUGH - 1} in {format_duration(HELD)}).",
+            f"Uncorrected memory errors came back after {again.back} resets or reboots (limit {ENOUGH - 1}).",
             RETURN,
             "Clean tests in between do not clear it.",
             in_company(again.company),

@@ -75,38 +75,31 @@ CPU_THROTTLES = 10
 class Failure(NamedTuple):
     """Why polls fail, by their outcome."""
 
-    cause: Cause
     why: str
     action: str
 
 
 OUTCOMES: Mapping[Outcome, Failure] = {
-    Outcome.TIMED_OUT: Failure(Cause.UNDETERMINED, "a call into the driver hung", "Check the driver and kernel log."),
+    Outcome.TIMED_OUT: Failure("a call into the driver hung", "Check the driver and kernel log."),
     Outcome.UNKILLABLE: Failure(
-        *(Cause.UNDETERMINED, "a call into the driver hangs and survives SIGKILL"),
+        "a call into the driver hangs and survives SIGKILL",
         "Check the driver and kernel log; only a reboot ends such a call.",
     ),
-    Outcome.CRASHED: Failure(
-        Cause.UNDETERMINED, "the vendor's library crashed its worker", "Check the driver and its library."
-    ),
-    Outcome.OUT_OF_MEMORY: Failure(Cause.ENVIRONMENT, "memory ran out", "Free memory on the host."),
-    Outcome.SKIPPED: Failure(
-        Cause.ENVIRONMENT, "the device cannot be read", "Check driver, library and permissions (see the reason)."
-    ),
-    Outcome.ERRORED: Failure(Cause.HARNESS, "the probe raised an error", "Report the error as a bug of the probe."),
-    Outcome.GARBLED: Failure(Cause.HARNESS, "the worker's answer was garbled", "Report the error as a bug of canaryd."),
+    Outcome.CRASHED: Failure("the vendor's library crashed its worker", "Check the driver and its library."),
+    Outcome.OUT_OF_MEMORY: Failure("memory ran out", "Free memory on the host."),
+    Outcome.SKIPPED: Failure("the device cannot be read", "Check driver, library and permissions (see the reason)."),
+    Outcome.ERRORED: Failure("the probe raised an error", "Report the error as a bug of the probe."),
+    Outcome.GARBLED: Failure("the worker's answer was garbled", "Report the error as a bug of canaryd."),
 }
-MUTE = Failure(
-    *(Cause.ENVIRONMENT, "its polls give no reading any more"),
-    "Check driver, library and permissions (see the reason).",
-)
-NO_POLL = Failure(Cause.HARNESS, "canaryd did not read it", "Check whether the daemon is overloaded or stopped.")
+MUTE = Failure("its polls give no reading any more", "Check driver, library and permissions (see the reason).")
+NO_POLL = Failure("canaryd did not read it", "Check whether the daemon is overloaded or stopped.")
 
 
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
     """No poll has given readings for too long; one failed poll alone shows nothing, nor polls that never gave any.
 
-    Of a device that is gone, silence is nothing new.
+    Of a device that is gone, silence is nothing new. It is said beside what is known, and hides nothing: only numbers
+    are `unknown`.
     """
     if signs.gone:
         return
@@ -125,7 +118,7 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
             failure, reason = MUTE, next(iter(poll.newest.absent.values()), "")
         since = "since the clock was set back" if seen is None else f"for {format_duration(signs.now - seen)}"
         yield finding(
-            *("telemetry-stale", State.UNKNOWN, failure.cause),
+            *("telemetry-stale", State.DEGRADED, Cause.ENVIRONMENT),
             f"No readings from {probe} {since} (limit {format_duration(limit)}): {failure.why}.",
             failure.action,
             f"Reason: {reason.rstrip('.')}." if reason else "",
@@ -172,8 +165,8 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
-    trouble = signs.trouble(lambda other: other.losses)
-    occasions = [(at.last, company(trouble, at)) for at in spans(events)]
+    trouble = signs.life.trouble(lambda other: other.losses)
+    occasions = [(at.last, company(trouble, at)) for at in spans(signs.life.losses)]
     occasions += [(signs.now, company(trouble, Moment(signs.now, signs.now)))] * (bool(lost) and not events)
     found = occasions[-1][1]
     answers = any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values())
@@ -185,12 +178,12 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
         *(source_of(e) for e in events[-1:]),
         "The device answers again." if answers else "",
     ]
-    # A loss is of the fatal class: the second one is enough.
-    again = recurrence(occasions, signs.boots, enough=2)
+    # A loss is of the fatal class: two within `HELD` are enough.
+    again = recurrence(occasions, signs.life.boots, signs.now - HELD, few=2)
     if again.is_faulty:
         yield finding(
             *("gpu-lost", State.FAULTY, again.company.cause),
-            f"The device was lost again after {count(again.back, 'reboot')} within {format_duration(HELD)}.",
+            f"The device was lost again after {count(again.back, 'reboot')}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
             signs.advised("inspection", "NVIDIA's Xid catalogue: contact support; when to return it is canaryd's rule"),

@@ -88,7 +88,7 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """All reports of one Xid of one grade by a device in the last `HELD` seconds."""
+    """All reports of one Xid of one grade by a device in the last `Signs.held` seconds."""
 
     xid: xids.Xid
     grade: str
@@ -124,7 +124,8 @@ class Signs:
     polls: Mapping[str, Poll]
     """By the probe's name."""
     events: tuple[Event, ...]
-    """Of this device, oldest first, at least the last 30 days. Boots are events of every device."""
+    """Of this device, oldest first: the last 30 days, and what is on record of trouble that may come back. Boots are
+    events of every device."""
     last_pass: float | None
     """When the newest clean, whole exact test on this device started; None without one."""
     last_mismatch: float | None
@@ -135,6 +136,8 @@ class Signs:
     """Name → the events of each other physical device of this host."""
     siblings: Sequence[str] = ()
     """The names of those that are identical to this one."""
+    held: float = HELD
+    """Seconds for which events count."""
     gone: bool = False
     """Whether the device is not found any more: what it said last stands, however old it is."""
 
@@ -175,10 +178,10 @@ class Signs:
 
     @cached_property
     def by_kind(self) -> Mapping[str, list[Event]]:
-        """The events of the last `HELD` seconds by kind, oldest first. Times of a wrong clock count as now."""
+        """The events of the last `held` seconds by kind, oldest first. Times of a wrong clock count as now."""
         found: dict[str, list[Event]] = defaultdict(list)
         for event in sorted(map(self._dated, self.events), key=lambda e: e.last):
-            if self.now - event.last <= HELD:
+            if self.now - event.last <= self.held:
                 found[event.kind].append(event)
         return found
 
@@ -200,8 +203,13 @@ class Signs:
         """Return the word of a reading of `events.WORDS`; "" without one."""
         return next((w for r in self.readings(name, within) for w in r.labels.values()), "")
 
-    def seen(self, kind: str, within: float = HELD, reading: str = "", /, **labels: str) -> list[Event]:
-        """Return the events of a kind, at most `within` seconds old; of a reading with at least these labels."""
+    @cached_property
+    def life(self) -> Signs:
+        """The same with all that is on record: what comes back is counted over a device's life."""
+        return replace(self, held=math.inf)
+
+    def seen(self, kind: str, within: float = math.inf, reading: str = "", /, **labels: str) -> list[Event]:
+        """Return the events of a kind, at most `held` and `within` seconds old; of a reading with these labels."""
         return [
             e
             for e in self.by_kind.get(kind, ())
@@ -210,11 +218,11 @@ class Signs:
             and labels.items() <= e.labels.items()
         ]
 
-    def named(self, kind: str, name: str, within: float = HELD) -> list[Event]:
+    def named(self, kind: str, name: str, within: float = math.inf) -> list[Event]:
         """Return the events of a kind and name, at most `within` seconds old."""
         return [e for e in self.seen(kind, within) if e.name == name]
 
-    def rises(self, name: str, within: float = HELD, /, **labels: str) -> list[Event]:
+    def rises(self, name: str, within: float = math.inf, /, **labels: str) -> list[Event]:
         """Return the rises of a counter that has at least these labels."""
         return self.seen(EventKind.COUNTER, within, name, **labels)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
@@ -39,6 +39,8 @@ REPEATS = 3
 """Occasions of an application's Xid in a day that are more than one crash (ours; NVIDIA's workflows say "repeat")."""
 REMAP_FAILED = 64
 """The Xid of a memory row that could not be replaced."""
+UNLIKELY = ("driver", "either")
+"""Natures of Xids that point to hardware only where they come back on one device: its siblings have the same driver."""
 ACTIONS = {
     "reset": DRAIN_AND_RESET,
     "reboot": "Restart the machine.",
@@ -90,19 +92,21 @@ def xid_repeated(signs: Signs) -> Iterator[Finding]:
 def xid_recovery(signs: Signs) -> Iterator[Finding]:
     """An Xid that calls for a reset or a reboot: suspect until that and an exact pass; faulty if it keeps coming.
 
-    What other devices of this host had at about the same time is no fault of its own.
+    What other devices of this host had at about the same time is no fault of its own. A driver's bug comes back too,
+    but on identical devices as well.
     """
     for incident in signs.incidents:
         if incident.grade not in ("reset", "reboot"):
             continue
         cuts = signs.boots if incident.grade == "reboot" else signs.resets
-        trouble = signs.of_codes([incident.events[-1].code])
-        again = recurrence(((at.last, company(trouble, at)) for at in spans(incident.events)), signs.resets)
-        # What a driver's bug can cause comes back on a sound part too, after any number of resets.
-        if again.is_faulty and incident.cause is Cause.HARDWARE:
+        life = next(i for i in signs.life.incidents if (i.code, i.grade) == (incident.code, incident.grade))
+        trouble = signs.life.of_codes([incident.events[-1].code])
+        occasions = [(at.last, company(trouble, at)) for at in spans(life.events)]
+        again = recurrence(occasions, signs.life.resets, signs.now - HELD)
+        if again.is_faulty:
             yield finding(
-                *("xid-recurring", State.FAULTY, _whose(incident, again.company)),
-                f"{incident} came back after {again.back} resets (limit {ENOUGH - 1} in {format_duration(HELD)}).",
+                *("xid-recurring", State.FAULTY, _whose(incident, again.company, UNLIKELY)),
+                f"{incident} came back after {again.back} resets (limit {ENOUGH - 1}).",
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
                 in_company(again.company),
@@ -207,13 +211,14 @@ def _cause(signs: Signs, incident: Incident) -> Cause:
     return _whose(incident, _company(signs, incident.events[-1]))
 
 
-def _whose(incident: Incident, found: Company) -> Cause:
-    """Return the cause of an incident in such company.
+def _whose(incident: Incident, found: Company, also: Collection[str] = ()) -> Cause:
+    """Return the cause of an incident in such company; hardware where the code's nature is that, or one of `also`.
 
     A memory row that could not be replaced is the vendor's own criterion: it needs no comparison.
     """
-    is_own = incident.cause is not Cause.HARDWARE or (incident.xid.code == REMAP_FAILED and found.is_own)
-    return incident.cause if is_own else found.cause
+    if incident.cause is not Cause.HARDWARE and incident.xid.nature not in also:
+        return incident.cause
+    return Cause.HARDWARE if incident.xid.code == REMAP_FAILED and found.is_own else found.cause
 
 
 def _remedy(signs: Signs, incident: Incident) -> str:

@@ -28,7 +28,6 @@ from tests.judge.telemetry.made import (
     SUSPECT,
     THERMAL,
     UE,
-    UNKNOWN,
     E,
     H,
     U,
@@ -84,6 +83,12 @@ def _losses(what, times):
     return [*lost, *(boot(n * DAY + DAY / 2) for n in range(8, 9 - times, -1))]
 
 
+def _restarted(by, times, how="unclean"):
+    """Return starts of the machine, three days apart, after which its processor says what restarted it."""
+    starts = [n * 3 * DAY + HOUR * (how == "clean") for n in range(1, times + 1)]
+    return [e for ago in starts for e in (boot(ago, how), event("last-boot", by, ago - 10))]
+
+
 PAIR = ("cuda:1", "cuda:2")
 DOWN = {"unit": "NETIR_LINK_DOWN", "intr_info": "0x00000011", "error_status": "0x00000000"}
 SLOW = "throttle_seconds_total{reason=hw_slowdown}"
@@ -95,18 +100,18 @@ SCENARIOS = {
     # telemetry-stale
     "one failed poll says nothing": lambda: (sign(newest=failed(Outcome.TIMED_OUT)), []),
     "polls that hang": lambda: (
-        sign(completed=poll(ago=121), newest=failed(Outcome.TIMED_OUT)), [("telemetry-stale", UNKNOWN, U)],
+        sign(completed=poll(ago=121), newest=failed(Outcome.TIMED_OUT)), [("telemetry-stale", DEGRADED, E)],
     ),
     "stale, but for less than two minutes": lambda: (
         sign(completed=poll(ago=119), newest=failed(Outcome.TIMED_OUT)), [],
     ),
     "no library": lambda: (
         sign(completed=None, newest=failed(Outcome.SKIPPED, "libnvidia-ml.so.1 is not here")),
-        [("telemetry-stale", UNKNOWN, E)],
+        [("telemetry-stale", DEGRADED, E)],
     ),
     "the probe itself is wrong": lambda: (
         sign(completed=None, newest=failed(Outcome.ERRORED, "Traceback\nValueError: no")),
-        [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+        [("telemetry-stale", DEGRADED, E)],
     ),
     "never polled, but for a short time": lambda: (
         sign(polls={"p": Poll(period=15.0, newest=None, completed=None, since=NOW - 60)}), [],
@@ -115,10 +120,10 @@ SCENARIOS = {
         sign(polls={"p": Poll(period=15.0, newest=None, completed=OLD, since=NOW - 60)}), [],
     ),
     "nobody polls": lambda: (
-        sign(completed=OLD), [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+        sign(completed=OLD), [("telemetry-stale", DEGRADED, E)],
     ),
     "polls that complete and give nothing any more": lambda: (
-        sign(polls={"p": mute(known=121)}), [("telemetry-stale", UNKNOWN, E)],
+        sign(polls={"p": mute(known=121)}), [("telemetry-stale", DEGRADED, E)],
     ),
     "polls that give nothing, but not for long": lambda: (sign(polls={"p": mute(known=119)}), []),
     "polls that never gave anything": lambda: (sign(polls={"p": mute(known=None)}), []),
@@ -151,6 +156,14 @@ SCENARIOS = {
     "off the bus again after a reboot": lambda: (
         sign(xid(79, 9 * DAY), boot(8 * DAY), event("amdgpu", "lost", DAY), boot(HOUR), passed=60),
         [("gpu-lost", FAULTY, H)],
+    ),
+    "off the bus for the third time in a year": lambda: (
+        sign(xid(79, 99 * DAY), boot(98 * DAY), xid(79, 50 * DAY), boot(49 * DAY), xid(79, DAY), boot(HOUR), passed=60),
+        [("gpu-lost", FAULTY, H)],
+    ),
+    "off the bus three times, but not lately": lambda: (
+        sign(xid(79, 300 * DAY), boot(299 * DAY), xid(79, 90 * DAY), boot(89 * DAY), xid(79, 31 * DAY), boot(30 * DAY)),
+        [],
     ),
     "off the bus again after a month": lambda: (
         sign(xid(79, 31 * DAY), boot(30.5 * DAY), xid(79, DAY), boot(HOUR), passed=60), [],
@@ -254,6 +267,10 @@ SCENARIOS = {
     "an uncorrected error, without an identical device": lambda: (
         sign(rise(UE), siblings=()), [("uncorrected-error", SUSPECT, H)],
     ),
+    "Xid 48 for the third time in a year": lambda: (
+        sign(xid(48, 300 * DAY), boot(299 * DAY), xid(95, 90 * DAY), boot(89 * DAY), xid(48, DAY)),
+        [("uncorrected-error", FAULTY, H)],
+    ),
     "Xid 48 again after two resets, without an identical device": lambda: (
         sign(xid(48, DAY), reset(5 * HOUR), xid(48, 4 * HOUR), boot(HOUR), xid(48, 60), siblings=()),
         [("uncorrected-error", FAULTY, U)],
@@ -303,6 +320,23 @@ SCENARIOS = {
     "machine check by the log": lambda: (sign(event("mce", "uncorrected")), [("machine-check", SUSPECT, H)]),
     "machine check by its counter": lambda: (
         sign(rise("machine_check_exceptions_total")), [("machine-check", SUSPECT, H)],
+    ),
+    "an error restarts the machine twice": lambda: (
+        sign(*_restarted(by="error", times=2), passed=60), [("machine-check", SUSPECT, H)],
+    ),
+    "an error restarts the machine four times": lambda: (
+        sign(*_restarted(by="error", times=4), passed=60), [("machine-check", FAULTY, H)],
+    ),
+    "the firmware repeats at each start what it said once": lambda: (
+        sign(*_restarted(by="error", times=1), *_restarted(by="error", times=4, how="clean"), passed=60),
+        [],
+    ),
+    "heat restarts the machine four times": lambda: (
+        sign(*_restarted(by="heat", times=4), passed=60), [],
+    ),
+    "machine checks after each of three starts": lambda: (
+        sign(*(e for n in (9, 6, 3) for e in (boot(n * DAY), event("mce", "uncorrected", n * DAY - 60))), passed=60),
+        [("machine-check", FAULTY, H)],
     ),
     "machine check, rebooted and passed": lambda: (sign(event("mce", "uncorrected"), boot(120), passed=60), []),
     "9 corrected machine checks": lambda: (sign(event("mce", "corrected", count=9.0)), []),
@@ -357,6 +391,20 @@ SCENARIOS = {
     "Xid 64 again after two resets": lambda: (
         sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
         [("xid-recurring", FAULTY, H)],
+    ),
+    **{
+        f"Xid {code} again after two resets": lambda c=code, w=cause: (
+            sign(xid(c, 70 * DAY), reset(60 * DAY), xid(c, 40 * DAY), boot(30 * DAY), xid(c, 60)),
+            [("xid-recurring", FAULTY, w)],
+        )
+        for code, cause in ((46, H), (62, H), (74, U), (109, H), (119, H), (168, H))
+    },
+    "Xid 119 again after two resets, and on a sibling as often": lambda: (
+        sign(
+            xid(119, 70 * DAY), reset(60 * DAY), xid(119, 40 * DAY), boot(30 * DAY), xid(119, 60),
+            beside={"cuda:1": [xid(119, 71 * DAY), boot(60 * DAY), xid(119, 41 * DAY)]},
+        ),
+        [("xid-recovery", SUSPECT, U)],
     ),
     "Xid 64 with another device's within a minute": lambda: (
         sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + 60)]}), [("xid-recovery", SUSPECT, U)],
@@ -462,6 +510,10 @@ SCENARIOS = {
     ),
     "fatal PCI Express error with another device's within a minute": lambda: (
         sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", HOUR + 60)]}), [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express errors that come back after two resets": lambda: (
+        sign(*(e for n in (9, 6, 3) for e in (event("aer", "fatal", n * DAY), reset(n * DAY - HOUR))), passed=60),
+        [("pcie-aer", FAULTY, H)],
     ),
     "fatal PCI Express error with another device's hours before": lambda: (
         sign(event("aer", "fatal"), siblings=PAIR, beside={"cuda:1": [event("aer", "fatal", 9 * HOUR)]}),
@@ -578,7 +630,7 @@ SCENARIOS = {
     "a poll from half a minute ahead": lambda: (sign(completed=poll(-30)), []),
     "a poll from tomorrow tells what lasts": lambda: (
         sign(completed=poll(-DAY, only={"row_remap_failed": 1, "crash_records": 1})),
-        [("row-remap-failed", FAULTY, H), ("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+        [("row-remap-failed", FAULTY, H), ("telemetry-stale", DEGRADED, E)],
     ),
     # the driver's advice, settings, the host
     "the driver wants a reset": lambda: (
