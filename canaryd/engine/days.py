@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from canaryd.engine.evidence import Acknowledgements
@@ -28,8 +27,6 @@ class Days:
         self._acks_version = acknowledgements.version
         self._courses: dict[str, dict[slower.Key, slower.Course]] = {}
         """Device → its readings day by day."""
-        self._tested: dict[str, dict[str, frozenset[int]]] = {}
-        """Device → probe → the days on which it was tested, as far as they are summed up."""
         self._empty: set[tuple[str, int]] = set()
         """Devices and days of which nothing is on record, so that these are not looked at again."""
         self._found: dict[str, tuple[int, tuple[Finding, ...]]] = {}
@@ -68,23 +65,8 @@ class Days:
         store.add_day(slower.summary(uuid, day, runs, polls))
         with self._host.mutex:
             self._courses.pop(uuid, None)
-            self._tested.pop(uuid, None)
             self._found.clear()
         return True
-
-    def tested(self, uuid: str) -> dict[str, frozenset[int]]:
-        """Return probe → past days on which it tested a device after the last repair (UTC days since the epoch)."""
-        self._refresh()
-        if uuid not in self._tested:
-            days_of: dict[str, set[int]] = defaultdict(set)
-            for day in self._host.store.days(uuid, self._since(uuid)):
-                for probe in day.tested:
-                    days_of[probe].add(day.day)
-            found = {probe: frozenset(of_probe) for probe, of_probe in days_of.items()}
-            if self._host.store.unreadable:
-                return found  # read again at the next look
-            self._tested[uuid] = found
-        return self._tested[uuid]
 
     def _refresh(self) -> None:
         """Forget all cached summaries after a new acknowledgement: the days before a repair do not count."""
@@ -92,7 +74,6 @@ class Days:
             self._acks_version = self._acks.version
             self._found.clear()
             self._courses.clear()
-            self._tested.clear()
 
     def _since(self, uuid: str) -> float:
         return max(self._host.clock() - SEEN, self._acks.evidence_since(uuid))

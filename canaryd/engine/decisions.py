@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from canaryd.config.settings import Config
 from canaryd.engine import endpoints
+from canaryd.engine.counts import Counts
 from canaryd.engine.days import Days
 from canaryd.engine.discovery import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence, last_pass
@@ -51,6 +52,7 @@ class Decisions:
         host: Host,
         watch: Watch,
         evidence: Evidence,
+        counts: Counts,
         acknowledgements: Acknowledgements,
         learning: Learning,
         days: Days,
@@ -60,6 +62,7 @@ class Decisions:
         self._host = host
         self._watch = watch
         self._evidence = evidence
+        self._counts = counts
         self._acks = acknowledgements
         self._learning = learning
         self._days = days
@@ -117,7 +120,8 @@ class Decisions:
                 device = self._host.devices.get(other)
                 if of is None or device is None or device.backend == of.backend:
                     self._recordings.pop(other, None)
-            self._evidence.add(run)
+            if self._evidence.add(run):
+                self._counts.add(run)
 
     def _look(self) -> dict[str, Verdict]:
         """Read what other processes have stored since the last call; return device uuid → newest stored verdict."""
@@ -126,8 +130,10 @@ class Decisions:
             for run in self._host.store.news():
                 if run.device in self._host.devices:
                     self.take(run)
+                    self._counts.forget()
             if self._evidence.outdated:
                 self._evidence.recall()
+                self._counts.forget()
         store = self._host.store
         verdicts, lost = store.verdicts(), store.lost
         if store.unreadable:  # what was read before still holds
@@ -168,6 +174,8 @@ class Decisions:
                 serving={} if served else self._served_endpoints(device, drill=drill),
             )
             verdict = judge_verdict.decide(case)
+            if not drill and not host.restricted and (missed := among.missed[uuid]):
+                self._counts.learn(uuid, case.same, missed[-1].run.started)
             anew = self._kept_under.get(uuid) is not host.config  # a roll-out waits for the first verdict after it
             if not drill and not host.restricted and (anew or is_news(verdict, previous)):
                 self.keep(verdict)
@@ -181,14 +189,25 @@ class Decisions:
             runs: dict[str, Sequence[Run]] = {
                 u: [r for r in self._evidence.of(u) if r.started >= since] for u in devices
             }
-            summed = {} if drill else {u: self._days.tested(u) for u in devices}
+            summed = {} if drill else {u: self._counts.tested(u) for u in devices}
+            counted = None if drill or host.restricted else {u: self._counts.of(u) for u in devices}
         if host.restricted:  # the verdict is about the part that was asked for, so runs of that part count as complete
             part = host.cases, host.intensity
             for uuid, listed in runs.items():
                 runs[uuid] = [
                     replace(r, cases=(), intensity="") if (r.cases, r.intensity) == part else r for r in listed
                 ]
-        return node(devices, runs, host.clock(), drill=drill, summed=summed, claims=self._learning.met.claims)
+        return node(
+            devices,
+            runs,
+            host.clock(),
+            drill=drill,
+            summed=summed,
+            claims=self._learning.met.claims,
+            counted=counted,
+            stacks=self._counts.stacks,
+            known=None if counted is None else {u: self._counts.compared(u) for u in devices},
+        )
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
         """Return the signs of trouble that a device, its driver and the kernel log have reported."""
@@ -278,7 +297,7 @@ class Decisions:
             baselines=self._learning.of(device.uuid),
             policy=host.config.judge,
             now=host.clock(),
-            tested={} if drill else days_of_tests(self._evidence.of(device.uuid), self._days.tested(device.uuid)),
+            tested={} if drill else days_of_tests(self._evidence.of(device.uuid), self._counts.tested(device.uuid)),
             wanted=host.periods(device),
             peers={
                 d.name: Peer(

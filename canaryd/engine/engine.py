@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from canaryd.engine import budget, endpoints, schedule
+from canaryd.engine.counts import Counts
 from canaryd.engine.days import Days
 from canaryd.engine.decisions import Decisions
 from canaryd.engine.discovery import Discovery
@@ -99,11 +100,13 @@ class Engine(Host):
         self._acks = Acknowledgements(self)
         self._met = MetClasses(self)
         self._evidence = Evidence(self, self._acks, self._met)
+        self._counts = Counts(self, self._acks)
         self._learning = Learning(self, self._evidence, self._acks, self._met)
         self._days = Days(self, self._acks)
         self._discovery = Discovery(self, self.workers, self.watch, self._evidence, self._learning)
         self._decisions = Decisions(
-            self, self.watch, self._evidence, self._acks, self._learning, self._days, self._discovery
+            *(self, self.watch, self._evidence, self._counts, self._acks, self._learning, self._days),
+            self._discovery,
         )
         self._follow_ups = FollowUps(self, self._evidence)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from canaryd.engine.host import Host
 from canaryd.engine.met import MetClasses
-from canaryd.engine.sums import add_up, can_sum, of_counts
 from canaryd.judge import acks
 from canaryd.judge.brief import SHOWN, brief, fold
 from canaryd.judge.hangs import HANGS
@@ -17,10 +15,7 @@ from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, Outcome, Run
 
 NEWEST = 50
-"""Number of clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
-RECORD = 3000
-"""The same limit as `NEWEST`, but for a device with a mismatch and for its siblings. These runs show how often the
-device fails, before and after the mismatch; so many cover more than the time for which the judge watches a suspect."""
+"""Number of clean runs of one probe and instruction set that the judge sees of a device; tallies count all of them."""
 FAILURES = 100
 """Number of mismatches of one probe and instruction set that stay in memory. Runs that hung or ended with a device
 error have their own limit of this number, and so do clean confirmations: none of them can ever push out a mismatch."""
@@ -86,10 +81,6 @@ class Evidence:
         self._runs: dict[str, list[Run]] = {}
         self._brief: dict[str, frozenset[str]] = {}
         """Device → the ids of its runs that were made brief already."""
-        self._mismatched: frozenset[str] = frozenset()
-        """Devices with a mismatch on record."""
-        self._onsets: dict[str, list[float]] = defaultdict(list)
-        """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._recalled: set[str] = set()
         """Devices whose record has been read from the store."""
         self._generation: int | None = None
@@ -107,17 +98,11 @@ class Evidence:
         If the database was replaced, the runs of all devices are read, and the runs in memory stay.
         """
         store, devices = self._host.store, self._host.devices
-        onsets, generation = store.onsets(), store.generation
+        generation = store.generation
         before: Mapping[str, Sequence[Run]] = {}
         if self.outdated:
             before = self._runs
             self._recalled.clear()
-        if not store.unreadable:
-            self._mismatched = frozenset(uuid for uuid, *_ in onsets)
-            self._onsets.clear()
-            for _, probe, first, newest in onsets:
-                bisect.insort(self._onsets[probe], first)
-                bisect.insort(self._onsets[probe], newest)
         self._met.read()
         for uuid in devices:
             if uuid not in self._recalled:
@@ -139,29 +124,13 @@ class Evidence:
         at = run.started if run.drill else self._host.store.date(run.started)
         return run if at == run.started else replace(run, started=at, clock=run.started)
 
-    def add(self, run: Run) -> None:
-        """Add a run, unless it was already added: a run that has just ended can also come from the store."""
+    def add(self, run: Run) -> bool:
+        """Add a run; False if it was already added: a run that has just ended can also come from the store."""
         runs = self._runs.setdefault(run.device, [])
         if any(known.id == run.id for known in runs):
-            return
-        kin = self._host.kin(run.device)
-        if run.wrong and not run.drill:
-            bisect.insort(self._onsets[run.probe], run.started)
-            if not kin & self._mismatched:
-                # From now on the whole record of this device and of its siblings counts.
-                before = self._mismatched
-                self._mismatched |= {run.device}
-                record = {uuid: self._load(uuid) for uuid in kin}
-                if not self._host.store.unreadable:
-                    self._runs |= record
-                    runs = [known for known in self._runs[run.device] if known.id != run.id]
-                else:
-                    self._mismatched = before  # the next mismatch tries again
+            return False
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)], self._brief.get(run.device, frozenset()))
-
-    def _limit(self, uuid: str) -> int:
-        """Return the number of clean runs per kind that count for a device: more if it or a sibling has a mismatch."""
-        return RECORD if self._host.kin(uuid) & self._mismatched else NEWEST
+        return True
 
     def _load(self, uuid: str, before: Iterable[Run] = ()) -> list[Run]:
         """Return a device's stored runs that the judge needs: all failures, the newest other runs, and recent drills.
@@ -172,9 +141,6 @@ class Evidence:
         # What passed long ago by a probe that is switched off is not shown beside what is tested now.
         clean = [r for r in store.newest_clean(uuid, NEWEST) if self._host.settings(r.probe).enabled is not False]
         found = store.failures(uuid, _most(store.kinds_of_failures(uuid))) + clean
-        if self._limit(uuid) > NEWEST:
-            older, counted = store.older_clean(uuid, NEWEST, RECORD)
-            found += [*older, *of_counts(counted, self._onsets, store.run)]
         found += store.runs(uuid, drill=True, since=self._host.clock() - DRILL_EXPIRY)
         if learnt := self._met.learn(found):  # of a release that kept no such record
             store.set_met(learnt)
@@ -186,13 +152,12 @@ class Evidence:
 
         `known` has the ids of the runs that are in short form already.
         """
-        limit, now = self._limit(uuid), self._host.clock()
+        now = self._host.clock()
         most = _most(len({_kind(run) for run in runs if _failed(run)}))
         seen: Counter[object] = Counter()
         of_kind: Counter[object] = Counter()
         kept: list[Run] = []
         shortened: set[str] = set()
-        summed: list[Run] = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
             stopped = run.outcome in STOPPED
@@ -201,9 +166,7 @@ class Evidence:
             kind = failed, stopped, bool(run.confirms), run.intensity, failed or completed
             lane = run.probe, run.instruction_set, run.drill, kind
             seen[lane] += 1
-            if limit > NEWEST and seen[lane] > NEWEST and can_sum(run):
-                summed.append(run)
-            elif seen[lane] <= (most if failed or stopped or run.confirms else limit) and not expired(run, now):
+            if seen[lane] <= (most if failed or stopped or run.confirms else NEWEST) and not expired(run, now):
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
                 # One that did not complete, or tested only a part, is not shown in the place of a complete one.
                 shown = lane, run.whole, completed
@@ -216,7 +179,7 @@ class Evidence:
         self._brief[uuid] = frozenset(shortened)
         # In the order given, not by id: where the clock was set back, the ids of newer runs are smaller.
         place = {run.id: n for n, run in enumerate(runs)}
-        return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: place[run.id])
+        return sorted(kept, key=lambda run: place[run.id])
 
 
 def _most(kinds: int) -> int:

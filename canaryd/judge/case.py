@@ -12,20 +12,24 @@ from functools import cached_property
 from typing import NamedTuple
 
 from canaryd.config.judge_policy import JudgePolicy
-from canaryd.facts import Comparison, Subject
+from canaryd.facts import Subject, stack_id
 from canaryd.judge import cause as judge_cause
 from canaryd.judge import served
-from canaryd.judge.cause import Mismatch
+from canaryd.judge.cause import Mismatch, Record, Same, SameKey
 from canaryd.judge.cells import broken_cells
-from canaryd.judge.clock import age
+from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.confirmation import GROUNDS
 from canaryd.judge.links import links_of, lone_link
 from canaryd.judge.node import Node, by_time
 from canaryd.judge.statistics import RULE_OF_THREE, Count
+from canaryd.judge.tally import Tallied, tally, total
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.units import lone_unit
 from canaryd.judge.watch import is_over
-from canaryd.model import Ack, Cause, Confirmation, Device, Event, Finding, Outcome, Run, Verdict
+from canaryd.model import Ack, Cause, Confirmation, Device, Event, Finding, Run, Verdict
+
+NO_STACK = stack_id({})
+"""Id of a stack that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,18 @@ class Case:
     @cached_property
     def accusations(self) -> tuple[Mismatch, ...]:
         """All mismatches that accuse this device, with causes, oldest first; not those that new software has cured."""
+        accusations: list[Mismatch] = []
+        for mismatches in self._groups:
+            seen = scene(self, mismatches)
+            cause, why, rivals = judge_cause.decide(seen)
+            if cause is not Cause.SOFTWARE or not cured(self, mismatches[-1].run):
+                blamed = (h._replace(cause=cause, why=why, rivals=rivals) for h in mismatches)
+                accusations += [h if seen.insistent else self._doubted(h) for h in blamed]
+        return tuple(sorted(accusations, key=lambda h: by_time(h.run)))
+
+    @cached_property
+    def _groups(self) -> Sequence[Sequence[Mismatch]]:
+        """The mismatches that accuse this device, in groups with one cause each."""
         groups: dict[object, list[Mismatch]] = defaultdict(list)
         goldens = self.node.host_mismatches[0] if self.is_cpu else ()
         for mismatch in (*self.node.accusing[self.device.uuid], *goldens):
@@ -170,14 +186,22 @@ class Case:
                 id(mismatch.comparison) in self.node.own,
                 bool(mismatch.comparison.peer),
             ].append(mismatch)
-        accusations: list[Mismatch] = []
-        for mismatches in groups.values():
-            seen = scene(self, mismatches)
-            cause, why, rivals = judge_cause.decide(seen)
-            if cause is not Cause.SOFTWARE or not cured(self, mismatches[-1].run):
-                blamed = (h._replace(cause=cause, why=why, rivals=rivals) for h in mismatches)
-                accusations += [h if seen.insistent else self._doubted(h) for h in blamed]
-        return tuple(sorted(accusations, key=lambda h: by_time(h.run)))
+        return [*groups.values()]
+
+    @cached_property
+    def same(self) -> Mapping[SameKey, Same]:
+        """How siblings computed the data that this device computed wrong: what was known, and what runs show now."""
+        known = self.node.known.get(self.device.uuid, {})
+        found = {**known}
+        for mismatches in self._groups if not self.device.is_endpoint else ():
+            run, of = mismatches[-1].run, mismatches[-1].comparison
+            if of.subject is Subject.DEVICE and not of.peer and run.stack:
+                own, siblings = _records(self, mismatches)
+                data = {m.operands for m in mismatches}
+                same = judge_cause.same_operands(own, siblings, data, 1 + self.policy.confirm_runs)
+                key = same_key(self, mismatches)
+                found[key] = same.after(known.get(key, Same()), own.results)
+        return found
 
     def _doubted(self, mismatch: Mismatch) -> Mismatch:
         if not self.host_in_doubt(mismatch.run):
@@ -208,56 +232,52 @@ class Case:
                 yield listed
 
 
-def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
-    """Return the count of all trials, and the count of the clean ones among them.
-
-    For a golden or a comparator as subject, each upload of the device is one trial.
-    """
-    results = uploads = 0
-    wrong: list[Comparison] = []
-    of_device = subject is Subject.DEVICE
-    for c in itertools.chain.from_iterable(r.comparisons for r in runs):
-        if c.wrong_trials and c.subject is subject:
-            wrong.append(c)
-        elif c.subject is Subject.DEVICE:
-            results += c.trials if of_device else c.uploads
-            uploads += c.uploads
-    clean = Count(results, 0, uploads, 0)
-    failed = judge_cause.counted(wrong)
-    return clean.plus(failed if of_device else Count(failed.uploads, len(wrong), failed.uploads, len(wrong))), clean
-
-
 def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
-    """Return the counts of all trials up to a probe's newest mismatch and of clean ones since, in equal conditions."""
-    newest, runs = mismatches[-1], _under_same_conditions(case, mismatches)
-    before, _ = _tally((r for r in runs if r.started <= newest.run.started), newest.comparison.subject)
-    _, since = _tally((r for r in runs if r.started > newest.run.started), newest.comparison.subject)
-    return before, since
+    """Return the counts of all trials up to a probe's newest mismatch and of clean ones since, in equal conditions.
+
+    What is dated in the future is no clean trial: the clock was wrong then, or is wrong now.
+    """
+    newest, subject = mismatches[-1].run.started, mismatches[-1].comparison.subject
+    counted = _under_same_conditions(case, mismatches)
+    since = total((t for t in counted if newest < t.first <= case.now + AHEAD), subject)
+    clean = Count(since.results - since.wrong, 0, since.uploads - since.failed, 0)
+    return total((t for t in counted if t.first <= newest), subject), clean
 
 
 def since_onset(case: Case, mismatches: Sequence[Mismatch]) -> Count:
     """Return the count of trials since the first mismatch of a probe, under the same conditions."""
-    runs = (r for r in _under_same_conditions(case, mismatches) if r.started >= mismatches[0].run.started)
-    return _tally(runs, mismatches[-1].comparison.subject)[0]
+    first = first_failure(case, mismatches)
+    counted = (t for t in _under_same_conditions(case, mismatches) if t.last >= first)
+    return total(counted, mismatches[-1].comparison.subject)
 
 
 def results_during(case: Case, mismatches: Sequence[Mismatch], began: float) -> int:
     """Return the number of results that were compared from `began` until the newest mismatch of a probe."""
-    newest, runs = mismatches[-1].run.started, _under_same_conditions(case, mismatches)
-    return _tally((r for r in runs if began <= r.started <= newest), mismatches[-1].comparison.subject)[0].results
+    newest = mismatches[-1].run.started
+    counted = (t for t in _under_same_conditions(case, mismatches) if t.last >= began and t.first <= newest)
+    return total(counted, mismatches[-1].comparison.subject).results
 
 
-def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[Run]:
-    """Return the probe's runs with the instruction sets and the intensities of the runs with mismatches."""
-    subject, newest = mismatches[-1].comparison.subject, mismatches[-1].run
-    pool = case.node.all if subject is Subject.HOST else case.runs
-    lanes, loads = {h.run.instruction_set for h in mismatches}, {h.run.intensity for h in mismatches}
+def first_failure(case: Case, mismatches: Sequence[Mismatch]) -> float:
+    """Return the time (epoch s) of the first mismatch of a probe on one stack, though its run may be gone."""
+    run = mismatches[0].run
+    erred = [t for t in case.node.tallies[case.device.uuid] if t.lane.erred and t.lane.probe == run.probe]
+    first = min((t.first for t in erred if t.lane.stack_id == run.stack_id), default=run.started)
+    at_hand = any(r.started == first and r.probe == run.probe for r in case.runs)
+    return run.started if at_hand else min(first, run.started)
+
+
+def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[Tallied]:
+    """Return the probe's tallies with the instruction sets and the intensities of the runs with mismatches."""
+    runs = {m.run.id: m.run for m in mismatches}.values()
+    lanes = {(run.probe, run.instruction_set) for run in runs}
     # What was seen only under load is cleared only by trials under load; what shows in a usual run shows in any.
-    return [
-        r
-        for r in pool
-        if r.probe == newest.probe and r.instruction_set in lanes and ("" in loads or r.intensity in loads)
-    ]
+    loads = {run.intensity for run in runs}
+    pool = case.node.tallies if mismatches[-1].comparison.subject is Subject.HOST else [case.device.uuid]
+    every = itertools.chain.from_iterable(case.node.tallies[uuid] for uuid in pool)
+    found = [t for t in every if (t.lane.probe, t.lane.instruction_set) in lanes and loads & {"", t.lane.intensity}]
+    # Without a count of what was wrong the counts are damaged.
+    return found if any(t.lane.erred for t in found) else [*found, *map(tally, runs)]
 
 
 def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
@@ -271,14 +291,13 @@ def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
 
 def newest_stack(case: Case, run: Run) -> str:
     """Return the id of the software (`Run.stack_id`) with which this probe and instruction set ran last."""
-    lane = _lane(case, run)
-    return lane[-1].stack_id if lane else run.stack_id
+    return max(_lane(case, run), key=lambda t: t.last, default=tally(run)).lane.stack_id
 
 
 def cured(case: Case, run: Run) -> bool:
     """Return whether this probe and instruction set now run on other software than in `run`, without a wrong result."""
     stack = newest_stack(case, run)
-    found, _ = _tally((r for r in _lane(case, run) if r.stack_id == stack), Subject.DEVICE)
+    found = total(t for t in _lane(case, run) if t.lane.stack_id == stack)
     return stack != run.stack_id and found.results > 0 and found.failed == 0
 
 
@@ -292,20 +311,14 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     if newest.comparison.peer:
         links = links_of(case.node.ends, case.device.uuid, case.node.devices, mismatches)
         return judge_cause.Scene(links=links, host_clean=case.host_clean(run))
-    shared = any(id(m.comparison) in case.node.shared for m in mismatches)
-    own = case.node.record(case.device.uuid, run, shared=shared) or judge_cause.Record({}, 0, Count())
-    siblings = {
-        device.name: theirs
-        for uuid, device in sorted(case.devices.items())
-        if device.kind == case.device.kind and (theirs := case.node.record(uuid, run, shared=shared))
-    }
-    company = frozenset() if shared else _company(case, run)
+    own, siblings = _records(case, mismatches)
+    key = same_key(case, mismatches)
+    company = _company(case, run) if key.own else frozenset()
     sound = siblings.keys() - company
-    data = {h.operands for h in mismatches}
     enough = 1 + case.policy.confirm_runs
-    same = judge_cause.same_operands(own, siblings, data, enough)
+    same = case.same.get(key, Same())
     # Beside others that fail one wrong upload says nothing, since those were right elsewhere too.
-    right = {name: n for name, n in same.right.items() if name in sound and (n >= enough or not company)}
+    right = {u: n for u, (n, _) in same.right.items() if u in sound and (n >= enough or not company)}
     lone = lone_unit(case.runs, mismatches, enough)
     return judge_cause.Scene(
         whole_host=case.is_cpu and _whole_host(case, mismatches),
@@ -313,20 +326,43 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         sound_units=lone[1] if lone else None,
         links=lone_link(mismatches),
         cells=broken_cells(m.comparison.evidence for m in mismatches if m.comparison.evidence),
-        right=frozenset(right),
+        right=_names(case, right),
         insistent=max(right.values(), default=0) >= enough and not same.alike,
-        alike=same.alike,
-        unlike=same.unlike,
-        outlasting=judge_cause.fails_more(own, siblings, company),
-        company=company,
+        alike=_names(case, same.alike),
+        unlike=_names(case, same.unlike),
+        outlasting=_names(case, judge_cause.fails_more(own, siblings, company)),
+        company=_names(case, company),
         changed=_changed(case, mismatches),
         right_since=not sound - _wrong_too(case, run) and _right_since(case, mismatches),
         believed=_believed(case, mismatches),
-        siblings=frozenset(siblings),
+        siblings=_names(case, siblings),
         views=_views(case, run),
         host_clean=case.host_clean(run),
-        goldens_right=any(c.trials > c.wrong_trials for key in data for c in own.results.get(key, ())),
+        goldens_right=any(c.trials > c.wrong_trials for m in mismatches for c in own.results.get(m.operands, ())),
     )
+
+
+def same_key(case: Case, mismatches: Sequence[Mismatch]) -> SameKey:
+    """Return of what siblings' results on the data of mismatches are told."""
+    run = mismatches[-1].run
+    own = id(mismatches[-1].comparison) in case.node.own
+    return SameKey(run.probe, run.probe_version, run.stack_id, own)
+
+
+def _records(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Record, Mapping[str, Record]]:
+    """Return the device's results like those of mismatches, and its siblings' by uuid."""
+    run, shared = mismatches[-1].run, not same_key(case, mismatches).own
+    own = case.node.record(case.device.uuid, run, shared=shared) or Record({}, 0, Count())
+    siblings = {
+        uuid: theirs
+        for uuid, device in sorted(case.devices.items())
+        if device.kind == case.device.kind and (theirs := case.node.record(uuid, run, shared=shared))
+    }
+    return own, siblings
+
+
+def _names(case: Case, uuids: Iterable[str]) -> frozenset[str]:
+    return frozenset(case.devices[uuid].name if uuid in case.devices else uuid for uuid in uuids)
 
 
 def _views(case: Case, run: Run) -> frozenset[str]:
@@ -340,7 +376,7 @@ def _views(case: Case, run: Run) -> frozenset[str]:
 
 
 def _company(case: Case, run: Run) -> frozenset[str]:
-    """Return the names of devices that began to be wrong within `repeat_window` of this one and can share the cause.
+    """Return the devices that began to be wrong within `repeat_window` of this one and can share the cause.
 
     These are devices of the same kind on the same software, and accelerators of other kinds, which share the host.
     """
@@ -350,7 +386,7 @@ def _company(case: Case, run: Run) -> frozenset[str]:
         return frozenset()
     near = [key for key, theirs in onsets.items() if abs(theirs - began) <= case.policy.repeat_window]
     return frozenset(
-        case.devices[uuid].name
+        uuid
         for uuid, stack in near
         if uuid in case.devices
         if (stack == run.stack_id if case.devices[uuid].kind == own.kind else _share_a_host(case.devices[uuid], own))
@@ -363,49 +399,62 @@ def _share_a_host(one: Device, other: Device) -> bool:
 
 
 def _wrong_too(case: Case, run: Run) -> frozenset[str]:
-    """Return the names of other devices with a wrong result from the same probe on the same software, in any bits."""
+    """Return the other devices with a wrong result from the same probe on the same software, in any bits."""
     return frozenset(
-        device.name
-        for uuid, device in case.devices.items()
+        uuid
+        for uuid in case.devices
         if any((m.run.probe, m.run.stack_id) == (run.probe, run.stack_id) for m in case.node.accusing[uuid])
     )
 
 
-def _lane(case: Case, run: Run) -> list[Run]:
-    """Return the completed, whole runs of the same probe and instruction set as `run`, oldest first."""
-    lane = (r for r in case.scheduled(run.probe) if r.instruction_set == run.instruction_set)
-    return [r for r in lane if r.outcome is Outcome.COMPLETED and r.stack]
+def _lane(case: Case, run: Run) -> list[Tallied]:
+    """Return the tallies of completed, whole runs of the same probe and instruction set as `run`, oldest first.
+
+    Runs without a stack are left out, and runs that are dated in the future.
+    """
+    of = run.probe, run.instruction_set
+    return [
+        t
+        for t in case.node.tallies[case.device.uuid]
+        if (t.lane.probe, t.lane.instruction_set) == of and t.lane.whole and t.lane.completed
+        if t.lane.stack_id != NO_STACK and t.first <= case.now + AHEAD
+    ]
 
 
 class OtherSoftware(NamedTuple):
     """A device's results on software other than the software on which the device was wrong."""
 
-    runs: Sequence[Run]
-    """Completed, whole runs of the same probe and instruction set, oldest first."""
+    tallies: Sequence[Tallied]
+    """Completed, whole runs of the same probe and instruction set."""
     tried: Count
-    """Count of results and uploads in `runs`."""
+    """Count of results and uploads in `tallies`."""
     accused: Count
     """Count of results and uploads on the software on which the device was wrong, up to the newest mismatch."""
 
     @property
+    def runs(self) -> int:
+        """Number of runs."""
+        return sum(t.runs for t in self.tallies)
+
+    @property
     def lasted(self) -> float:
         """Seconds from the first run to the last."""
-        return self.runs[-1].started - self.runs[0].started if self.runs else 0.0
+        return max((t.last for t in self.tallies), default=0.0) - min((t.first for t in self.tallies), default=0.0)
 
     @property
     def right(self) -> bool:
         """Whether nothing was wrong in three times as many trials as one failure took on the accused software."""
         failed = self.accused.failed > 0 and not self.tried.failed
-        return bool(self.runs) and failed and self.tried.outlasts(self.accused)
+        return bool(self.tallies) and failed and self.tried.outlasts(self.accused)
 
 
 def on_other_software(case: Case, mismatches: Sequence[Mismatch], *, since: bool) -> OtherSoftware:
     """Return the device's results on other software: those after its first mismatch if `since`, else those before."""
     run, newest, lane = mismatches[0].run, mismatches[-1].run.started, _lane(case, mismatches[0].run)
-    runs = [r for r in lane if r.stack_id != run.stack_id and (r.started > run.started) is since]
-    accused = [r for r in lane if r.stack_id == run.stack_id and r.started <= newest]
-    (tried, _), (failing, _) = _tally(runs, Subject.DEVICE), _tally(accused, Subject.DEVICE)
-    return OtherSoftware(runs, tried, failing)
+    first = first_failure(case, mismatches)
+    tried = [t for t in lane if t.lane.stack_id != run.stack_id and (t.first > first) is since]
+    accused = (t for t in lane if t.lane.stack_id == run.stack_id and t.first <= newest)
+    return OtherSoftware(tried, total(tried), total(accused))
 
 
 def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
@@ -414,14 +463,18 @@ def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
     The device must have been right on the old software. On the new one it must not have been right nine times as long
     as it then took to fail (ours; a fault of the new software would be absent for so long in 1.2e-4 of cases).
     """
-    before, run = on_other_software(case, mismatches, since=False), mismatches[0].run
-    here = [r for r in _lane(case, run) if r.stack_id == run.stack_id]
-    at_first, _ = _tally((r for r in here if r.started < run.started), Subject.DEVICE)
-    then, _ = _tally((r for r in here if run.started < r.started <= mismatches[-1].run.started), Subject.DEVICE)
+    before, run, first = (
+        on_other_software(case, mismatches, since=False),
+        mismatches[0].run,
+        first_failure(case, mismatches),
+    )
+    here = [t for t in _lane(case, run) if t.lane.stack_id == run.stack_id]
+    at_first = total(t for t in here if t.first < first)
+    then = total(t for t in here if first < t.first <= mismatches[-1].run.started)
     rarer = then._replace(results=RULE_OF_THREE * then.results, uploads=RULE_OF_THREE * then.uploads)
     if not before.right or (then.failed and at_first.outlasts(rarer)):
         return ""
-    old, new = before.runs[-1].stack, mismatches[0].run.stack
+    old, new = case.node.stack(max(before.tallies, key=lambda t: t.last).lane.stack_id), run.stack
     return ", ".join(sorted(link for link in {*old, *new} if old.get(link) != new.get(link)))
 
 
@@ -449,7 +502,7 @@ def supports(case: Case, other: OtherSoftware) -> bool:
     one proves little. They must have three times the trials per failure. Without an operator's word a week is
     needed. False alarms: none, it accuses no device.
     """
-    enough = len(other.runs) >= least_right_runs(case.policy) and other.lasted >= case.policy.repeat_window
+    enough = other.runs >= least_right_runs(case.policy) and other.lasted >= case.policy.repeat_window
     return enough and other.right
 
 

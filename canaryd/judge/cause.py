@@ -19,6 +19,7 @@ from canaryd.facts import Cell, Comparison, Place, Subject
 from canaryd.judge.cells import name_cells
 from canaryd.judge.characterised import Proof
 from canaryd.judge.statistics import Count, tail
+from canaryd.judge.tally import Tallied, total
 from canaryd.model import Cause, Rival, Run, Shown, Suspect
 
 ALONE, AMONG = 0.02, 2e-4
@@ -389,38 +390,63 @@ class Record(NamedTuple):
     """Count of the results and uploads in normal runs."""
 
 
-def results(runs: Iterable[Run], like: Run, own: Collection[int] | None = None) -> Record | None:
+def results(
+    runs: Iterable[Run], like: Run, counted_runs: Iterable[Tallied], own: Collection[int] | None = None
+) -> Record | None:
     """Return the results with the probe, version and stack of the run `like`, or None if there are none.
 
     If the stack is unknown, there are none. If `own` is given, wrong comparisons count only if their `id` is in it.
+    `counted_runs` are the tallies of the normal runs among them, whether they are at hand or not.
     """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
-    failing, trials = 0, Count()
+    excused = 0
     for run in runs if like.stack else ():
         if run.probe != like.probe or run.probe_version != like.probe_version or run.stack_id != like.stack_id:
             continue
-        mine = [
-            c
-            for c in run.comparisons
-            if c.subject is Subject.DEVICE and (own is None or not c.wrong_trials or id(c) in own)
-        ]
+        every = [c for c in run.comparisons if c.subject is Subject.DEVICE]
+        mine = [c for c in every if own is None or not c.wrong_trials or id(c) in own]
         for comparison in mine:
             found[operands_of(comparison)].append(comparison)
-        if run.whole:
-            of_run = counted(mine)
-            failing, trials = failing + bool(of_run.failed), trials.plus(of_run)
-    return Record(dict(found), failing, trials) if found else None
+        excused += run.whole and any(c.wrong for c in every) and not any(c.wrong for c in mine)
+    tallied = list(counted_runs)
+    failing = sum(t.failing for t in tallied) - excused
+    return Record(dict(found), failing, total(tallied)) if found or tallied else None
+
+
+class SameKey(NamedTuple):
+    """Of what a `Same` is told: the wrong results of one probe, version and software stack."""
+
+    probe: str
+    probe_version: int
+    stack_id: str
+    own: bool
+    """Whether of those that no other device gave in the same bits."""
+
+
+class Right(NamedTuple):
+    """How often a device was wrong on data on which it is always wrong, and a sibling is right."""
+
+    failed: int
+    """Number of its wrong uploads."""
+    data: Operands
 
 
 class Same(NamedTuple):
-    """How siblings computed the data that a device computed wrong."""
+    """How siblings computed the data that a device computed wrong. It is stored, since the runs that show it go."""
 
-    right: Mapping[str, int]
-    """Sibling that is right on data that the device always computes wrong → number of wrong uploads of the device."""
-    alike: frozenset[str]
+    right: Mapping[str, Right] = {}
+    """Sibling that is right on data that the device always computes wrong → the data that it computed wrong most."""
+    alike: frozenset[str] = frozenset()
     """Siblings that computed the data wrong in the same bits as the device."""
-    unlike: frozenset[str]
+    unlike: frozenset[str] = frozenset()
     """Siblings that computed the data but are neither in `right` nor in `alike`."""
+
+    def after(self, known: Same, results: Results) -> Same:
+        """Return this and what was known before, but for what `results` of the device contradict."""
+        right = {name: found for name, found in known.right.items() if found.data not in results}
+        for name, found in self.right.items():
+            right[name] = max(found, right.get(name, found))
+        return Same(right, self.alike | known.alike, self.unlike | known.unlike)
 
 
 def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operands], enough: int) -> Same:
@@ -428,7 +454,7 @@ def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operand
 
     A device that was right before counts as always wrong after `enough` wrong uploads in a row.
     """
-    right: dict[str, int] = {}
+    right: dict[str, Right] = {}
     alike: set[str] = set()
     unlike: set[str] = set()
     for key, (name, theirs) in itertools.product(sorted(data & own.results.keys()), siblings.items()):
@@ -440,7 +466,8 @@ def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operand
             (alike if marks(mine) & marks(theirs.results[key]) else unlike).add(name)
         # One right answer is enough against a fault that always shows; a rare one is a matter of numbers.
         elif since.wrong == since.results and (mine[0].wrong or since.failed >= enough):
-            right[name] = max(right.get(name, 0), since.failed)
+            found = Right(since.failed, key)
+            right[name] = max(found, right.get(name, found))
         else:
             unlike.add(name)
     return Same(right, frozenset(alike), frozenset(unlike))

@@ -12,10 +12,11 @@ from functools import cached_property
 
 from canaryd.facts import Comparison, Subject
 from canaryd.judge import cause as judge_cause
-from canaryd.judge.cause import Mismatch, Record, operands_of
+from canaryd.judge.cause import Mismatch, Record, Same, SameKey, operands_of
 from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
 from canaryd.judge.clock import EPOCH
 from canaryd.judge.links import Ends, errs_with_a_third, wrong_ends
+from canaryd.judge.tally import Tallied, tally
 from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
@@ -35,6 +36,12 @@ class Node:
     """Device uuid → its runs by start, each id once; either drills only or no drills."""
     summed: Mapping[str, Mapping[str, Iterable[int]]] = field(default_factory=dict)
     """Device → probe → past days on which it was tested, from summaries of days, which are kept longer than runs."""
+    tallies: Mapping[str, Sequence[Tallied]] = field(default_factory=dict)
+    """Device → what its runs found, counted when they were stored; they outlive the runs."""
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Id → software stack of runs that may be gone."""
+    known: Mapping[str, Mapping[SameKey, Same]] = field(default_factory=dict)
+    """Device → how siblings computed the data that it computed wrong, as it was known before."""
     claims: Claims = field(default_factory=Claims)
     """The classes of test cases in which devices, here and on other hosts, gave the golden."""
     _records: dict[object, Record | None] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -163,8 +170,19 @@ class Node:
         """
         asked = uuid, like.probe, like.probe_version, like.stack_id, bool(like.stack), shared
         if asked not in self._records:
-            self._records[asked] = judge_cause.results(self.runs[uuid], like, None if shared else self.own)
+            own = None if shared else self.own
+            counted = self.counted(uuid, like) if like.stack else []
+            self._records[asked] = judge_cause.results(self.runs[uuid], like, counted, own)
         return self._records[asked]
+
+    def counted(self, uuid: str, like: Run) -> list[Tallied]:
+        """Return the tallies of a device's normal runs with the probe, version and stack of the run `like`."""
+        of = like.probe, like.probe_version, like.stack_id
+        return [t for t in self.tallies[uuid] if t.lane[:3] == of and t.lane.whole]
+
+    def stack(self, stack_id: str) -> Mapping[str, str]:
+        """Return the software stack with an id, or {} if no run on record had it."""
+        return self.stacks.get(stack_id) or next((r.stack for r in self.all if r.stack_id == stack_id), {})
 
     @cached_property
     def _unproven(self) -> Mapping[object, Sequence[Mismatch]]:
@@ -202,27 +220,40 @@ class Node:
     def own(self) -> frozenset[int]:
         """The `id` of each wrong comparison that is only this device's: a bug that several share must not hide it.
 
-        If its probe and software also have shared ones, it counts only if a sibling computed the same data.
+        If others share a bug of its probe and software, it counts only if they computed the same data.
         """
-        if not self.shared:
+        if not (sharers := self._sharers):
             return frozenset(id(m.comparison) for m in itertools.chain.from_iterable(self.accusing.values()))
-        bugs = {
-            uuid: {(m.run.probe, m.run.stack_id) for m in mismatches if id(m.comparison) in self.shared}
-            for uuid, mismatches in self.accusing.items()
-        }
-        shared = set().union(*bugs.values())
+        bugs = {bug for _, bug in sharers}
         computed: dict[object, set[str]] = defaultdict(set)
-        for run in self.all if shared else ():
-            if (run.probe, run.stack_id) in shared:
+        for run in self.all:
+            if (run.probe, run.stack_id) in bugs:
                 for comparison in run.comparisons:
                     computed[self._data(run, comparison)].add(run.device)
-        return frozenset(
-            id(m.comparison)
-            for uuid, mismatches in self.accusing.items()
-            for m in mismatches
-            if (m.run.probe, m.run.stack_id) not in bugs[uuid]
-            or (id(m.comparison) not in self.shared and len(computed[self.data(m)]) > 1)
-        )
+        found = set()
+        for uuid, mismatches in self.accusing.items():
+            for m in mismatches:
+                others = computed[self.data(m)] - {uuid}
+                alike = sharers.get((uuid, (m.run.probe, m.run.stack_id)))
+                if not alike or (id(m.comparison) not in self.shared and others and alike <= others):
+                    found.add(id(m.comparison))
+        return frozenset(found)
+
+    @cached_property
+    def _sharers(self) -> Mapping[tuple[str, tuple[str, str]], frozenset[str]]:
+        """(Device, (probe, stack id)) → the devices that gave the same wrong bits there at any time."""
+        found: dict[tuple[str, tuple[str, str]], frozenset[str]] = defaultdict(frozenset)
+        for uuid, of in self.known.items():
+            for key, same in of.items():
+                if same.alike:
+                    found[uuid, (key.probe, key.stack_id)] |= same.alike
+        for alike in (
+            self._by_look(itertools.chain.from_iterable(self.accusing.values())).values() if self.shared else ()
+        ):
+            devices = frozenset(m.run.device for m in alike)
+            for m in alike if len(devices) > 1 else ():
+                found[m.run.device, (m.run.probe, m.run.stack_id)] |= devices - {m.run.device}
+        return found
 
     @cached_property
     def fickle(self) -> frozenset[int]:
@@ -265,8 +296,14 @@ def node(
     drill: bool = False,
     summed: Mapping[str, Mapping[str, Iterable[int]]] | None = None,
     claims: Claims | None = None,
+    counted: Mapping[str, Sequence[Tallied]] | None = None,
+    stacks: Mapping[str, Mapping[str, str]] | None = None,
+    known: Mapping[str, Mapping[SameKey, Same]] | None = None,
 ) -> Node:
-    """Return the devices with the runs that count at `now`: only drills of the last hour if `drill`, else no drills."""
+    """Return the devices with the runs that count at `now`: only drills of the last hour if `drill`, else no drills.
+
+    `counted` are each device's tallies; without them the runs at hand are counted.
+    """
 
     def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
         # A clock that was not set yet must not make a failure look decades old, and so long cleared. Any other run
@@ -279,8 +316,16 @@ def node(
         recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
         return tuple(sorted(recent, key=by_time))
 
-    counted = {uuid: selected(runs.get(uuid, ())) for uuid in devices}
-    return Node(devices=devices, runs=counted, summed=summed or {}, claims=claims or Claims())
+    chosen = {uuid: selected(runs.get(uuid, ())) for uuid in devices}
+    return Node(
+        devices=devices,
+        runs=chosen,
+        summed=summed or {},
+        tallies={u: counted.get(u, ()) if counted is not None else tuple(map(tally, chosen[u])) for u in devices},
+        stacks=stacks or {},
+        known=known or {},
+        claims=claims or Claims(),
+    )
 
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:

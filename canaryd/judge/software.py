@@ -61,7 +61,7 @@ def _too_little(case: Case, probe: str, other: OtherSoftware) -> str:
     uploads = -(-RULE_OF_THREE * accused.uploads // accused.failed)
     wanted = f"{count(results, 'right result')} from {count(uploads, 'upload')}"
     runs = f"{count(least_right_runs(case.policy), 'run')} over {format_duration(case.policy.repeat_window)}"
-    have = f"{tried.results:,} from {tried.uploads:,} in {count(len(other.runs), 'run')}"
+    have = f"{tried.results:,} from {tried.uploads:,} in {count(other.runs, 'run')}"
     return (
         f"{probe} needs {wanted} in {runs} on other software, and has {have} over {format_duration(other.lasted)}: "
         "wait, and try again"

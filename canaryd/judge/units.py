@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from canaryd.facts import UNITS, Comparison, Place, Subject
 from canaryd.judge.cause import Mismatch, Record, counted, fails_more, results, same_operands
+from canaryd.judge.tally import tally
 from canaryd.model import Run
 
 
@@ -33,7 +34,7 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
         return None
     like = mismatches[-1].run
     kin = [run for run in runs if run.probe == like.probe and run.stack_id == like.stack_id]
-    on_it, elsewhere = (results((_part(run, unit, on_it=on_it) for run in kin), like) for on_it in (True, False))
+    on_it, elsewhere = (_results([_part(run, unit, on_it=on_it) for run in kin], like) for on_it in (True, False))
     if on_it is None or elsewhere is None:
         return None
     at = {place for cs in elsewhere.results.values() for c in cs for place in units_of(c.place)} - {unit}
@@ -45,6 +46,12 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
     )
     numbers = tuple(sorted(place.numbers[0] for place in at))
     return (unit, Place(unit=unit.unit, numbers=numbers)) if found else None
+
+
+def _results(parts: Sequence[Run], like: Run) -> Record | None:
+    """Return the results of parts of runs, counted here: tallies do not tell units apart."""
+    same = [run for run in parts if run.probe_version == like.probe_version and run.comparisons]
+    return results(same, like, [tally(run) for run in same if run.whole])
 
 
 def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Record]]:

@@ -1,8 +1,22 @@
 """The versions of the database schema, in order."""
 
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from canaryd.facts import stack_id
+from canaryd.formatting import DAY
+from canaryd.judge.slower import Day
+from canaryd.judge.tally import Lane, Tallied, tally
+from canaryd.model import Run
+from canaryd.store.rows import ADD_STACK, ADD_TALLY, PART, part_of, stack_row, tally_row, unpack
+
+T = TypeVar("T")
 
 SCHEMA = """
     CREATE TABLE runs (
@@ -43,7 +57,22 @@ SCHEMA = """
     CREATE TABLE days (device TEXT, day INTEGER, body BLOB NOT NULL, PRIMARY KEY (device, day));
     CREATE TABLE met (device TEXT, line TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, line))"""
 
-MIGRATIONS: dict[int, str] = {10: SCHEMA}
+TALLIES = """
+    CREATE TABLE tallies (
+        device TEXT, probe TEXT, probe_version INTEGER, stack_id TEXT, instruction_set TEXT, intensity TEXT,
+        whole INTEGER, completed INTEGER, erred INTEGER, day INTEGER, part REAL, first REAL NOT NULL,
+        last REAL NOT NULL, runs INTEGER NOT NULL, tested INTEGER NOT NULL, failing INTEGER NOT NULL,
+        results INTEGER NOT NULL, wrong INTEGER NOT NULL, uploads INTEGER NOT NULL, failed INTEGER NOT NULL,
+        goldens INTEGER NOT NULL, comparators INTEGER NOT NULL,
+        PRIMARY KEY (day, probe, device, probe_version, stack_id, instruction_set, intensity, whole, completed, erred,
+                     part));
+    CREATE INDEX tallies_by_device ON tallies (device);
+    CREATE TABLE stacks (id TEXT PRIMARY KEY, body TEXT NOT NULL);
+    CREATE TABLE compared (
+        device TEXT, probe TEXT, probe_version INTEGER, stack_id TEXT, own INTEGER, at REAL NOT NULL,
+        body TEXT NOT NULL, PRIMARY KEY (device, probe, probe_version, stack_id, own))"""
+
+MIGRATIONS: dict[int, str] = {10: SCHEMA, 11: TALLIES}
 """Version of the schema, ascending → SQL statements (separated by ";") that convert a database of the version
 before."""
 
@@ -54,4 +83,49 @@ def migrate(db: sqlite3.Connection, version: int) -> None:
         if number > version:
             for statement in script.split(";"):
                 db.execute(statement)
+            if version and number in FILLS:
+                FILLS[number](db)
             db.execute(f"PRAGMA user_version = {number}")
+
+
+def _count(db: sqlite3.Connection) -> None:
+    """Count the runs that are there, and the days whose runs are gone."""
+    for device, day, body in db.execute("SELECT device, day, body FROM days").fetchall():
+        summary = _read(Day, body)
+        for probe in summary.tested if summary else ():
+            lane = Lane(probe, 0, stack_id({}), "", "", whole=True, completed=True, erred=False)
+            db.execute(ADD_TALLY, tally_row(device, Tallied(lane, day * DAY, day * DAY, runs=0, tested=1), None))
+    of = "device, probe, probe_version, stack_id, instruction_set, intensity, started, results, uploads"
+    # A body is read only where the columns do not tell all: a second for 10,000 runs.
+    plain = "failed = 0 AND outcome = 'completed' AND whole = 1 AND results > 0"
+    plain += " AND number NOT IN (SELECT min(number) FROM runs GROUP BY stack_id)"
+    rows = db.execute(f"SELECT number, {plain}, {of} FROM runs WHERE drill = '' ORDER BY started, number").fetchall()
+    for number, is_plain, device, *kind, started, results, uploads in rows:
+        if is_plain:
+            lane = Lane._make((*kind, True, True, False))
+            counted: Tallied | None = Tallied(lane, started, started, tested=1, results=results, uploads=uploads)
+        else:
+            counted = _counted(db, number)
+        if counted is not None:
+            (part,) = db.execute(PART, part_of(device, counted)).fetchone()
+            db.execute(ADD_TALLY, tally_row(device, counted, part))
+
+
+def _counted(db: sqlite3.Connection, number: int) -> Tallied | None:
+    """Return the tally of a run that must be read, and store its software stack; None for one that is rotten."""
+    (body,) = db.execute("SELECT ifnull(brief, body) FROM runs WHERE number = ?", (number,)).fetchone()
+    if (run := _read(Run, body)) is None:
+        return None
+    db.execute(ADD_STACK, stack_row(run))
+    return tally(run)
+
+
+def _read(kind: type[T], body: bytes) -> T | None:
+    """Return what is packed, or None if it is rotten: then it is no evidence."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
+        return unpack(kind, body)
+    return None
+
+
+FILLS: Mapping[int, Callable[[sqlite3.Connection], None]] = {11: _count}
+"""Version → what fills its new tables in a database of the version before."""

@@ -8,24 +8,12 @@ from dataclasses import dataclass
 
 from canaryd.formatting import DAY
 from canaryd.store.database import Database
+from canaryd.store.rows import JOIN_TALLIES
 from canaryd.store.runs import KIND
 
 BATCH = 100
 """Number of rows deleted in one transaction, so that another process never waits long."""
 SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
-FEW = 16
-"""Largest number of wrong runs of a probe on a device with which the probe's clean runs are kept longer. With more
-wrong runs the device is suspect even without clean runs (ours)."""
-RATED = (
-    "drill = '' AND (device, probe) IN (SELECT device, probe FROM runs WHERE failed = 1 AND drill = '' AND wrong > 0"
-    f" GROUP BY device, probe HAVING count(*) <= {FEW})"
-)
-"""SQL condition for runs of a probe that was wrong at most `FEW` times on the device. The rate of its wrong runs
-decides when a suspect is cleared."""
-LONGER = 90 * DAY
-"""Seconds for which the runs `RATED` are kept, so that no restart clears a suspect. A suspect is cleared after three
-times as many tests as in the 14 days before its mismatch (docs/judgement.md): 42 days at an even rate. 90 days are
-twice as long (ours)."""
 KEPT = 100
 """Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no more.
 Without this, a device that fails all day would displace another device's failures and make it look healthy."""
@@ -61,8 +49,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
     """
     for condition, age in (
         ("drill != ''", DRILLS),
-        (f"{SUCCESS} AND NOT ({RATED})", keep.successes),
-        (SUCCESS, max(keep.successes, LONGER)),
+        (SUCCESS, keep.successes),
         (FAILURE, keep.failures),
     ):
         while _delete(database, f"{condition} AND stored < ?", now - age):
@@ -75,8 +62,11 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         ("baselines WHERE last < ?", oldest),
         ("met WHERE last < ?", oldest),
         ("days WHERE day < ?", oldest // DAY),
+        ("tallies WHERE day < ?", oldest // DAY - 1),
+        ("compared WHERE at < ?", oldest),
     ):
         database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once
+    database.commit(lambda db: _add_up(db, (now - keep.successes) // DAY))
     while _delete(database, f"{SPARE} AND started < ? OR started < ?", now - POLLS, oldest, table="polls"):
         pass
     newest = f"SELECT number, row_number() OVER (PARTITION BY device, {KIND} ORDER BY number DESC) AS place FROM runs"
@@ -95,6 +85,12 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
             f"{max_bytes} bytes; raise store.max_size"
         )
     database.look(_compact)
+
+
+def _add_up(db: sqlite3.Connection, day: float) -> None:
+    """Add up the parts of each day before `day`, since a device that always fails makes many."""
+    db.execute(JOIN_TALLIES, (day,))
+    db.execute("DELETE FROM tallies WHERE day < ? AND part > 0", (day,))
 
 
 def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:

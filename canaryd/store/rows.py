@@ -14,10 +14,13 @@ from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import whole
+from canaryd.formatting import DAY
 from canaryd.judge.brief import brief
+from canaryd.judge.cause import Right, Same, SameKey
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.slower import Day
+from canaryd.judge.tally import Lane, Tallied
 from canaryd.model import Ack, Device, Event, Run, Verdict
 
 T = TypeVar("T")
@@ -67,6 +70,34 @@ ADD_MET = (
     f"INSERT INTO met ({MET}) VALUES (?, ?, ?, ?) ON CONFLICT (device, line) DO UPDATE"
     " SET last = max(last, excluded.last), body = excluded.body"
 )
+DAY_OF_LANE = f"device, {', '.join(Lane._fields)}, day"
+COUNTS = Tallied._fields[3:]
+TALLY = f"{DAY_OF_LANE}, part, first, last, {', '.join(COUNTS)}"
+"""Columns of a tally; `part` is the time (epoch s) after which this part of the day began, or 0."""
+UPSERT_TALLY = (
+    f"ON CONFLICT ({DAY_OF_LANE}, part) DO UPDATE"
+    " SET first = min(first, excluded.first), last = max(last, excluded.last), "
+    + ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS)
+)
+ADD_TALLY = f"INSERT INTO tallies ({TALLY}) VALUES ({', '.join('?' * len(TALLY.split(',')))}) {UPSERT_TALLY}"
+JOIN_TALLIES = (
+    f"INSERT INTO tallies ({TALLY}) SELECT {DAY_OF_LANE}, 0.0, min(first), max(last),"
+    f" {', '.join(f'sum({name})' for name in COUNTS)} FROM tallies WHERE day < ? AND part > 0 GROUP BY {DAY_OF_LANE}"
+    f" {UPSERT_TALLY}"
+)
+"""Adds up the parts of each day before one (in days since the epoch)."""
+PART = (
+    "SELECT max(at) FROM (SELECT max(last) AS at FROM tallies WHERE day = ? AND probe = ? AND erred AND last < ?"
+    " UNION ALL SELECT max(at) FROM acks WHERE device = ? AND kind IN ('repaired', 'replaced') AND at >= ? AND at < ?)"
+)
+"""Query for the newest wrong result of a probe, or repair of a device, before a time on its day."""
+COMPARED = f"device, {', '.join(SameKey._fields)}, at, body"
+ADD_COMPARED = (
+    f"INSERT INTO compared ({COMPARED}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+    f" ON CONFLICT (device, {', '.join(SameKey._fields)}) DO UPDATE SET at = excluded.at, body = excluded.body"
+)
+STACK = "id, body"
+ADD_STACK = f"INSERT INTO stacks ({STACK}) VALUES (?, ?) ON CONFLICT (id) DO NOTHING"
 NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 COPIED = {
     "devices": (DEVICE, ADD_DEVICE),
@@ -77,6 +108,9 @@ COPIED = {
     "baselines": (BASELINE, ADD_BASELINE),
     "acks": (ACK, ADD_ACK),
     "days": (SUMMARY, ADD_SUMMARY),
+    "tallies": (TALLY, ADD_TALLY),
+    "stacks": (STACK, ADD_STACK),
+    "compared": (COMPARED, ADD_COMPARED),
 }
 """Tables whose rows move from memory to disk unchanged: name → (columns, statement that adds a row)."""
 
@@ -125,6 +159,52 @@ def lane(run: Run) -> tuple[Any, ...]:
     return (*kind, len(run.unknown), len(run.recordings), run.trials, run.uploads)
 
 
+def part_of(device: str, counted: Tallied) -> tuple[Any, ...]:
+    """Return the parameters of `PART` for the tally of one run."""
+    day = counted.first // DAY
+    return int(day), counted.lane.probe, counted.first, device, day * DAY, counted.first
+
+
+def tally_row(device: str, counted: Tallied, part: float | None) -> tuple[Any, ...]:
+    """Return the row of a tally; `part` is what `PART` found before it."""
+    return (device, *counted.lane, int(counted.first // DAY), part or 0.0, *counted[1:])
+
+
+def tally_from_row(row: Sequence[Any]) -> Tallied | None:
+    """Return the tally with these values of its columns from the lane to the counts, or None if they are damaged."""
+    kind, counts = row[: len(Lane._fields)], row[len(Lane._fields) :]
+    if not all(map(is_number, (*counts, *kind[1:2], *kind[5:]))):
+        return None
+    probe, version, stack, sets, intensity, whole_, completed, erred = kind
+    of = str(probe), version, str(stack), str(sets), str(intensity)
+    return Tallied(Lane(*of, bool(whole_), bool(completed), bool(erred)), *counts)
+
+
+def compared_row(device: str, key: SameKey, same: Same, at: float) -> tuple[Any, ...]:
+    """Return the row of how siblings computed what a device computed wrong; `at` is its newest mismatch (epoch s)."""
+    body = {"alike": sorted(same.alike), "unlike": sorted(same.unlike), "right": same.right}
+    return device, *key, at, json.dumps(body, sort_keys=True)
+
+
+def same_from_row(row: Sequence[Any]) -> tuple[SameKey, Same] | None:
+    """Return the key and the facts in a row of the columns from the key on, without `at`; None if it is damaged."""
+    probe, version, stack, own, body = row
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        found = json.loads(body)
+        alike, unlike = (frozenset(map(str, found[name])) for name in ("alike", "unlike"))
+        right = {
+            name: Right(int(failed), (str(case), str(shape), int(seed)))
+            for name, (failed, (case, shape, seed)) in found["right"].items()
+        }
+        return SameKey(str(probe), int(version), str(stack), bool(own)), Same(right, alike, unlike)
+    return None
+
+
+def stack_row(run: Run) -> tuple[str, str]:
+    """Return the row of a run's software stack."""
+    return run.stack_id, json.dumps(dict(run.stack))
+
+
 def run_counts(run: Run) -> list[tuple[str, str, float]]:
     """Return the counts that a run adds to the counters, as (name, labels, increment).
 
@@ -162,8 +242,8 @@ def event_from_row(row: Sequence[Any]) -> Event:
         detail=str(detail),
         code=code if isinstance(code, int) else None,
         reading=str(reading),
-        labels=_texts(labels),
-        fields=_texts(fields),
+        labels=texts(labels),
+        fields=texts(fields),
     )
 
 
@@ -185,7 +265,7 @@ def time_of(column: Any) -> float:
     return column if is_number(column) and 0 <= column < END else 0.0
 
 
-def _texts(column: Any) -> Mapping[str, str]:
+def texts(column: Any) -> Mapping[str, str]:
     """Return the mapping of texts in a column, or {} if it is damaged: the rest of the event is still of use."""
     try:
         found = json.loads(column)

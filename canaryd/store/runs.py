@@ -5,41 +5,50 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from canaryd.formatting import DAY
 from canaryd.judge.brief import SHOWN
+from canaryd.judge.cause import Same, SameKey
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.slower import Day
+from canaryd.judge.tally import Lane, Tallied, tally
 from canaryd.model import Outcome, Run
 from canaryd.store.database import Database
 from canaryd.store.rows import (
     ADD_BASELINE,
+    ADD_COMPARED,
     ADD_COUNT,
     ADD_RUN,
+    ADD_STACK,
     ADD_SUMMARY,
+    ADD_TALLY,
+    PART,
     add_met,
     baseline_key,
-    is_number,
+    compared_row,
     met_row,
     pack,
+    part_of,
     run_counts,
     run_row,
-    time_of,
+    same_from_row,
+    stack_row,
+    tally_from_row,
+    tally_row,
+    texts,
 )
 
 BACKLOG = 10_000
 """Number of runs kept in memory while the disk refuses them; each takes about 5 KiB."""
 KIND = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
 """SQL columns whose values are equal for failures of one kind."""
-CLEAN = "probe, outcome"
+CLEAN = "probe, outcome, intensity, confirms != ''"
 """SQL columns whose values are equal for clean runs of one kind."""
 BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body ELSE ifnull(brief, body) END"
 """SQL expression for a run in the form that the judge needs; `turn` numbers the runs of one kind, the newest is 1."""
-PLAIN = "whole = 1 AND outcome = 'completed'"
-"""SQL condition for clean runs that the judge later needs only as counts."""
 FOREVER = 1e18
 """Time of last use (epoch s) that is stored for a record that is never pruned."""
 
@@ -55,25 +64,6 @@ def _ranked(of: str, which: str) -> str:
     # Ranked in an index that has all these columns, and joined afterwards: a sort would copy every body.
     ranked = f"SELECT number, {places} FROM runs WHERE device = ? AND drill = '' AND {which}"
     return f"({ranked}) JOIN runs USING (number)"
-
-
-class Counted(NamedTuple):
-    """The counts of a clean run, and the properties that must be equal for runs to be added up."""
-
-    id: str
-    started: float
-    """Start of the run (epoch s)."""
-    probe: str
-    probe_version: int
-    instruction_set: str
-    stack_id: str
-    results: int
-    uploads: int
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether all numbers of this run are undamaged; otherwise the run is no evidence."""
-        return all(map(is_number, (self.started, self.probe_version, self.results, self.uploads)))
 
 
 class RunTables(Database):
@@ -99,10 +89,16 @@ class RunTables(Database):
         with self._lock:
             row, counts = run_row(run, self._stamp()), run_counts(run)
             changed, classes = self._baseline_rows(baselines), self._met_rows(met)
+            # What was wrong before is looked up here, as the rows that wait for the disk do not know it.
+            found = tally(run)
+            (part,) = self._read(PART, *part_of(run.device, found))[0]
+            counted = [] if run.drill else [tally_row(run.device, found, part)]
 
             def write(db: sqlite3.Connection) -> None:
                 if db.execute(ADD_RUN, row).rowcount:
                     db.executemany(ADD_COUNT, counts)
+                    db.executemany(ADD_TALLY, counted)
+                    db.execute(ADD_STACK, stack_row(run))
                     db.executemany(ADD_BASELINE, changed)
                     add_met(db, classes)
 
@@ -179,18 +175,6 @@ class RunTables(Database):
         """
         return self._brief(CLEAN, "failed = 0", 1, limit, device)
 
-    def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
-        """Return (runs in short form, counts of other runs) for clean runs older than the newest `skip` of each kind.
-
-        Runs in short form are those that tested only a part, did not complete, or come from an older release: the judge
-        needs them. They are taken from the newest `limit` runs of each kind.
-        """
-        looked_into = self._brief(CLEAN, "failed = 0", skip + 1, limit, device, but=PLAIN)
-        ranked = _ranked(CLEAN, "failed = 0")
-        query = f"SELECT {', '.join(Counted._fields)} FROM {ranked} WHERE place > ? AND {PLAIN} ORDER BY number"
-        counted = map(Counted._make, self._read(query, device, skip))
-        return looked_into, [found for found in counted if found.is_sound]
-
     def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
         """Return the `first` to `last` newest runs of each kind on a device in short form, oldest first.
 
@@ -200,11 +184,37 @@ class RunTables(Database):
         query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
         return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
 
-    def onsets(self) -> list[tuple[str, str, float, float]]:
-        """Return (device, probe, start of first mismatch, start of newest), one entry per software stack, no drills."""
-        query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
-        rows = self._read(f"{query} GROUP BY device, probe, stack_id")
-        return [(device, probe, time_of(first), time_of(last)) for device, probe, first, last in rows]
+    # Tallies
+
+    def tallies(self, device: str) -> list[Tallied]:
+        """Return a device's tallies, oldest first. Damaged ones are left out."""
+        query = f"SELECT {', '.join(Lane._fields)}, {', '.join(Tallied._fields[1:])} FROM tallies WHERE device = ?"
+        rows = self._read(f"{query} ORDER BY first", device)
+        return [found for found in map(tally_from_row, rows) if found is not None]
+
+    def tested(self, device: str, since: float) -> list[tuple[str, int]]:
+        """Return (probe, day since the epoch) for each day on which a device was tested after `since` (epoch s)."""
+        query = "SELECT DISTINCT probe, day FROM tallies WHERE device = ? AND tested > 0 AND first > ?"
+        return [(str(probe), day) for probe, day in self._read(query, device, since) if isinstance(day, int)]
+
+    @property
+    def ever_wrong(self) -> bool:
+        """Whether any run on record found a wrong result."""
+        return bool(self._read("SELECT 1 FROM tallies WHERE erred LIMIT 1"))
+
+    def compared(self, device: str, since: float) -> dict[SameKey, Same]:
+        """Return how siblings computed what a device computed wrong, of wrong results after `since` (epoch s)."""
+        query = f"SELECT {', '.join(SameKey._fields)}, body FROM compared WHERE device = ? AND at > ?"
+        return dict(found for row in self._read(query, device, since) if (found := same_from_row(row)))
+
+    def set_compared(self, device: str, found: Mapping[SameKey, Same], at: float) -> bool:
+        """Store it, with the time of the device's newest mismatch (epoch s). Return False if only in memory so far."""
+        rows = [compared_row(device, key, same, at) for key, same in found.items()]
+        return self._write(lambda db: db.executemany(ADD_COMPARED, rows))
+
+    def stacks(self) -> dict[str, Mapping[str, str]]:
+        """Return id → software stack, for all stacks that runs had."""
+        return {str(name): texts(body) for name, body in self._read("SELECT id, body FROM stacks")}
 
     # Baselines
 

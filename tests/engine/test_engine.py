@@ -351,15 +351,15 @@ def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path
     assert (probes.count("passes"), probes.count("records")) == (1, NEWEST)
 
 
-def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
-    """A device with one is judged by a long record, which is bounded too where runs stay whole."""
-    monkeypatch.setattr("canaryd.engine.evidence.RECORD", 200)
-    idle.take(made(0, wrong=True))
-    for number in range(1, 300):
-        idle.take(made(number, cases=("a",)))
-    runs = idle.evidence(CPU.uuid)
-    assert runs[0].wrong
-    assert len(runs) == 200 + 1
+def test_a_mismatch_is_never_crowded_out(idle):
+    """What is clean is counted, and takes no place of it."""
+    runs = [made(0, wrong=True), *(made(number, cases=("a",)) for number in range(1, 300))]
+    for run in runs:
+        idle.store.add_run(run)
+        idle.take(run)
+    kept = idle.evidence(CPU.uuid)
+    assert kept[0].wrong
+    assert len(kept) == NEWEST + 1
 
 
 @pytest.mark.parametrize(("kinds", "each"), [(1, 8), (4, 8), (8, 4), (20, 2)])

@@ -39,12 +39,10 @@ ALONE = (
 )
 """Longer stories that the gate holds against some laws."""
 BROKEN: Mapping[tuple[str, str], str] = {
-    ("bug-of-two-of-three", "retention"): "with 50 failures kept, the sibling's equal ones are forgotten: hardware",
     ("core-makes-goldens", "steady"): "a GPU is unknown in each round whose golden a bad core made, else healthy",
     ("two-cores", "steady"): "as core-makes-goldens",
     ("endpoint-errs-in-a-third-of-its-runs", "steady"): "healthy and unknown take turns: ten changes in a day",
     ("hangs-now-and-then", "steady"): "healthy and unknown take turns until it is suspect: five changes in a day",
-    ("said-to-be-software", "retention"): "with 50 runs kept, undetermined becomes software",
 }
 """(story, law) → what breaks. The test of a pair fails where it holds again: strike its line then."""
 

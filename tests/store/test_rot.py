@@ -48,7 +48,7 @@ def read_all(store):
     """Read everything as the daemon and the commands do."""
     (store.devices(), store.verdicts(), store.verdict("GPU-1"), store.verdict_history("GPU-1"), store.acks())
     (store.runs(), store.run("r1"), store.news(), store.failures("GPU-1", 9), store.kinds_of_failures("GPU-1"))
-    (store.newest_clean("GPU-1", 1), store.older_clean("GPU-1", 1, 9), store.onsets(), store.baselines(), store.met())
+    (store.newest_clean("GPU-1", 1), store.tallies("GPU-1"), store.stacks(), store.baselines(), store.met())
     (store.days("GPU-1"), store.summed("GPU-1", 0.0), store.polls("GPU-1"), store.counters())
     (store.events(), store.dated(store.events()), store.passed, store.lost, notes.released_until(store, NOW))
     status.gather(store, Config(), NOW, daemon=True)

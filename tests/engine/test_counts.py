@@ -1,0 +1,142 @@
+"""What runs found is counted for good: live, after a restart, beside another process, and whatever memory keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from canaryd.config.settings import Config
+from canaryd.engine.engine import Engine
+from canaryd.engine.evidence import NEWEST
+from canaryd.facts import TRIALS, Reading
+from canaryd.formatting import DAY
+from canaryd.judge.tally import total
+from canaryd.model import Ack, Cause, State
+from canaryd.store.store import Store
+from tests.engine.test_engine import CPU, NOW, made
+
+START = NOW - NOW % DAY
+QUARTER = 900.0
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Settings of an engine that knows a device and looks at no hardware."""
+    return Config(state_dir=tmp_path)
+
+
+def start(config, clock=lambda: START + 5 * DAY):
+    engine = Engine(config, Store.open(config.state_dir), clock=clock)
+    engine.devices = {CPU.uuid: CPU}
+    engine._evidence.recall()
+    return engine
+
+
+def add(engine, *runs):
+    """Store runs of this process and let the engine hear of them."""
+    for run in runs:
+        engine.store.add_run(run)
+        engine.take(run)
+
+
+def runs_of(device, numbers, wrong=(), **changes):
+    """Return runs of a device, one each quarter of an hour."""
+    return [
+        dataclasses.replace(made(n, "passes", wrong=n in wrong, **changes), device=device, started=START + QUARTER * n)
+        for n in numbers
+    ]
+
+
+def counted(engine, device):
+    """Return the number of results before, between and after the first and the newest mismatch."""
+    engine.decide()
+    found = engine._counts.of(device)
+    times = [t.first for t in found if t.lane.erred]
+    first, newest = min(times), max(times)
+    parts = (
+        [t for t in found if t.first < first],
+        [t for t in found if first < t.first < newest],
+        [t for t in found if t.first > newest],
+    )
+    return tuple(total(part).results for part in parts)
+
+
+def test_live_and_read_back_are_alike(config):
+    """400 runs in 100 hours with two mismatches in the middle of days: the same counts after a restart."""
+    engine = start(config)
+    device = CPU.uuid
+    add(engine, *runs_of(device, range(400), wrong=(130, 210)))
+    assert len(engine.evidence(device)) == NEWEST + 2
+    assert counted(engine, device) == (130, 79, 189)
+    assert len(engine._counts.of(device)) < 10, "what need not be told apart is added up"
+    engine.store.close()
+    again = start(config)
+    assert counted(again, device) == (130, 79, 189)
+    again.store.close()
+
+
+def test_what_another_process_stores_is_counted_once(config):
+    """A check beside the daemon: its clean runs, and its mismatch, which is the first."""
+    engine = start(config)
+    device = CPU.uuid
+    add(engine, *runs_of(device, range(10)))
+    with Store.open(config.state_dir) as other:
+        for run in runs_of(device, range(10, 20), wrong=(14, 16)):
+            other.add_run(run)
+    assert counted(engine, device) == (14, 1, 3)
+    add(engine, *runs_of(device, range(20, 25)))
+    assert counted(engine, device) == (14, 1, 8)
+    engine.store.close()
+
+
+def test_a_repair_at_noon_cuts_the_day(config):
+    """What was counted before it is history, on that day too, and so are its tests."""
+    engine = start(config)
+    device = CPU.uuid
+    add(engine, *runs_of(device, range(48), wrong=(20,)))
+    with Store.open(config.state_dir) as other:
+        other.add_ack(Ack(device=device, kind="repaired", at=START + 12 * 3600.0, reason="new socket"))
+    add(engine, *runs_of(device, range(49, 96), wrong=(60, 70)))
+    assert counted(engine, device) == (11, 9, 25)
+    engine.store.close()
+
+
+def test_runs_that_checked_nothing_are_no_tests(config):
+    """Three days of them are no days of tests: a watch counts days of tests."""
+    engine = start(config)
+    device = CPU.uuid
+    for number, run in enumerate(runs_of(device, range(400), wrong=(0,))):
+        idle = 0 < number < 300
+        readings = (Reading(name="switches", value="none"), Reading(name=TRIALS, value=0 if idle else run.trials))
+        add(engine, dataclasses.replace(run, readings=readings, comparisons=() if idle else run.comparisons))
+    engine.decide()
+    days = frozenset(int((START + QUARTER * number) // DAY) for number in (0, *range(300, 400)))
+    assert engine._counts.tested(device) == {"passes": days}
+    engine.store.close()
+    again = start(config)
+    again.decide()
+    assert again._counts.tested(device) == {"passes": days}
+    again.store.close()
+
+
+@pytest.mark.parametrize("kept", [3, 50, 1000])
+def test_a_suspect_clears_at_the_same_time_whatever_is_kept(config, monkeypatch, kept):
+    """One wrong result in 100: three hundred clean ones and 30 days of tests clear it, though memory keeps three."""
+    monkeypatch.setattr("canaryd.engine.evidence.NEWEST", kept)
+    now = [START]
+    engine = start(config, clock=lambda: now[0])
+    device = CPU.uuid
+
+    def until(day, step):
+        for number in range(round((now[0] - START) / QUARTER), round(day * DAY / QUARTER), step):
+            now[0] = START + QUARTER * number
+            add(engine, *runs_of(device, [number], wrong=(99,)))
+        now[0] = START + day * DAY
+        return engine.verdict(device)
+
+    assert (until(2, 1).state, engine.verdict(device).cause) == (State.SUSPECT, Cause.UNDETERMINED)
+    assert until(31, 24).state is State.SUSPECT, "30 days, but fewer than 300 clean results"
+    assert until(52, 24).state is State.SUSPECT
+    assert until(54, 24).state is State.UNKNOWN, "no probe is enabled here"
+    engine.store.close()
