@@ -21,14 +21,13 @@ from canaryd.worker.canary.hugging_face import (
     Tokenized,
     chain_of,
     check_memory,
-    layers,
     read_settings,
     recording,
 )
 from canaryd.worker.endpoint.prompts import load
 from canaryd.worker.numeric.faults import FAULTS
 from canaryd.worker.numeric.tensors import as_text
-from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
+from canaryd.worker.toolkit import chosen, derive, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
     name="model_canary",
@@ -46,7 +45,7 @@ LEARNING = 300.0
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Decode and score every prompt; yield recordings, and the layer digests of the first prompt."""
+    """Decode and score every prompt; yield recordings."""
     need_torch()
     if ctx.drill and ctx.drill not in FAULTS:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(FAULTS)}")
@@ -88,8 +87,6 @@ def run(ctx: Context) -> Iterator[Fact]:
             # An operator of the model may have no deterministic kernel; then its modes are part of the baseline.
             torch.set_deterministic_debug_mode("default")
             yield Reading(name="switches", value=as_text({**switches, "deterministic_algorithms": "False"}))
-            if ctx.drill:
-                yield Reading(name="model_struck", value=model.strike(FAULTS[ctx.drill], ctx.seed, fitting))
             yield from _answers(ctx, source, model, found, asked)
     finally:
         model.close()
@@ -114,10 +111,9 @@ def _answers(
             continue
         chain = chain_of(found, source, prompt)
         decoded = model.decode(prompt)
-        scored = model.score(prompt, decoded.tokens, hidden=number == 0)
+        scored = model.score(prompt, decoded.tokens)
         text = model.tokenizer.decode(decoded.tokens)
         for path, seen in zip(PATHS, (decoded, scored), strict=True):
             if chosen(ctx, case := f"{source.dtype}/{path}/{prompt.name}"):
-                yield recording(case, seen, chain, text)
-        if not ctx.cases:
-            yield from layers(scored, source.dtype, prompt.name)
+                struck = seen.struck(FAULTS[ctx.drill], derive(ctx.seed, case)) if ctx.drill else seen
+                yield recording(case, struck, chain, text)

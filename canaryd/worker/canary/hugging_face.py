@@ -15,31 +15,29 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import DTYPES, Reading, Recording, beginning
+from canaryd.facts import DTYPES, Recording, beginning
 from canaryd.free_memory import of_host
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import checkpoint
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.integers import digest
-from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import bits, torch, torch_device
 from canaryd.worker.runtime import interface
-from canaryd.worker.telemetry.sysfs import path_setting
+from canaryd.worker.telemetry.sysfs import only, path_setting
 
-ATTENTION = ("sdpa", "eager")
+ATTENTION = "sdpa"
+"""The implementation of attention in transformers: its default, and its fastest."""
 PATHS = ("decode", "forced")
 """Two ways to run a text: decode it token by token from the KV cache, or score a given continuation in one pass."""
 MEMORY = 0.9
-"""Share of the free memory that a model may take by default (ours)."""
+"""Share of the free memory that a model may take (ours)."""
 HEADROOM = 512 << 20
 """Bytes to keep for kernels, workspaces and fragmentation, besides weights and cache (ours)."""
-TRIES = 64
-"""Maximum number of weights that a drill changes, one after the other, until one changes the logits (ours)."""
 TEXT = 4096
 """Maximum number of characters of a recording's text; the rest is cut off."""
 QUOTED = 200
@@ -57,29 +55,18 @@ class ModelSettings:
     """One of `DTYPES`, or "" for the dtype that the checkpoint has."""
     prompts: Path | None
     """A file of prompts, or None for the shipped prompts."""
-    memory: float
-    """Share of the device's free memory that the model may take, above 0 and at most 1."""
-    attention: str
 
 
 def read_settings(given: Mapping[str, Any]) -> ModelSettings:
     """Return the settings; raise `ValueError` for a wrong one, `Skip` if no model is named."""
-    known = {"directory", "dtype", "prompts", "memory", "attention"}
-    if unknown := sorted(set(given) - known):
-        raise ValueError(f"{unknown[0]}: model_canary has no such setting; it has {', '.join(sorted(known))}")
+    only(given, "model_canary", "directory", "dtype", "prompts")
     if not given.get("directory"):
         raise Skip("no model is named: set probes.model_canary.settings.directory to a Hugging Face directory")
-    dtype, attention = given.get("dtype", ""), given.get("attention", ATTENTION[0])
-    for name, value, choices in (("dtype", dtype, ("", *DTYPES)), ("attention", attention, ATTENTION)):
-        if value not in choices:
-            raise ValueError(f"{name}: got {value!r}, wanted one of {', '.join(map(repr, choices))}")
-    memory = given.get("memory", "")
-    if memory == "":
-        memory = MEMORY
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= 1:
-        raise ValueError(f"memory: got {memory!r}, wanted a share of the free memory such as 0.5")
+    dtype = given.get("dtype", "")
+    if dtype not in ("", *DTYPES):
+        raise ValueError(f"dtype: got {dtype!r}, wanted one of {', '.join(DTYPES)}")
     prompts = path_setting(given, "prompts", "/etc/canaryd/prompts.json") if given.get("prompts") else None
-    return ModelSettings(path_setting(given, "directory", "/models/mine"), dtype, prompts, float(memory), attention)
+    return ModelSettings(path_setting(given, "directory", "/models/mine"), dtype, prompts)
 
 
 @dataclass(frozen=True)
@@ -100,8 +87,12 @@ class Inferred:
     """The continuation: chosen by the model when decoding, given by the caller when scoring."""
     logits: Any
     """Raw logits in the model's format: (tokens, vocabulary) when decoding, (positions, vocabulary) when scoring."""
-    hidden: tuple[Any, ...] = ()
-    """Per layer the state at the last position, with the embedding's state first; empty if not requested."""
+
+    def struck(self, fault: faults.Fault, choice: int) -> Inferred:
+        """Return a copy with a drill's fault in the logits of the continuation; `choice` picks the place."""
+        logits = self.logits.clone()
+        fault.change(bits(logits[-len(self.tokens) :]).view(-1), choice)
+        return replace(self, logits=logits)
 
 
 class Checkpoint:
@@ -171,7 +162,7 @@ class Checkpoint:
             model, report = self._load(
                 self.transformers.AutoModelForCausalLM,
                 dtype=wanted,
-                attn_implementation=self.settings.attention,
+                attn_implementation=ATTENTION,
                 output_loading_info=True,
             )
         # transformers fills missing weights with random numbers, different ones each time.
@@ -234,29 +225,10 @@ class Model:
             tokens.append(step)
         return Inferred(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
 
-    def score(self, prompt: Tokenized, continuation: Sequence[int], *, hidden: bool = False) -> Inferred:
-        """Score prompt and continuation in one pass; `hidden` asks for each layer's state at the last position too."""
-        ids = self._ids([*prompt.ids, *continuation[:-1]])
-        answer = self.model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
-        states = tuple(state[0, -1].cpu() for state in answer.hidden_states) if hidden else ()
-        return Inferred(tuple(continuation), answer.logits[0].cpu(), states)
-
-    def strike(self, fault: faults.Fault, seed: int, prompts: Sequence[Tokenized]) -> str:
-        """Put a drill's fault into one weight so that every prompt's last logits change; return the weight's name.
-
-        The same seed changes the same weight. Raises `Skip` if none of `TRIES` weights changes the logits.
-        """
-        named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.is_contiguous()]
-        before = [self._last(prompt) for prompt in prompts]
-        for attempt in range(TRIES):
-            name, parameter = named[mix64(seed + attempt) % len(named)]
-            kept = parameter.data
-            parameter.data = kept.clone()  # loaded weights may be the mapped file itself
-            fault.change(bits(parameter.data).view(-1), mix64(seed - attempt) >> 1)
-            if all(self._last(prompt) != was for prompt, was in zip(prompts, before, strict=True)):
-                return str(name)
-            parameter.data = kept
-        raise Skip(f"the fault {fault.name!r} was not injected: it changed no result in any of {TRIES} weights")
+    def score(self, prompt: Tokenized, continuation: Sequence[int]) -> Inferred:
+        """Score prompt and continuation in one pass."""
+        answer = self.model(input_ids=self._ids([*prompt.ids, *continuation[:-1]]), use_cache=False)
+        return Inferred(tuple(continuation), answer.logits[0].cpu())
 
     def close(self) -> None:
         """Free the model's memory: other probes share this process, and a server may share the device."""
@@ -265,9 +237,6 @@ class Model:
         gc.collect()
         if kind != "cpu":
             getattr(torch, kind).empty_cache()
-
-    def _last(self, prompt: Tokenized) -> str:
-        return digest(self.score(prompt, (0,)).logits[-1])
 
     def _ids(self, ids: Sequence[int]) -> Any:
         return torch.tensor([list(ids)], device=self.model.device)
@@ -294,16 +263,9 @@ def recording(case: str, seen: Inferred, chain: Mapping[str, str], text: str) ->
     )
 
 
-def layers(seen: Inferred, dtype: str, prompt: str) -> Iterator[Reading]:
-    """Yield a reading for each layer: a digest of its output at the last position. Layer 0 is the embedding."""
-    for number, state in enumerate(seen.hidden):
-        labels = {"layer": str(number), "dtype": dtype, "prompt": prompt}
-        yield Reading(name="model_layer_digest", value=digest(state), labels=labels)
-
-
 def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> dict[str, str]:
     """Return the chain of one prompt: the checkpoint's links without "template", and "prompt", "settings", "server"."""
-    settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
+    settings = {"dtype": model.dtype, "attention": ATTENTION, "tokens": prompt.count}
     return {
         **{link: value for link, value in links.items() if link != "template"},
         "prompt": _sha(json.dumps(prompt.ids)),
@@ -314,15 +276,14 @@ def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Tokenized) -> 
 
 def check_memory(model: Checkpoint, device: Device, need: int) -> None:
     """Raise `Skip` unless `need` bytes fit on the device, and the weights on the host, which loads them first."""
-    share = model.settings.memory
     places = [(f"on {device.name}", need, device_memory(device))]
     if device.backend != "cpu":
         places.append(("on the host, where it is loaded first", model.weights(), host_memory()))
     for place, wanted, free in places:
-        if wanted > free * share:
+        if wanted > free * MEMORY:
             raise Skip(
                 f"{model.settings.directory} in {model.dtype} needs {_gib(wanted)} {place}; {_gib(free)} are free,"
-                f" and the model may take {share:g} of that (memory): free some memory, or choose a smaller model"
+                f" and the model may take {MEMORY:g} of that: free some memory, or choose a smaller model"
             )
 
 

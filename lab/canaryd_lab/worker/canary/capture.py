@@ -290,7 +290,7 @@ def environment(
     chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
     facts = interface.of(device).stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
     if checkpoint:
-        facts |= {"server": checkpoint.server, "attention": checkpoint.settings.attention}
+        facts |= {"server": checkpoint.server, "attention": hugging_face.ATTENTION}
     return facts
 
 
