@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.injections import SIZES, TILE, Draw, draws
 from canaryd.facts import Comparison
 from canaryd.probe import Context
-from canaryd.worker.memory.faults import MODELS, FaultySlice
 from canaryd.worker.memory.slices import ROW, Expected, Slice, scratch_for
 from canaryd.worker.memory.slices import TILE as WORDS
 from canaryd.worker.memory.sweep import sweep_memory
@@ -33,15 +33,16 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, torch
 from canaryd.worker.numeric.verify import case_seed, verify_case
-from canaryd.worker.runtime.faulty import GATHERS, Faulty, WrongColumn, WrongIndex
 from canaryd.worker.runtime.interface import Operation
 from tests.comparators import COMPARATORS
+from tests.faulty_gathers import GATHERS, Faulty, WrongColumn, WrongIndex
+from tests.faulty_memory import CELLS, faulty_device
 
 FORMS = ("float64", "float32", "bfloat16", "float16")
 TURNS = 3
 """Number of times that one injection gathers new operands; the fault is in one of them."""
-ROWS = 3
-"""Number of rows of the memory that is swept."""
+ROWS = 17
+"""Number of rows of the memory that is swept: more than `scratch_for` returns, so that the fault is not there."""
 
 
 @dataclass
@@ -144,25 +145,24 @@ MEMORY_RIVALS = {"DCGM memory": _dcgm_memory, "DCGM memtest": _dcgm_memtest}
 
 
 def _memory(name: str, draw: Draw, part: Part) -> None:
-    seed = draw(1 << 60)
-    facts = sweep_memory(Context(device=cpu(), level="quick", seed=seed, budget=60.0, drill=name), ROWS * ROW, 0.0)
-    seen = [f.evidence.memory for f in facts if isinstance(f, Comparison) and f.evidence]
-    kinds = {kind for memory in seen if memory is not None for kind in memory.cells}
+    fault = partial(faulty_device, name, draw(8 * WORDS), (8 + draw(8)) * WORDS + draw(WORDS), 1 << draw(61), ROWS)
+    ctx = Context(device=cpu(), level="quick", seed=draw(1 << 60), budget=60.0)
+    with patch("time.sleep", (device := fault()).rested), device:  # its cells leak when the test pauses
+        seen = [f.evidence for f in sweep_memory(ctx, ROWS * ROW, 0.0) if isinstance(f, Comparison) and f.evidence]
     part.changed += 1
-    part.found["canaryd"] += bool(kinds)
-    part.told.update(kinds)
+    part.found["canaryd"] += bool(seen)
+    part.told.update({kind for evidence in seen if evidence.memory for kind in evidence.memory.cells})
     for rival, test in MEMORY_RIVALS.items():
-        memory = FaultySlice(ROWS, 0, torch.device("cpu"), scratch_for(torch.device("cpu"), 1))
-        memory.words.zero_()
-        memory.arm(name, "", seed)
-        part.found[rival] += any(bool(difference.any()) for difference in test(memory, draw))
+        with fault():
+            memory = Slice(ROWS, 0, torch.device("cpu"), scratch_for(torch.device("cpu"), 1))
+            part.found[rival] += any(bool(difference.any()) for difference in test(memory, draw))
 
 
 STRIKES: dict[str, Callable[[Draw, Part], None]] = {
     **{f"gather: {kind}": partial(_gather, kind) for kind in GATHERS},
     **{f"comparator {kind}, results wrong": partial(_comparator, kind, after=0) for kind in COMPARATORS},
     "comparator says equal, results wrong from the second on": partial(_comparator, "says equal", after=1),
-    **{f"memory: {kind}": partial(_memory, kind) for kind in MODELS},
+    **{f"memory: {kind}": partial(_memory, kind) for kind in CELLS},
 }
 """Fault → function that injects it once. Every injection that changes something must be found."""
 CONTROLS: dict[str, Callable[[Draw, Part], None]] = {

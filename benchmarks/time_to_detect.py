@@ -32,8 +32,8 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, visible_cores
 from canaryd.worker.numeric.verify import verify_case
-from canaryd.worker.runtime.faulty import Faulty
 from canaryd.worker.runtime.interface import Operation
+from tests.faulty_gathers import Faulty
 
 RATES = (1e-1, 1e-2, 1e-3, 1e-4)
 SIMULATED = 1e-3

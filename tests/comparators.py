@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from canaryd.worker.numeric.tensors import bits
-from canaryd.worker.runtime.faulty import Faulty
+from tests.faulty_gathers import Faulty
 
 TILE = 16
 """Rows and columns of the corner at which a comparator does not look."""

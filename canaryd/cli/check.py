@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from canaryd.cli.common import (
 )
 from canaryd.config.settings import Config
 from canaryd.engine import check
-from canaryd.engine.catalogue import builtin_directory
 from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
 from canaryd.formatting import did_you_mean
@@ -42,18 +40,6 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes them."""
-GATHER_FAULTS = ("wrong-row", "stale-row", "wrong-column")
-"""Faults in collecting rows and columns for new operands (exact_matmul); see canaryd/worker/runtime/faulty.py."""
-MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
-"""Faults of memory, for memory_sweep; canaryd/worker/memory/faults.py describes them."""
-TRANSFER_FAULTS = ("to-device", "to-host", "device-memory")
-"""Faults of copies, for host_transfer; canaryd/worker/links/transfers.py describes them."""
-LINK_FAULTS = ("wrong-link",)
-"""Faults of links, for collectives; canaryd/worker/links/group.py describes them."""
-OWN_FAULTS = {"memory_sweep": MEMORY_FAULTS, "host_transfer": TRANSFER_FAULTS, "collectives": LINK_FAULTS}
-"""Probe → faults that only this probe can inject."""
-PROBE_FAULTS = {"exact_matmul": (*FAULTS, *GATHER_FAULTS), **OWN_FAULTS}
-"""Probe → all faults that it can inject. canaryd's other probes can inject `FAULTS`."""
 DRILL_EXIT_STATUS = (
     "exit status: 2 the fault was caught, as it must be, 3 it was not, or nothing could be tested, 64 usage error"
 )
@@ -118,12 +104,11 @@ def _add_drill(commands: Commands) -> None:
     )
     command.add_argument(
         "--fault",
-        choices=(*FAULTS, *GATHER_FAULTS, *itertools.chain.from_iterable(OWN_FAULTS.values())),
+        choices=FAULTS,
         metavar="FAULT",
         default="flip",
-        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; when operands are gathered: "
-        f"{', '.join(GATHER_FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}; "
-        f"in copies from and to the host: {', '.join(TRANSFER_FAULTS)}; between devices or cores: {LINK_FAULTS[0]}",
+        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; memory, copies, links and endpoints have one of "
+        "their own, whatever the name",
     )
     _add_selection(command)
     add_verbose(command, "evidence, skipped cases and what was not tested")
@@ -154,9 +139,6 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     if options.report and not may_write("--report", options.report, pipes=True):
         return USAGE
     if options.textfile and not may_write("--textfile", options.textfile):
-        return USAGE
-    if options.fault and (unable := _unable(options.fault, options.probe)):
-        complain(*unable)
         return USAGE
     store = open_store(settings)
     complain(*store.problems)
@@ -239,16 +221,6 @@ def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> 
     ]
 
 
-def _unable(fault: str, probes: Sequence[str]) -> list[str]:
-    """Return a sentence for each requested probe of canaryd that cannot inject the fault."""
-    found = []
-    for name in probes:
-        able = PROBE_FAULTS.get(name, FAULTS)
-        if fault not in able and (builtin_directory() / f"{name}.py").is_file():
-            found.append(f"drill: --fault {fault}: {name} cannot inject it; choose from {', '.join(able)}")
-    return found
-
-
 def _no_case(cases: Sequence[str], runs: Sequence[Run]) -> str:
     """Return a message that no probe has any of `cases`, with the most similar cases that exist."""
     there = dict.fromkeys(left_out.case for run in runs for left_out in run.skipped)
@@ -261,7 +233,7 @@ def _no_case(cases: Sequence[str], runs: Sequence[Run]) -> str:
 def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> check.Options:
     return check.Options(
         level=options.level,
-        probes=tuple(options.probe) or (_drill_probes(devices, options.fault) if options.fault else ()),
+        probes=tuple(options.probe) or (_drill_probes(devices) if options.fault else ()),
         cases=tuple(options.case),
         seed=options.seed,
         instruction_set=options.instruction_set,
@@ -273,10 +245,8 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
     )
 
 
-def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
+def _drill_probes(devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the probes that a drill runs by default."""
-    if own := tuple(probe for probe, faults in OWN_FAULTS.items() if fault in faults):
-        return own
     probes = {ENDPOINT: "endpoint_canary", EXACT_ENDPOINT: "exact_endpoint"}
     return tuple(dict.fromkeys(probes.get(d.tested_as, "exact_matmul") for d in devices)) or ("exact_matmul",)
 

@@ -77,18 +77,6 @@ TABLE = (
     Wrong(("check", "--instruction-set", "avx9"), ("--instruction-set", "'avx9'", "choose from", "avx2")),
     Wrong(("status", "--since", "3"), ("unrecognized arguments: --since 3; type",)),
     Wrong(("drill", "--fault", "flop"), ("--fault", "'flop'", "choose from", "flip")),
-    Wrong(
-        ("drill", "--fault", "stuck-at-1", "--probe", "exact_matmul", "--state-dir", "@new"),
-        ("exact_matmul cannot inject it", "choose from flip, zero", "wrong-row"),
-    ),
-    Wrong(
-        ("drill", "--fault", "flip", "--probe", "memory_sweep", "--state-dir", "@new"),
-        ("memory_sweep cannot inject it", "choose from stuck-at-1, stuck-at-0"),
-    ),
-    Wrong(
-        ("drill", "--fault", "wrong-row", "--probe", "exact_attention", "--state-dir", "@new"),
-        ("exact_attention cannot inject it", "choose from flip, zero"),
-    ),
     Wrong(("check", "--for=-5m"), ("--for", '"-5m" is not a positive duration', 'write e.g. "15m"')),
     Wrong(("status", "cpu:0"), ("unrecognized arguments: cpu:0; type",)),
     Wrong(("pack", "verify", "@absent"), ("pack verify: @absent: cannot be read", "name a readable file")),

@@ -94,7 +94,7 @@ def test_a_check_of_links_between_cores(tmp_path, drill):
     """Real processes, joined by gloo: healthy, and links are no longer what was not tested; a drill names the link."""
     common = ("--state-dir", tmp_path / "state", "--device", "cpu:0")
     if drill:
-        answer = canaryd("drill", "--fault", "wrong-link", *common)
+        answer = canaryd("drill", "--probe", "collectives", *common)
         assert answer.code == 2, answer.out
         assert "Wrong results in collectives" in " ".join(answer.out.split())
         assert "always link" in " ".join(answer.out.split())

@@ -40,8 +40,6 @@ STEP = 30.0
 """Seconds after which the members abandon a step. The worker waits twice as long per step before it gives up."""
 CORES = 4
 """Number of a processor's cores that send data to each other: 4 cores, spread over all cores, have 12 links."""
-FAULT = "wrong-link"
-"""Name of the drill (run with an injected fault): one bit flips on one link."""
 ENTRY = Path(__file__).resolve().parents[1] / "__main__.py"
 
 Step = tuple[Any, ...]
@@ -269,11 +267,9 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
     """Let all ends send to each other in rounds until the time is over, at least once; yield every fact of the run.
 
     `words`: words of 64 bits in each transfer; `formats`: number formats of the sums. Raises `Skip` if there are not
-    two ends, if this torch has no library for them, or if the drill does not exist. Raises `NoCase` if no case has a
-    requested name, and `RuntimeError` if a member fails or hangs.
+    two ends, or if this torch has no library for them. Raises `NoCase` if no case has a requested name, and
+    `RuntimeError` if a member fails or hangs. In a drill one bit flips on one link.
     """
-    if ctx.drill not in ("", FAULT):
-        raise Skip(f"unknown fault {ctx.drill!r}; there is {FAULT}")
     need_library(ctx.device.backend)
     ends = ends_of(ctx)
     every = steps_of(len(ends), formats)

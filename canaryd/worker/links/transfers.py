@@ -25,7 +25,7 @@ from canaryd.facts import (
     Way,
     WrongTransfer,
 )
-from canaryd.probe import Context, Fact, NoCase, Skip
+from canaryd.probe import Context, Fact, NoCase
 from canaryd.worker.links.patterns import PATTERNS, WORD, make
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.cases import selects
@@ -184,17 +184,15 @@ def case_of(way: Way, name: str) -> str:
 def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
     """Copy every pattern to the device and back until the time is over, each at least once; yield the facts of the run.
 
-    `words`: words of 64 bits in one copy. Right copies of a pattern are counted in one comparison. Raises `Skip` if the
-    drill does not exist, and `NoCase` if no case has a requested name.
+    `words`: words of 64 bits in one copy. Right copies of a pattern are counted in one comparison. Raises `NoCase` if
+    no case has a requested name.
     """
-    if ctx.drill and ctx.drill not in FAULTS:
-        raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(FAULTS)}")
     wanted = [case.partition("@")[0] for case in ctx.cases]  # whatever size they had
     asked = [n for n in PATTERNS if not wanted or any(selects(w, case_of(v, n)) for w in wanted for v in NAMES)]
     if not asked:
         raise NoCase(ctx.cases, (case_of(way, name) for name in PATTERNS for way in NAMES))
     began = ctx.clock()
-    run = _Round(ctx, FAULTS.get(ctx.drill, Copies)(torch_device(ctx.device), words))
+    run = _Round(ctx, (Struck if ctx.drill else Copies)(torch_device(ctx.device), words))
     sums: dict[str, Comparison] = {}
     wrong: list[Comparison] = []
     turn = 0
@@ -217,41 +215,10 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
         yield Reading(name=f"{SPEEDS}{way.value}", value=words * WORD / seconds, unit="bytes per second")
 
 
-class _WrongToDevice(Copies):
+class Struck(Copies):
     """A drill: a bit flips during the copy to the device."""
 
     def send(self) -> None:
         """Copy the host's words to the device and flip one bit there."""
         super().send()
         self.there[self.there.numel() // 3] ^= FLIPPED
-
-
-class _WrongToHost(Copies):
-    """A drill: a bit flips during the copy to the host."""
-
-    def fetch(self) -> None:
-        """Copy the device's words to the host and flip one bit there."""
-        super().fetch()
-        self.back[self.back.numel() // 3] ^= FLIPPED
-
-
-class _WrongMemory(Copies):
-    """A drill: one bit of the device's memory always reads 1."""
-
-    def send(self) -> None:
-        """Copy the host's words to the device and set the stuck bit there."""
-        super().send()
-        self.there[self.there.numel() // 3] |= FLIPPED
-
-    def write(self, words: Any) -> None:
-        """Let the device write words into its memory, then set the stuck bit."""
-        super().write(words)
-        self.there[self.there.numel() // 3] |= FLIPPED
-
-
-FAULTS: dict[str, type[Copies]] = {
-    "to-device": _WrongToDevice,
-    "to-host": _WrongToHost,
-    "device-memory": _WrongMemory,
-}
-"""Name of a drill → class of copies that injects this fault."""

@@ -152,17 +152,14 @@ def _random_tile(sweep: Sweep, name: str) -> Expected:
 def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     """Sweep at most `most` bytes of the device's memory; yield every fact of the run.
 
-    `pause`: seconds of each pause in the pattern `retention`. Raises `Skip` if not even one row is free, or if the
-    drill does not exist.
+    `pause`: seconds of each pause in the pattern `retention`. Raises `Skip` if not even one row is free.
     """
-    if ctx.drill and ctx.drill not in faults.NAMES:
-        raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(faults.NAMES)}")
     asked, began = _asked_for(ctx), ctx.clock()
     slices = allocate(ctx, most)
     locked = [m.lock() for m in slices]
     sweep = Sweep(ctx, slices, pause)
-    if isinstance(slices[0], faults.Faulty):
-        slices[0].arm(ctx.drill, asked[0][0], ctx.seed)
+    if isinstance(slices[0], faults.Stuck):
+        slices[0].arm(ctx.seed)
     for number, (case, name) in enumerate(asked):
         ctx.progress(number / len(asked), case)
         if ctx.left <= 0.0 and number and not ctx.drill:
@@ -228,7 +225,7 @@ def allocate(ctx: Context, most: int) -> list[Slice]:
         each = min(LARGEST, scratch.runtime.largest) // ROW
     slices: list[Slice] = []
     for first in range(0, rows, each):
-        kind = type("FaultySlice", (faults.Faulty, sound), {}) if ctx.drill and first == 0 else sound
+        kind = type("StuckSlice", (faults.Stuck, sound), {}) if ctx.drill and first == 0 else sound
         try:
             slices.append(kind(min(each, rows - first), first, device, scratch))
         except Exception as error:

@@ -1,9 +1,8 @@
 """Software faults for drills (runs with an injected fault), benchmarks and tests of detection.
 
 Each fault changes the bits of a result or an operand on the device in place, as a broken unit does. All results of a
-drill have the fault's name and never count against the device. Faults of memory are in `canaryd.worker.memory.faults`;
-faults of the gather and of the comparison are in `canaryd.worker.runtime.faulty`. `canaryd.cli.check` lists the faults
-that a person can choose.
+drill have the fault's name and never count against the device. Probes whose results are no tensors of a computation
+inject one fault of their own, whatever the name. `canaryd.cli.check` lists the names.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from canaryd.worker.numeric.repeating import DIFFERENT, EQUAL, RepeatedTurns, Tu
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, is_alone, on_core, same_bits
-from canaryd.worker.runtime.faulty import GATHERS
 
 WRONG_ENOUGH = 3
 """Number of wrong results after which the computation on these operands stops."""
@@ -127,9 +126,8 @@ class _Fresh:
             self._repeat(turns, done, upload)
             return self.clean + self.wrong
         self._judge(0, done, upload)
-        least = 2 if self.session.ctx.drill in GATHERS else 1  # a row is stale from the second turn on
         turn = 1
-        while turn < least or self._goes_on():
+        while self._goes_on():
             self._judge(turn, *self._compute(turn))
             turn += 1
         return self.clean + self.wrong

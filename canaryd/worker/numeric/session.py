@@ -16,7 +16,6 @@ from canaryd.worker.numeric.operands import Problem, Product
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import can_pin, event, seconds_between, torch, visible_cores
 from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
 
 PENDING = 64
@@ -72,13 +71,10 @@ class Session:
         """Find the fault that the drill injects; raise `Skip` for an unknown name."""
         self.began = self.ctx.clock()
         drill = self.ctx.drill
-        if drill and drill not in faults.FAULTS and drill not in GATHERS:
-            raise Skip(f"unknown fault {drill!r}; there are {', '.join((*faults.FAULTS, *GATHERS))}")
-        fault = faults.FAULTS.get(drill)
+        if drill and drill not in faults.FAULTS:
+            raise Skip(f"unknown fault {drill!r}; there are {', '.join(faults.FAULTS)}")
         self.runtime = interface.of(self.ctx.device)
-        if drill in GATHERS and self.runtime.gathers:
-            self.runtime = GATHERS[drill](self.ctx.seed)
-        self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
+        self.injector = faults.Injector(faults.FAULTS.get(drill), self.ctx.seed, self.runtime)
 
     def look(self, work: Callable[[], T]) -> Future[T]:
         """Return a future of `work`, which another host thread does; if the device is the host, it is already done."""
@@ -121,11 +117,6 @@ class Session:
         host = max(0.0, self.ctx.clock() - self.began - device)
         yield Reading(name=DEVICE_SECONDS, value=device, unit="seconds")
         yield Reading(name=HOST_SECONDS, value=host, unit="seconds")
-
-    @property
-    def struck(self) -> bool:
-        """Whether the fault of the drill has been injected in this run."""
-        return self.injector.spent or (isinstance(self.runtime, Faulty) and self.runtime.struck > 0)
 
     @property
     def pins(self) -> bool:

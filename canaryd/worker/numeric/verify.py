@@ -85,7 +85,7 @@ def verify_all(
                     session.injector.arm([c.name for c in order[number + 1 :][:1]])
                 yield Skipped(case=case.name, reason=str(why))
     yield from finish(session)
-    if ctx.drill and not session.struck:
+    if ctx.drill and not session.injector.spent:
         raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
     if session.refused and len(session.refused) + late == len(order):
         raise Skip(none_supported(ctx.device, "case that was asked for", *session.refused.values()))

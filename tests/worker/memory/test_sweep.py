@@ -1,17 +1,18 @@
 """Sweeps of memory: clean memory is clean, every fault is found and told from the others, on the host and elsewhere.
 
-The faults come in two ways: by the drills that ship, and by a stand-in for a faulty device below torch, of which the
-sweep's code knows nothing.
+The faults are those of a stand-in for a faulty device below torch, of which the sweep's code knows nothing, and the one
+of a drill.
 """
 
 import pytest
 
 from canaryd.facts import Cell, Comparison, Exactness, Place, Reading, Skipped
 from canaryd.probe import Context, Skip
-from canaryd.worker.memory import faults, slices, sweep
+from canaryd.worker.memory import slices, sweep
 from canaryd.worker.memory.slices import ROW, TILE, WORD, Expected, Slice, own_numbers
 from canaryd.worker.numeric.characterised import SETTLED
 from canaryd.worker.numeric.stack import cpu
+from tests.faulty_memory import CELLS, faulty_device
 from tests.worker.numeric.cuda import DEVICES, HOPPER, fake, stand_in
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -83,58 +84,32 @@ def test_a_quick_run_on_an_accelerator_goes_beyond_its_cache(monkeypatch, probe,
     assert probe.BEYOND_CACHES == slices.LARGEST
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", faults.MODELS)
-def test_every_faulty_memory_is_found_and_told_from_the_others(name, seed):
-    """At any word, with any partner and bit; no other word is accused."""
-    wrong, right = swept(context(drill=name, seed=seed))
-    assert wrong, f"{name} was not found"
-    assert kinds(wrong) == {faults.MODELS[name]}
-    assert len(wrong) + len(right) == len(PATTERNS)
-    armed = faults.FaultySlice(ROWS, 0, torch.device("cpu"), None)
-    armed.arm(name, "", seed)
-    model = armed.model
-    for pattern, c in wrong.items():
-        seen, where = c.evidence, c.evidence.memory
-        if name != "transfer":
-            assert {index[0] for index, _, _ in seen.first} <= {model.word, model.other}
-        if name not in ("alias", "leaking"):
-            assert set(seen.bits) == {str(model.bit.bit_length() - 1)}
-        if name == "stuck-at-1":
-            assert (where.rose, where.fell) == (1, 0)
-        if name in ("stuck-at-0", "leaking"):
-            assert where.rose == 0 < where.fell
-        if name == "leaking":
-            assert pattern == "retention"
-        if name in ("coupled", "alias"):
-            assert abs(where.partner) == WORD * abs(model.other - model.word)
-        else:
-            assert where.partner is None
-
-
 @pytest.mark.parametrize("name", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
-def test_every_drill_of_the_other_probes_is_found_too(name):
-    """They strike words as they are written, and spare what is written again one by one: no cell is accused."""
+def test_a_drill_makes_one_bit_stick(name):
+    """Whatever its name; at the word and the bit that the seed chooses, and no other word is accused."""
     for seed in SEEDS:
-        wrong, _ = swept(context(drill=name, seed=seed))
-        assert kinds(wrong) == {Cell.FLIPPED}
+        wrong, right = swept(context(drill=name, seed=seed))
+        assert kinds(wrong) == {Cell.STUCK}
+        assert len(wrong) + len(right) == len(PATTERNS)
+        assert {(c.evidence.wrong, *c.evidence.bits.values()) for c in wrong.values()} == {(1, 1)}
+        assert {(c.evidence.memory.rose, c.evidence.memory.fell) for c in wrong.values()} == {(1, 0)}
 
 
 def test_evidence_says_where(monkeypatch):
     """Offset in the allocation, virtual address, both bit patterns, direction, and all of it in words."""
     held = []
     monkeypatch.setattr(sweep, "allocate", lambda *given: held.append(ALLOCATE(*given)) or held[-1])
-    wrong, _ = swept(context(drill="stuck-at-1", seed=3))
+    wrong, _ = swept(context(drill="flip", seed=3))
     ((memory,),) = held
     c = wrong["inversions"]
-    seen, where, word = c.evidence, c.evidence.memory, memory.model.word
+    seen, where, word = c.evidence, c.evidence.memory, memory.word
     assert (seen.wrong, seen.total, seen.lines) == (1, ROWS * TILE, {})
     assert (where.allocation, where.offset) == (ROWS * ROW, word * WORD)
     assert where.address == memory.words.data_ptr() + word * WORD
     assert where.physical is None or where.physical % 8 == 0
     ((index, want, got),) = seen.first
     assert index == (word,)
-    assert int(want, 16) | memory.model.bit == int(got, 16)
+    assert int(want, 16) | memory.bit == int(got, 16)
     for text in (f"offset {where.offset:#x}", f"virtual address {where.address:#x}", "1 to 1", "1 stuck"):
         assert text in seen.pattern
 
@@ -175,69 +150,18 @@ def test_an_alias_in_another_allocation_is_found(monkeypatch):
     assert sum(f.trials for f in facts if not f.wrong) == 2
 
 
-def faulty_device(behaviour, word, other, bit):
-    """A layer below torch's operations: the first large allocation has a fault, whatever operation touches it."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Faulty(TorchDispatchMode):
-        flat, last, reads = None, (0, 0), 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if self.flat is None:
-                if isinstance(result, torch.Tensor) and result.shape == (ROWS, TILE):
-                    self.flat = result.view(-1)
-                return result
-            named = [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in (kwargs or {})]
-            named += zip(function._schema.arguments, args, strict=False)
-            if any(a.alias_info and a.alias_info.is_write and self._mine(value) for a, value in named):
-                self._wrote()
-            if "bitwise_xor" in str(function) and not self._mine(result):
-                self._read(result)
-            return result
-
-        def _mine(self, value):
-            storage = self.flat.untyped_storage().data_ptr()
-            return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == storage
-
-        def _wrote(self):
-            flat, (first, second) = self.flat, self.last
-            if behaviour == "stuck-at-1":
-                flat[word] |= bit
-            elif behaviour == "stuck-at-0":
-                flat[word] &= ~bit
-            elif behaviour == "coupled" and (int(flat[other]) ^ second) & bit:
-                flat[word] ^= bit
-            elif behaviour == "alias" and int(flat[other]) != second:
-                flat[word] = flat[other]
-            elif behaviour == "alias" and int(flat[word]) != first:
-                flat[other] = flat[word]
-            self.last = int(flat[word]), int(flat[other])
-
-        def _read(self, difference):
-            self.reads += 1
-            if behaviour == "transfer" and self.reads % 4 == 2:
-                difference.view(-1)[word % difference.numel()] ^= bit
-
-        def rested(self, _seconds):
-            if behaviour == "leaking":
-                self.flat[word] &= ~bit
-
-    return Faulty()
-
-
 @pytest.mark.parametrize("place", [(17, 300_000, 0), (301_234, 90_001, 63), (8190, 8191, 31), (200_000, 199_999, 44)])
-@pytest.mark.parametrize("name", ["", *faults.MODELS])
+@pytest.mark.parametrize("name", ["", *CELLS])
 def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
     """The same faults below torch: the sweep runs as on a GPU, and knows nothing of them. None: no alarm."""
     word, other, bit = place
-    device = faulty_device(name, word, other, (1 << bit) - (1 << 64) * (bit == 63))
+    device = faulty_device(name, word, other, (1 << bit) - (1 << 64) * (bit == 63), ROWS)
     monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(sweep, "_free", lambda _: None)
     monkeypatch.setattr(slices.time, "sleep", device.rested)
     with device:
         wrong, right = swept(context(device=HOPPER, seed=4))
-    assert kinds(wrong) == ({faults.MODELS[name]} if name else set())
+    assert kinds(wrong) == ({CELLS[name]} if name else set())
     assert len(wrong) + len(right) == len(PATTERNS)
     for c in wrong.values():
         assert c.evidence.memory.physical is None
@@ -250,7 +174,7 @@ def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
 @pytest.mark.parametrize(("pauses", "cell"), [({1, 2}, "flipped"), ({1, 2, 3, 4}, "leaking")])
 def test_only_a_word_that_leaks_again_is_a_broken_cell(monkeypatch, pauses, cell):
     """What the next pause does not show again accuses no cell: of either polarity one pause is the first."""
-    device, rests = faulty_device("leaking", 77, 0, 1 << 5), []
+    device, rests = faulty_device("leaking", 77, 0, 1 << 5, ROWS), []
 
     def sleep(seconds):
         rests.append(seconds)

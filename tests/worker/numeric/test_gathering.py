@@ -19,9 +19,9 @@ from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
-from canaryd.worker.runtime import faulty
 from canaryd.worker.runtime.torch import Torch
 from probes import exact_matmul
+from tests import faulty_gathers
 from tests.comparators import COMPARATORS
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -97,26 +97,15 @@ def test_a_wrong_gather_is_seen_and_named(which, said):
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-@pytest.mark.parametrize("kind", faulty.GATHERS)
+@pytest.mark.parametrize("kind", faulty_gathers.GATHERS)
 def test_every_faulty_gather_is_found_and_named(kind, turn):
     """Operands and golden have uploads of their own: what hits one of them does not hit the other."""
-    runtime = faulty.GATHERS[kind](choice=3, turn=turn)
+    runtime = faulty_gathers.GATHERS[kind](choice=3, turn=turn)
     _, found = verified(runtime, 60.0)
     (wrong,) = (c for c in found if c.wrong)
     assert (wrong.case, runtime.struck) == (f"{NAME}#{turn}", 1)
     said = "the golden" if kind == "wrong-column" else "operand A"
     assert wrong.evidence.pattern.startswith(f"the device gathered {said} wrongly")
-
-
-@pytest.mark.parametrize("kind", faulty.GATHERS)
-def test_a_drill_of_the_gather_is_found(kind):
-    """Through the whole run: `canaryd drill --fault` injects it once, however little time there is."""
-    ctx = Context(device=cpu(), level="quick", seed=7, budget=0.0, drill=kind)
-    found = [f for f in verify.verify_all(ctx, [case()], [], None) if isinstance(f, Comparison)]
-    wrong = [c for c in found if c.wrong and c.subject is Subject.DEVICE]
-    assert [c.evidence.pattern.partition(":")[0] for c in wrong] == [
-        f"the device gathered {'the golden' if kind == 'wrong-column' else 'operand A'} wrongly"
-    ]
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -1,4 +1,4 @@
-"""Torch runtimes whose gather is wrong on purpose, for drills: one method makes an error, the device makes none."""
+"""Torch runtimes whose gather is wrong on purpose: one method makes an error, the device makes none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Faulty(Torch):
         self.struck = 0
         """How often it changed anything."""
 
-    def repeats(self, device: Device) -> bool:  # noqa: ARG002
+    def repeats(self, device: Device) -> bool:
         """Return False: the host starts each step separately."""
         return False
 
@@ -86,4 +86,4 @@ class StaleRow(Faulty):
 
 
 GATHERS: dict[str, type[Faulty]] = {"wrong-row": WrongIndex, "stale-row": StaleRow, "wrong-column": WrongColumn}
-"""Name of a drill → the runtime whose gather has this fault."""
+"""Name of a fault → the runtime whose gather has it."""
