@@ -19,7 +19,6 @@ from canaryd.worker.toolkit import need_torch
 SPEC = ProbeSpec(
     name="memory_sweep",
     summary="memory read back under patterns: cells, addresses and transfers",
-    runtimes=("torch", "webgpu"),
     budget={"quick": 0.3, "standard": 5.0, "deep": 120.0},
     order=60,
 )

@@ -9,7 +9,7 @@ from canaryd.worker.numeric.seeds import mix64
 
 
 class Stuck(Slice):
-    """A mixin that injects the fault into the slice class that follows it in the list of base classes."""
+    """A slice with this fault."""
 
     word, bit = 0, 0
 

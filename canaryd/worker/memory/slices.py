@@ -77,8 +77,8 @@ class Slice:
         self._scratch = scratch
 
     @property
-    def address(self) -> int | None:
-        """Virtual address of the first byte in this process, or the driver's address; None if it is unknown."""
+    def address(self) -> int:
+        """Virtual address of the first byte in this process, or the driver's address."""
         return int(self.words.data_ptr())
 
     @property

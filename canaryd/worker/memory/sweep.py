@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +19,11 @@ from canaryd.facts import (
     WrongMemory,
 )
 from canaryd.free_memory import available
-from canaryd.model import TORCH
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.memory import cells, faults, pages
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, WORD, Expected, Slice, own_numbers, scratch_for
 from canaryd.worker.numeric.cases import selects
 from canaryd.worker.numeric.characterised import is_settled
-from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import torch, torch_device
@@ -175,7 +172,7 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     yield Reading(name="memory_swept_bytes", value=sum(m.rows * ROW for m in slices), unit="bytes")
     yield Reading(name="memory_read_bytes", value=sweep.bytes_read, unit="bytes")
     yield Reading(name=DEVICE_SECONDS, value=ctx.clock() - began, unit="seconds")
-    if slices[0].device.type == "cpu" and ctx.device.runtime == TORCH:
+    if slices[0].device.type == "cpu":
         held = sum(m.rows * ROW for m, lock in zip(slices, locked, strict=True) if lock)
         yield Reading(name="memory_locked_bytes", value=held, unit="bytes")
 
@@ -216,21 +213,15 @@ def allocate(ctx: Context, most: int) -> list[Slice]:
     rows = min([*limits, *([] if free is None else [free])]) // ROW
     if rows < 1:
         raise Skip(f"no memory to sweep: {free} bytes are free less the reserve, {most} were asked for")
-    if ctx.device.runtime == TORCH:
-        device, sound, each = torch_device(ctx.device), Slice, LARGEST // ROW
-        scratch = scratch_for(device, min(rows, each))
-    else:
-        buffers = importlib.import_module("canaryd.worker.memory.buffers")
-        device, sound, scratch = ctx.device, buffers.BufferSlice, buffers.Scratch(ctx.device, rows)
-        each = min(LARGEST, scratch.runtime.largest) // ROW
+    device, each = torch_device(ctx.device), LARGEST // ROW
+    scratch = scratch_for(device, min(rows, each))
     slices: list[Slice] = []
     for first in range(0, rows, each):
-        kind = type("StuckSlice", (faults.Stuck, sound), {}) if ctx.drill and first == 0 else sound
+        kind = faults.Stuck if ctx.drill and first == 0 else Slice
         try:
             slices.append(kind(min(each, rows - first), first, device, scratch))
-        except Exception as error:
-            # torch raises RuntimeError where memory runs out, on every backend.
-            if not slices or not (isinstance(error, RuntimeError) or kind_of(error) is ErrorKind.MEMORY):
+        except RuntimeError:  # torch raises it where memory runs out, on every backend
+            if not slices:
                 raise
             break
     return slices
@@ -292,7 +283,7 @@ def _evidence(sweep: Sweep, memory: Slice, found: cells.Wrong) -> Evidence:
 def _place(sweep: Sweep, memory: Slice, found: cells.Wrong, words: Sequence[tuple[int, int, int]]) -> WrongMemory:
     offset = words[0][0] * WORD
     own = (memory.first * TILE) * WORD + offset
-    at = None if memory.address is None else memory.address + offset
+    at = memory.address + offset
     return WrongMemory(
         cells={cell.value: found.cells[cell] for cell in Cell if found.cells[cell]},
         rose=sum((bits & ~want).bit_count() for _, want, bits in words),
@@ -300,7 +291,7 @@ def _place(sweep: Sweep, memory: Slice, found: cells.Wrong, words: Sequence[tupl
         allocation=memory.rows * ROW,
         offset=offset,
         address=at,
-        physical=pages.physical_address(at) if at is not None and sweep.ctx.device.backend == "cpu" else None,
+        physical=pages.physical_address(at) if sweep.ctx.device.backend == "cpu" else None,
         partner=None if found.partner is None else found.partner * WORD - own,
     )
 

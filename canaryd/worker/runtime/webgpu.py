@@ -141,14 +141,6 @@ class _Webgpu(Runtime):
         """Size in bytes of the largest buffer that the most recently opened device allows."""
         return int(min(self._gpu.limits[name] for name in LIMITS))
 
-    def read(self, buffer: Any, offset: int, size: int) -> Any:
-        """Return `size` bytes of a buffer from `offset` as a host tensor of uint8; both are multiples of 4."""
-        return torch.frombuffer(bytearray(self._gpu.queue.read_buffer(buffer, offset, size)), dtype=torch.uint8)
-
-    def write(self, buffer: Any, offset: int, tensor: Any) -> None:
-        """Write a host tensor into a buffer at `offset`, a multiple of 4."""
-        self._gpu.queue.write_buffer(buffer, offset, _raw(tensor))
-
     def new_buffer(self, size: int) -> Any:
         """Return zeroed new memory of the device. Raises `Unsupported` if `size` is more than `largest`."""
         if size > self.largest:

@@ -161,15 +161,3 @@ INDEX = {
     ),
 }
 """Operation of `indexing.OPERATIONS` that needs only one pass → its shader. A 64-bit integer is two words."""
-
-# Of memory sweeps: a slice of words, from number n[1] of the slice on, which is number n[2] + n[3] * 2**32 of them all.
-_OWN = (  # the word's own number, and its complement in the upper half (canaryd.worker.memory.slices.OWN)
-    "let low = n[2] + i;\n    let own = vec2<u32>(low, n[3] + select(0u, 1u, low < i) - low - 1u);\n    "
-)
-WRITE_OWN = linear(_OWN + "out[i + n[1]] = own;", _WORDS)
-WRITE_TILE = linear("out[i + n[1]] = x0[i % 8191u];", _WORDS, _WORDS)
-DIFFERENCE_OWN = linear(_OWN + "out[i] = x0[i + n[1]] ^ own;", _WORDS, _WORDS)
-DIFFERENCE_TILE = linear("out[i] = x0[i + n[1]] ^ x1[i % 8191u];", _WORDS, _WORDS, _WORDS)
-ANY = linear("if ((x0[i].x | x0[i].y) != 0u) { atomicStore(&out[0], 1u); }", _WORDS, _ADD)
-READ = linear("atomicXor(&out[0], x0[i].x ^ x0[i].y);", _WORDS, _ADD)
-INVERT = linear("out[i + n[1]] = ~out[i + n[1]];", _WORDS)
