@@ -56,16 +56,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
-KINDS = ("cpu", "gpu", "cuda", "rocm", "hip", "xpu", "npu", "mps", "tpu", "endpoint")
-"""First words of device names such as "cuda:0", in canaryd and in other software."""
-
-
-def did_you_mean_device(word: str, known: Iterable[str]) -> str:
-    """Return the same as `did_you_mean`, but never a device of another kind: "gpu0" does not suggest "cpu:0"."""
-    kind = word.rstrip("0123456789:.").lower()
-    return did_you_mean(word, (name for name in known if kind not in KINDS or name.startswith(kind)))
-
-
 def format_time(at: float, *, seconds: bool = True) -> str:
     """Return a time (epoch s) as local time, with or without `seconds`; as a number if it is outside the calendar."""
     return _calendar(at, seconds, lambda utc: utc.astimezone())

@@ -17,7 +17,6 @@ from canaryd.cli.common import (
     device_names,
     is_released,
     may_write,
-    nearest_device,
     open_store,
     refuse_beside_daemon,
     stop_on_signals,
@@ -29,6 +28,7 @@ from canaryd.config.settings import Config
 from canaryd.engine import check
 from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
+from canaryd.files import write_whole
 from canaryd.formatting import did_you_mean
 from canaryd.judge.verdict import exit_code
 from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, Run, State
@@ -208,10 +208,7 @@ def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> 
     """Return one sentence for each requested device that is missing, and each probe that is missing or not loaded."""
     host, there = device_names(engine.devices), sorted(engine.entries)
     return [
-        *(
-            f"--device {name}: no such device; this host has {host}{nearest_device(name, engine.devices)}"
-            for name in missing
-        ),
+        *(f"--device {name}: no such device; this host has {host}" for name in missing),
         *(f"--probe {name}: it could not be loaded" for name in probes if name in engine.unloaded),
         *(
             f"--probe {name}: no such probe; choose from {', '.join(there)}{did_you_mean(name, there)}"
@@ -258,7 +255,7 @@ def _write_files(result: Result, report: Path | None, textfile: Path | None) -> 
         from canaryd.report import textfile as metrics  # noqa: PLC0415  a check need not pay for the exposition
 
         try:
-            metrics.write(textfile, metrics.render(result, exit_code(result.state)))
+            write_whole(textfile, metrics.render(result, exit_code(result.state)), metrics.MODE)
         except OSError as error:
             complain(f"--textfile {textfile}: not written: {error.strerror}")
             return False

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 import sys
 import threading
 import time
@@ -18,8 +17,7 @@ from typing import Any, TextIO
 from canaryd.config.settings import Config
 from canaryd.engine.check import gave
 from canaryd.engine.engine import Engine, Progress, choose
-from canaryd.files import write_whole
-from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
+from canaryd.formatting import columns, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.phrases import reason_of
 from canaryd.model import Device, Outcome, Run
@@ -67,12 +65,14 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
     """Return whether a file can probably be written; if not, print the reason. `option`: the option with the file name.
 
     A file is replaced as a whole, which needs write permission for its directory. A device such as /dev/null must never
-    be replaced by a file. With `pipes` the path can also be a pipe or a device, which is written to and not replaced.
+    be replaced by a file. With `pipes` the path is written to and not replaced: it can also be a pipe or a device.
     """
     try:
-        plain = _is_replaced(path)
-        target = os.path.dirname(os.path.realpath(path)) if plain else path  # noqa: PTH120  Path.resolve raises on loops
-        writable = (plain or (pipes and not path.is_dir())) and os.access(target, os.W_OK)
+        if pipes and path.exists():
+            writable = not path.is_dir() and os.access(path, os.W_OK)
+        else:
+            plain = (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc")
+            writable = plain and os.access(os.path.dirname(os.path.realpath(path)), os.W_OK)  # noqa: PTH120  Path.resolve raises on loops
     except OSError:  # behind a directory that this user may not search
         writable = False
     if not writable:
@@ -80,21 +80,10 @@ def may_write(option: str, path: Path, *, pipes: bool = False) -> bool:
     return writable
 
 
-def _is_replaced(path: Path) -> bool:
-    """Return whether writing replaces the whole file. A device or an open file such as /dev/stdout is not replaced."""
-    return (path.is_file() or not path.exists()) and path.absolute().parts[1] not in ("dev", "proc")
-
-
 def write_report(path: Path, text: str) -> bool:
     """Write the text for --report and return True; on failure, print the reason and return False."""
     try:
-        if _is_replaced(path):
-            old = path.stat() if path.exists() else None
-            write_whole(Path(os.path.realpath(path)), text.encode(), old and stat.S_IMODE(old.st_mode))
-            if old and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                os.chown(path, old.st_uid, old.st_gid)
-        else:
-            path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         complain(f"--report {path}: not written: {error.strerror}")
         return False
@@ -238,11 +227,6 @@ def device_names(devices: Mapping[str, Device]) -> str:
     return ", ".join(d.name for d in ordered) or "none"
 
 
-def nearest_device(name: str, known: Mapping[str, Device]) -> str:
-    """Return the end of a message about an unknown device: '; did you mean "cpu:0"?', or "" if none is similar."""
-    return did_you_mean_device(name, [word for d in known.values() for word in (d.name, d.uuid)])
-
-
 def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device | None:
     """Return the device of `known` with this name. If none or several have it, print a message and return None."""
     found, _ = choose(known, [name])
@@ -251,7 +235,7 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
     if found:
         complain(f'{command}: "{name}" names {len(found)} devices; name one of {", ".join(d.name for d in found)}')
     else:
-        here = f"this host has {device_names(known)}{nearest_device(name, known)}"
+        here = f"this host has {device_names(known)}"
         here = here if known else "nothing is recorded yet: start the daemon (canaryd run), or run canaryd check"
         complain(f'{command}: no device "{name}"; {here}')
     return None

@@ -144,9 +144,6 @@ def gate_command(options: argparse.Namespace, settings: Config) -> int:
         max_age=options.max_age,
     )
     answer, silence = gate.ask(settings, question), gate.silenced(settings, os.environ)
-    if answer.mistyped:
-        complain(f"gate --device: {answer.reason}")
-        return USAGE
     if options.json:
         print(json.dumps(gate.as_json(answer, question, silence), indent=2))
     else:

@@ -9,7 +9,7 @@ from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, State
 from canaryd.report.incidents import Step, brief, names_of, next_step, precaution, step
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
-from canaryd.report.terminal import cause_note
+from canaryd.report.terminal import cause_words
 from canaryd.store.locks import user_name
 
 ANSWERS = {
@@ -74,7 +74,7 @@ def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_nod
     if state is State.HEALTHY and len(same) > 1:
         return f"{len(same)} devices are healthy"
     known = cause is not Cause.NONE and state is not State.UNKNOWN and state is of_node
-    why = f" ({cause_note(cause)})" if known else ""
+    why = f" ({cause_words(cause)})" if known else ""
     what = f": {worst}" if worst else ""
     return f"{_names(same)} {'is' if len(same) == 1 else 'are'} {state.value}{why}{what}"
 

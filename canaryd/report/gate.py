@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.facts import beginning, printable
-from canaryd.formatting import did_you_mean_device, format_duration
+from canaryd.formatting import format_duration
 from canaryd.judge import clock
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
@@ -100,15 +100,13 @@ class Answer:
     """The decisions about single devices, the worst first."""
     reason: str = ""
     """The reason why the decision is unknown, or "" if the devices' own reasons show it."""
-    mistyped: bool = False
-    """Whether the decision is unknown and a named device is neither in this node's store nor in the configuration."""
 
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
     """Return the decision from the store, or unknown with a reason if no answer comes within `patience` seconds."""
     answer = _within(patience, lambda: _read(settings, question, time.time()))
     if answer.decision == UNKNOWN and State.UNKNOWN in question.on:
-        return replace(answer, decision=FAIL, mistyped=False)
+        return replace(answer, decision=FAIL)
     return answer
 
 
@@ -121,8 +119,7 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
     reason = ""
     if missing:
         there = ", ".join(d.device.name for d in found.devices) or "none"
-        near = did_you_mean_device(missing[0], [d.device.name for d in found.devices])
-        reason = f"no device {' or '.join(missing)}; this host has {there}{near}"
+        reason = f"no device {' or '.join(missing)}; this host has {there}"
     elif not items:
         reason = f"no device has been tested yet: {UNTESTED}"
     decisions = {i.decision for i in items} | ({UNKNOWN} if reason else set())
@@ -205,7 +202,7 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
     if verdict.state in _fails(question):
         decision = FAIL
         if verdict.state is not State.UNKNOWN and verdict.cause not in question.causes:
-            decision, why = PASS, f"passes, because the cause {cause_words(verdict.cause)} is not one to fail for"
+            decision, why = PASS, f"passes: {cause_words(verdict.cause)} is not among the causes to fail for"
     elif any(s is State.UNKNOWN for s in (verdict.state, *(f.state for f in verdict.findings))):
         decision = UNKNOWN  # suspicion alone passes; it makes nothing known that is not
     elif question.max_age and (newest is None or now - newest > question.max_age):
@@ -244,27 +241,6 @@ def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection
     )
 
 
-def _strangers(names: Sequence[str], ever: Sequence[Device], settings: Config) -> list[str]:
-    """Return the names that neither `ever` (all devices that this node had) nor the configuration contains.
-
-    The name of a backend is valid on every node. If no device was ever stored, no name is known to be wrong.
-    """
-    named = {
-        *settings.devices.include,
-        *settings.devices.absent,
-        *(f"endpoint:{name}" for name in settings.endpoints.each),
-    }
-    return [
-        name
-        for name in names
-        if ever
-        and not any(_is_named(d, name) for d in ever)
-        and name not in named
-        and any(map(str.isdigit, name))
-        and not (name.isdecimal() and int(name) < (settings.devices.expected or 0))
-    ]
-
-
 def _is_named(device: Device, name: str) -> bool:
     if name.isdecimal():
         accelerator = device.unit != "cpu" and device.runtime == TORCH and not device.is_endpoint
@@ -294,14 +270,13 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
             found = status.gather(store, settings, now, daemon=True, evidence={})
             uuids = [d.device.uuid for d in found.devices] if question.max_age else []
             newest = {uuid: _newest(store, uuid, now) for uuid in uuids}
-            strangers = _strangers(question.devices, [r.device for r in store.devices()], settings)
             problems = [*store.problems, *([store.problem] if store.problem else [])]
     except StoreTooNew as error:
         return Answer(decision=UNKNOWN, reason=str(error))
     answer = decide(found, question, newest)
     if problems and answer.decision != FAIL:
         return replace(answer, decision=UNKNOWN, reason="; ".join(problems))
-    return replace(answer, mistyped=bool(strangers) and answer.decision == UNKNOWN)
+    return answer
 
 
 def _newest(store: Store, device: str, now: float) -> float | None:
@@ -323,14 +298,12 @@ def _within(patience: float, work: Callable[[], Answer]) -> Answer:
     if child == 0:
         _answer(writing, work)
     os.close(writing)
-    try:
-        written = b"".join(_chunks(reading, time.monotonic() + patience))
-    except TimeoutError:
-        os.kill(child, signal.SIGKILL)
-        _reap(child)
-        return Answer(decision=UNKNOWN, reason=f"the database did not answer within {patience:g} s")
-    finally:
-        os.close(reading)
+    with os.fdopen(reading, "rb") as pipe:
+        if not select.select([pipe], [], [], patience)[0]:
+            os.kill(child, signal.SIGKILL)
+            _reap(child)
+            return Answer(decision=UNKNOWN, reason=f"the database did not answer within {patience:g} s")
+        written = pipe.read()
     os.waitpid(child, 0)
     try:
         return from_json(Answer, json.loads(written))
@@ -359,12 +332,3 @@ def _answer(pipe: int, work: Callable[[], Answer]) -> None:
             out.write(text)
     finally:
         os._exit(0)
-
-
-def _chunks(pipe: int, deadline: float) -> Iterator[bytes]:
-    while True:
-        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError
-        if not (chunk := os.read(pipe, 1 << 16)):
-            return
-        yield chunk

@@ -18,7 +18,7 @@ from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import Step, awaits_tests, describe, next_step, sentence, shown_notes, step
 from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, newest_of
-from canaryd.report.terminal import cause_note, rival_words, rule_words, verdict_note
+from canaryd.report.terminal import cause_words, rival_words, rule_words, verdict_note
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 """Media type of what `render` returns."""
@@ -160,7 +160,7 @@ def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
     todo = "" if advised else _html([step(incident, device), next_step(incident, device)])
     action = f"<br><strong>Do now:</strong> {todo}" if todo else ""
     silent = incident.wrong is not None or awaits_tests(incident)
-    cause = "" if silent else f'<span class="faint">({_text(cause_note(incident.cause))})</span>'
+    cause = "" if silent else f'<span class="faint">({_text(cause_words(incident.cause))})</span>'
     return f'<p class="incident {incident.state.value}">{_text(describe(incident))} {cause}{action}</p>'
 
 

@@ -17,8 +17,6 @@ COLOURS = {"bad": "\x1b[31m", "calm": "\x1b[33m", "good": "\x1b[32m", "head": "\
 RESET = "\x1b[0m"
 ROLES: Mapping[State, str] = {State.HEALTHY: "good", State.SUSPECT: "bad", State.FAULTY: "bad"}
 """State → role; every other state is "calm"."""
-CANARYD = "canaryd itself"
-"""Words for the cause `harness`."""
 
 COMMANDS = (
     *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "devices", "drill"),
@@ -81,14 +79,9 @@ def role_of(state: State) -> str:
     return ROLES.get(state, "calm")
 
 
-def cause_note(cause: Cause) -> str:
-    """Return the words for a cause in the brackets after a state, such as "hardware" or "cause unknown"."""
-    return "cause unknown" if cause is Cause.UNDETERMINED else cause_words(cause)
-
-
 def state_note(state: str, cause: Cause | str) -> str:
     """Return a state with its cause, as in every report: "faulty (hardware)"; only the state if there is no cause."""
-    return state if cause == Cause.NONE else f"{state} ({cause_note(Cause(cause))})"
+    return state if cause == Cause.NONE else f"{state} ({cause_words(Cause(cause))})"
 
 
 def verdict_note(verdict: Verdict) -> str:
@@ -97,8 +90,8 @@ def verdict_note(verdict: Verdict) -> str:
 
 
 def cause_words(cause: Cause) -> str:
-    """Return the name of a cause for people: "canaryd itself" for `harness`, else the cause's own name."""
-    return CANARYD if cause is Cause.HARNESS else cause.value
+    """Return the words for a cause, such as "hardware", "canaryd itself" or "cause unknown"."""
+    return {Cause.HARNESS: "canaryd itself", Cause.UNDETERMINED: "cause unknown"}.get(cause, cause.value)
 
 
 def rival_words(rival: Rival) -> str:

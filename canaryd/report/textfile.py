@@ -6,11 +6,9 @@ The metrics are named canaryd_check_*, unlike those of the daemon, so that alert
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from canaryd import __version__
 from canaryd.engine.check import Result
-from canaryd.files import write_whole
 from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Family, Page
 from canaryd.model import Cause, State
 
@@ -67,8 +65,3 @@ def render(result: Result, exit_code: int) -> bytes:
         for probe, rate in sorted(result.rules_out.get(device.uuid, {}).items()):
             page.add("canaryd_check_fault_rate_upper_bound", rate, *labels, probe)
     return page.text()
-
-
-def write(path: Path, page: bytes) -> None:
-    """Write `page` to `path` in one step: a collector reads the old file or the new one. Raises `OSError`."""
-    write_whole(path, page, MODE)

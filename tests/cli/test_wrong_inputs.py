@@ -13,7 +13,6 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from canaryd.formatting import did_you_mean_device
 from tests.cli.test_reading import AS_ANOTHER, NOBODY, held, place, recorded  # noqa: F401  a fixture
 from tests.command import ROOT, bare_python, canaryd, catalogue, configure, environment, in_turn
 
@@ -92,7 +91,7 @@ TABLE = (
     Wrong(("run", "--listen", "127.0.0.1:99999"), ("--listen", '"99999" is not a port')),
     Wrong(("run", "--listen", "@port", *RECORD), ("Address already in use", "choose another port")),
     Wrong(("run", "--listen", "192.0.2.1:9", *RECORD), ("192.0.2.1:9", "choose an address of this machine")),
-    Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0", 'did you mean "cpu:0"?')),
+    Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0")),
     Wrong(("check", "--probe", "pases", *RECORD), ("--probe pases", "choose from passes", 'did you mean "passes"?')),
     Wrong(("drill", "--device", "cuda:9", *RECORD), ("--device cuda:9: no such device", "this host has")),
     Wrong(
@@ -105,7 +104,6 @@ TABLE = (
     Wrong(("status", "--state-dir", "@file"), ("@file: not a directory", "give a directory with --state-dir")),
     Wrong(("history", "cuda:3", *RECORD), ('history: no device "cuda:3"', "this host has")),
     Wrong(("ack", "cuda:3", "--reason", "known", *RECORD), ('ack: no device "cuda:3"', "this host has")),
-    Wrong(("gate", "--device", "99", *RECORD), ("gate --device: no device 99; this host has",)),
     Wrong(("report", "cuda:3", "-o", "@case", *RECORD), ('report: no device "cuda:3"', "this host has")),
     Wrong(("status", "--state-dir", "@absent", "--config", "@absent.yaml"), ("@absent.yaml: no such file", "name an")),
     Wrong(("compare", "@absent", "@object.json"), ("@absent: no such file",)),
@@ -220,13 +218,6 @@ def test_commands_that_read_make_nothing_of_a_wrong_input(answers):
     assert len(TABLE) > 40
 
 
-def test_no_device_of_another_kind_is_suggested():
-    """A processor is no stand-in for a GPU that has vanished."""
-    assert did_you_mean_device("gpu0", ["cpu:0"]) == did_you_mean_device("npu:0", ["cpu:0"]) == ""
-    assert did_you_mean_device("cpu0", ["cpu:0"]) == '; did you mean "cpu:0"?'
-    assert did_you_mean_device("cdua:1", ["cuda:1", "cpu:0"]) == '; did you mean "cuda:1"?'
-
-
 def test_a_state_directory_that_does_not_exist_is_named(directory):
     """Not to be taken for a node that was never tested."""
     (answer,) = in_turn(("status", "--state-dir", directory / "absent"))
@@ -278,15 +269,6 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path):
         argv = ["bash", "-c", f"{line} --state-dir {state}"]
         done = subprocess.run(argv, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (code, told)
-
-
-@AS_ANOTHER
-def test_a_file_in_a_directory_of_others_cannot_be_replaced(place):  # noqa: F811  the fixture
-    """The command refuses before the test where a new file cannot take the place of the old one."""
-    (place / "mine").write_text("old")
-    (place / "mine").chmod(0o666)
-    (answer,) = in_turn(("check", "--report", place / "mine", "--state-dir", place / "state"), user=NOBODY)
-    assert (answer.code, (place / "mine").read_text()) == (64, "old"), answer
 
 
 @AS_ANOTHER

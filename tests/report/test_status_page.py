@@ -23,7 +23,7 @@ from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State, Verd
 from canaryd.report import status, status_page
 from canaryd.report.events import KINDS
 from canaryd.report.status_text import as_json as status_json
-from canaryd.report.terminal import cause_note, rival_words
+from canaryd.report.terminal import cause_words, rival_words
 from canaryd.store.notes import LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from canaryd.web.server import Answer, Server
@@ -118,7 +118,7 @@ def facts(document: dict[str, Any]) -> Iterator[str]:
 
 
 def in_words(cause: str) -> str:
-    return cause_note(Cause(cause))
+    return cause_words(Cause(cause))
 
 
 def missing(document: dict[str, Any], text: str) -> list[str]:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd.engine.check import Result
 from canaryd.facts import Comparison, Exactness
+from canaryd.files import write_whole
 from canaryd.metrics.families import FAMILIES
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 from canaryd.report import textfile
@@ -125,7 +126,7 @@ def test_it_replaces_the_file_in_one_step(tmp_path):
     """Whoever reads meanwhile finds the old page or the new one, whole; mode 0644 under any umask; no rest."""
     path = tmp_path / "canaryd.prom"
     pages = [b"a" * 1_000_000, b"b" * 1_000_000]
-    textfile.write(path, pages[0])
+    write_whole(path, pages[0], textfile.MODE)
     odd, done = [], threading.Event()
 
     def read():
@@ -138,7 +139,7 @@ def test_it_replaces_the_file_in_one_step(tmp_path):
     before = os.umask(0o077)
     try:
         for turn in range(50):
-            textfile.write(path, pages[turn % 2])
+            write_whole(path, pages[turn % 2], textfile.MODE)
     finally:
         os.umask(before)
         done.set()
@@ -151,10 +152,10 @@ def test_it_replaces_the_file_in_one_step(tmp_path):
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     """A directory in the way, or none at all: an error that names it, the old state as it was."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        textfile.write(tmp_path / "nowhere" / "canaryd.prom", b"")
+        write_whole(tmp_path / "nowhere" / "canaryd.prom", b"", textfile.MODE)
     (tmp_path / "canaryd.prom").mkdir()
     with pytest.raises(IsADirectoryError):
-        textfile.write(tmp_path / "canaryd.prom", b"")
+        write_whole(tmp_path / "canaryd.prom", b"", textfile.MODE)
     assert [path.name for path in tmp_path.iterdir()] == ["canaryd.prom"]
 
 

@@ -13,7 +13,6 @@ from canaryd.cli.common import (
     is_released,
     make_engine,
     may_write,
-    nearest_device,
     open_store,
     refuse_beside_daemon,
     say,
@@ -119,8 +118,7 @@ def _capture(options: argparse.Namespace, engine: Engine) -> int:
     if missing or len(found) != 1:
         what = "more than one device; choose with --device" if options.device is None else ""
         what = what or f'no single device "{options.device}"'
-        near = nearest_device(options.device or "", there)
-        complain(f"capture: {what}; name one of {device_names(there)}{near}", *engine.problems)
+        complain(f"capture: {what}; name one of {device_names(there)}", *engine.problems)
         return USAGE
     refuse_beside_daemon(engine.store, found)
     if options.exact:
