@@ -313,8 +313,8 @@ class Run(_Known):
 
     @property
     def repeat(self) -> str:
-        """The command that repeats this stored run. A drill is not repeated from the store; its command is `repro`."""
-        return self.repro if self.drill else f"canaryd check --repeat {self.id}"
+        """The command that repeats this run: `repro`."""
+        return self.repro
 
     @property
     def wrong(self) -> tuple[Comparison, ...]:

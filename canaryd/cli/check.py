@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from canaryd.cli import repeat
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, seed
 from canaryd.cli.common import (
     MAKE_WRITABLE,
@@ -71,9 +70,6 @@ def _add_check(commands: Commands) -> None:
     )
     command.add_argument("--seed", type=seed, metavar="N", help="make the operands from this seed")
     command.add_argument(
-        "--repeat", metavar="RUN", default="", help="repeat a run on record: its device, cases, seed and conditions"
-    )
-    command.add_argument(
         "--instruction-set",
         choices=[name for name in INSTRUCTION_SETS if name],
         default="",
@@ -92,7 +88,7 @@ def _add_check(commands: Commands) -> None:
     command.add_argument(
         "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter to this file too"
     )
-    command.set_defaults(parser=command, fault="")
+    command.set_defaults(fault="")
 
 
 def _add_drill(commands: Commands) -> None:
@@ -114,7 +110,7 @@ def _add_drill(commands: Commands) -> None:
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)
     command.set_defaults(level="quick", case=[], seed=None, instruction_set="", intensity="", seconds=0.0)
-    command.set_defaults(repeat="", report=None, textfile=None)
+    command.set_defaults(report=None, textfile=None)
 
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
@@ -144,14 +140,11 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     complain(*store.problems)
     if is_released(options.command, store):
         return exit_code(State.UNKNOWN)
-    again = repeat.recorded(options, store) if options.repeat else None
-    if options.repeat and again is None:
-        return USAGE
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer, drained=options.drained)
     stop_on_signals(engine, options.command)
     with stopped_by_release(engine):
-        result = _tested(options, engine, printer, again)
+        result = _tested(options, engine, printer)
     alone = bool(options.fault) and not daemon_runs(store)
     store.close()
     if isinstance(result, int):
@@ -164,12 +157,9 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     return code
 
 
-def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter, again: Run | None) -> Result | int:
+def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter) -> Result | int:
     """Test the requested devices; return the result, or the exit code if an option is wrong and nothing was tested."""
     engine.discover(complain, keep=True)
-    if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
-        complain(f"check: --repeat {again.id}: it tested {again.device}, which this host does not have")
-        return USAGE
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
         complain(*engine.problems, *mistakes)

@@ -55,8 +55,7 @@ def commands(facts: Facts, failures: Sequence[Json]) -> list[Json]:
     for failure in worst:
         by_command.setdefault(failure["repro"], f"{failure['probe']} {failure['case']}")
     for finding in facts.verdict.findings:
-        here = "--repeat" in finding.repro  # it names a run on record, which only this host has
-        if finding.repro and finding.state is not State.HEALTHY and not facts.drill and not (here and worst):
+        if finding.repro and finding.state is not State.HEALTHY and not facts.drill:
             by_command.setdefault(finding.repro, finding.rule)
     return [{"command": command, "what": what} for command, what in by_command.items()][: EXHIBITS + 3]
 

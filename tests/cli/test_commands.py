@@ -78,7 +78,7 @@ def test_one_command_is_parsed_without_the_modules_of_the_others():
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert {name for name in found.stdout.split() if name.startswith("canaryd.cli.")} == {
-        f"canaryd.cli.{name}" for name in ("main", "arguments", "common", "check", "repeat")
+        f"canaryd.cli.{name}" for name in ("main", "arguments", "common", "check")
     }
 
 

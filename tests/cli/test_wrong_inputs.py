@@ -94,10 +94,6 @@ TABLE = (
     Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0")),
     Wrong(("check", "--probe", "pases", *RECORD), ("--probe pases", "choose from passes", 'did you mean "passes"?')),
     Wrong(("drill", "--device", "cuda:9", *RECORD), ("--device cuda:9: no such device", "this host has")),
-    Wrong(
-        ("check", "--repeat", "r1", *RECORD),
-        ("--repeat r1: no such test on record in @state", "canaryd status --config @config"),
-    ),
     Wrong(("check", "--report", "@absent/x", *RECORD), ("--report", "cannot be written", "name a file in a directory")),
     Wrong(("check", "--textfile", "@directory", *RECORD), ("--textfile", "cannot be written", "name a file")),
     Wrong(("status", "--state-dir", ""), ("--state-dir", "names no directory", "canaryd status --help")),

@@ -68,14 +68,6 @@ def test_the_server_of_a_part_is_named(store, tmp_path):
     assert '{"info": "Supermicro SYS-821GE-TNHR"}' in (made / "ocp.jsonl").read_text()
 
 
-def test_a_run_of_this_record_is_no_command_for_a_vendor(store, tmp_path):
-    """Only this host can repeat a run by its id; where a failing case has a command, that one is enough."""
-    (finding,) = verdict().findings
-    store.set_verdict(verdict(findings=(replace(finding, repro="canaryd check --repeat 1-a"),)))
-    _, document, _ = written(store, tmp_path)
-    assert [c["command"] for c in document["reproduce"]] == [run(0).repro]
-
-
 def test_what_was_before_a_repair_is_left_out_and_said(store, tmp_path):
     """As in judging: a healthy part with failures beside it would contradict itself."""
     store.add_ack(Ack(device=UUID, kind="repaired", at=NOW - HOUR, until=0.0, reason="reseated", by="bob"))

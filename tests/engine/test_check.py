@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import json
 import os
 import pty
@@ -21,9 +20,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from canaryd.model import Device, Outcome, Run, State
+from canaryd.model import Device, Outcome, State
 from canaryd.store.store import Store
-from canaryd.supervisor.protocol import new_run_id
 from tests.command import (
     ROOT,
     Answer,
@@ -234,52 +232,20 @@ def test_a_mismatch_is_reported_with_a_command_that_another_node_can_type(tmp_pa
 
 @pytest.mark.parametrize("intensity", [pytest.param("", marks=pytest.mark.slow), "repeated"])
 def test_a_run_is_repeated_as_it_was(tmp_path, intensity):
-    """Its device, wrong cases, seed, level, instruction set and intensity, and nothing else."""
+    """By the command that it names: its device, seed, level, instruction set and intensity."""
     log, state = tmp_path / "log", tmp_path / "state"
     config = configure(tmp_path, "records", "passes", each={"records": {"settings": {"log": str(log), "wrong": 1}}})
     hard = ("--intensity", intensity) if intensity else ()
     common = ("--config", config, "--state-dir", state, "--json")
     first = canaryd("check", "--level", "quick", "--seed", 7, "--instruction-set", "avx2", *hard, *common)
     (wrong,) = [r for r in first.document["devices"][0]["runs"] if r["wrong_trials"] and not r["confirms"]]
-    repeated = canaryd("check", "--repeat", wrong["id"], *common)
+    repeated = again(wrong["repro"], *common)
     with Store.open(state) as store:
         before, (after,) = store.run(wrong["id"]), [store.run(r["id"]) for r in repeated.document["devices"][0]["runs"]]
-    assert after.cases == tuple(dict.fromkeys(c.case for c in before.wrong)) != ()
     for name in ("device", "probe", "seed", "level", "instruction_set", "intensity"):
         assert getattr(after, name) == getattr(before, name), name
     assert (before.seed, before.level, before.intensity) == (7, "quick", intensity)
     assert (repeated.code, after.wrong) == (2, ()), "it was right this time, and the record still accuses"
-
-
-def test_what_cannot_be_repeated_says_why(tmp_path):
-    """A run that is unknown, of telemetry, a drill or of another node: one sentence each, and nothing runs."""
-    config, state = configure(tmp_path, "passes"), tmp_path / "state"
-    now = time.time()
-    poll, drill, other = (new_run_id(now - age) for age in (1, 2, 3))
-    with Store.open(state) as store:
-        store.see_device(Device(uuid="CPU-1", backend="cpu", index=0, model="a processor"), now)
-        run = Run(
-            id=drill, device="CPU-1", probe="passes", probe_version=1, started=now, seconds=1.0,
-            outcome=Outcome.COMPLETED, drill="flip",
-        )  # fmt: skip
-        store.add_run(run)
-        store.add_run(dataclasses.replace(run, id=other, device="GPU-elsewhere", drill=""))
-        store.add_poll(dataclasses.replace(run, id=poll, probe="host_telemetry", drill=""), {})
-    wrong = (
-        ("abc", f"no such test on record in {state}; canaryd status"),
-        (poll, "no such test on record"),
-        (drill, "that was canaryd drill --config"),
-        (other, "it tested GPU-elsewhere, which this host does not have"),
-        (other, "--seed", 3, "--repeat tests as the run did; leave out --seed"),
-    )
-    common = ("--config", config, "--state-dir", state)
-    answers = in_turn(*(("check", "--repeat", *typed, *common) for *typed, _ in wrong))
-    for (*_, words), answer in zip(wrong, answers, strict=True):
-        assert (answer.code, answer.out) == (64, ""), answer.err
-        assert words in answer.err
-        assert len(answer.err.splitlines()) == 1, answer.err
-    with Store.open(state) as store:
-        assert {r.id for r in store.runs(drill=None)} == {drill, other}
 
 
 def test_a_repetition_on_a_clean_device_does_not_acquit_it(tmp_path):

@@ -42,7 +42,7 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
             "2 of 3 fresh uploads wrong."
         ),
     )
-    assert (verdict.findings[0].runs, verdict.findings[0].repro) == (("r1",), "canaryd check --repeat r1")
+    assert (verdict.findings[0].runs, verdict.findings[0].repro) == (("r1",), "canaryd check …")
 
 
 def test_why_torch_sees_no_gpu_is_told():

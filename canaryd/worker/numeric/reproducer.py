@@ -206,7 +206,7 @@ def _tiles(case: str, seed: int, device: Device) -> Exhibit:
     """Return the exhibit of tiles that one core computed; the script's option `--core` selects the core."""
     (label, content, _, path), sizes = _sizes(case)
     if path != "gemm":
-        raise Skip("only canaryd's own kernel tells SMs apart; canaryd check --repeat runs it again")
+        raise Skip("only canaryd's own kernel tells SMs apart; canaryd check with this case and seed runs it again")
     source = label.partition(">")[0]
     made = Tiles(source, content, path, accumulator(device, source).bits, *sizes).build(seed)
     one = "torch._int_mm" if source == "int8" else "torch.matmul"
