@@ -9,7 +9,8 @@ from canaryd.engine import budget
 from canaryd.facts import Comparison, Exactness, Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.metrics.families import COMPONENTS, XIDS, BudgetView, DeviceView, PollView, Snapshot
+from canaryd.judge.telemetry.signals import Poll
+from canaryd.metrics.families import COMPONENTS, FAMILIES, XIDS, BudgetView, DeviceView, Snapshot
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 
 NOW = 1_790_000_000.0
@@ -90,6 +91,14 @@ def device(index: int, instance: int = 0, parent: str = "") -> Device:
     )
 
 
+CONFIGURED = {"canaryd_devices_expected": 16, "canaryd_budget_share_ratio": 0.005}
+VALUES_OF_NODE = {name: 0 for name, kind in FAMILIES.items() if not kind.labels and name not in CONFIGURED} | {
+    "canaryd_config_last_reload_successful": 1,
+    "canaryd_config_last_reload_success_timestamp_seconds": NOW - 3600,
+}
+"""What a page says without labels, but for what the configuration says."""
+
+
 def view(part: Device, text: str = "") -> tuple[DeviceView, dict]:
     """Return all there is to say of a device that fails, with `text` wherever anything free can stand; its counters."""
     stack = {
@@ -146,7 +155,7 @@ def view(part: Device, text: str = "") -> tuple[DeviceView, dict]:
             Drift(probe=probe, reading=kind, status=status, ratio=math.inf, agreement=0.25, first=10)
             for probe, kind in kinds
         ],
-        polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2, period=15.0)},
+        polls={"nvidia_telemetry": Poll(period=15.0, newest=runs[PROBES[0]], completed=runs[PROBES[0]])},
         budget=BudgetView(
             spent=dict.fromkeys(budget.PURPOSES, 12345.678), skipped=dict.fromkeys(budget.REASONS, 7), withheld="heat"
         ),
@@ -174,14 +183,4 @@ def node(gpus: int = 16, instances: int = 0, text: str = "") -> Snapshot:
             shown, counted = view(part, text)
             views.append(shown)
             counters |= counted
-    return Snapshot(
-        version="0.1.0",
-        devices=views,
-        counters=counters,
-        store_problem="",
-        abandoned_workers=0,
-        config_reload_ok=True,
-        config_reloaded=NOW,
-        expected_devices=gpus,
-        share=0.005,
-    )
+    return Snapshot(values=VALUES_OF_NODE | CONFIGURED, devices=views, counters=counters)

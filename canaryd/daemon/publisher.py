@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping
 
-from canaryd import __version__
 from canaryd.daemon import snapshot
 from canaryd.daemon.snapshot import Health, device_view, newest_evidence, sum_counts
 from canaryd.engine.engine import Engine
@@ -76,26 +75,25 @@ class Publisher:
         self.summary = self._status_line(verdicts)
         self._health = snapshot.health(engine, now)
         self._unstored.fly(bool(store.problem))
-        self._page = families.page_of(
-            families.Snapshot(
-                version=__version__,
-                devices=[
-                    device_view(engine, device, verdicts.get(uuid), statements, now)
-                    for uuid, device in sorted(engine.devices.items())
-                ],
-                counters=sum_counts(store.counters(), engine.watch.uncounted()),
-                store_problem=store.problem,
-                abandoned_workers=process.abandoned(),
-                config_reload_ok=self.config_ok and not (self.tls and self.tls.problems),
-                config_reloaded=self.config_read,
-                expected_devices=engine.config.devices.expected,
-                log_readable=not engine.watch.kernel_log.problem,
-                log_lost=engine.watch.kernel_log.lost["lost"],
-                handles_held=engine.watch.holding,
-                released=bool(engine.released),
-                share=engine.config.budget.share,
-            )
-        )
+        log_reader, expected = engine.watch.kernel_log, engine.config.devices.expected
+        values = {
+            "canaryd_store_problem": bool(store.problem),
+            "canaryd_workers_abandoned_total": process.abandoned(),
+            "canaryd_config_last_reload_successful": self.config_ok and not (self.tls and self.tls.problems),
+            "canaryd_config_last_reload_success_timestamp_seconds": self.config_read,
+            "canaryd_kernel_log_readable": not log_reader.problem,
+            "canaryd_kernel_log_lost_records_total": log_reader.lost["lost"],
+            "canaryd_device_handles_held": engine.watch.holding,
+            "canaryd_released": bool(engine.released),
+            "canaryd_budget_share_ratio": engine.config.budget.share,
+            **({} if expected is None else {"canaryd_devices_expected": expected}),
+        }
+        devices = [
+            device_view(engine, device, verdicts.get(uuid), statements, now)
+            for uuid, device in sorted(engine.devices.items())
+        ]
+        counters = sum_counts(store.counters(), engine.watch.uncounted())
+        self._page = families.page_of(families.Snapshot(values=values, devices=devices, counters=counters))
         evidence = {uuid: newest_evidence(engine, uuid) for uuid in engine.devices}
         self._status = status.gather(store, engine.config, now, daemon=True, evidence=evidence, itself=True)
 

@@ -13,7 +13,6 @@ from canaryd.engine.engine import Engine
 from canaryd.facts import FINGERPRINT, Reading, printable, stack_id
 from canaryd.judge import acks, case, clock
 from canaryd.judge.phrases import count
-from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.judge.watch import has_looked
 from canaryd.metrics import families
@@ -58,7 +57,7 @@ def device_view(
         stacks={r.stack_id: r.stack for r in newest if r.stack},
         acknowledged=is_acknowledged(ack, verdict, engine.store),
         acknowledged_at=ack.at if ack else None,
-        polls=poll_views(engine.watch.polls(uuid), engine.telemetry_periods()),
+        polls=engine.watch.polls(uuid),
         readings=(*engine.watch.readings(uuid, now), *newest_readings(device, plain)),
         drifts=engine.drifts(uuid),
         budget=None if device.is_endpoint else budget_view(engine.account, uuid),
@@ -142,19 +141,6 @@ def budget_view(account: budget.Account, uuid: str) -> families.BudgetView:
     spent, skipped = account.totals(uuid)
     held = account.withheld(uuid)
     return families.BudgetView(spent=spent, skipped=skipped, withheld=held.wait.reason if held else "")
-
-
-def poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[str, families.PollView]:
-    """Return telemetry probe → the metrics page's data about its polls."""
-    return {
-        name: families.PollView(
-            seconds=poll.newest.seconds if poll.newest else None,
-            last_success=poll.completed.started if poll.completed else None,
-            absent=len(poll.completed.absent) if poll.completed else 0,
-            period=periods.get(name),
-        )
-        for name, poll in polls.items()
-    }
 
 
 def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

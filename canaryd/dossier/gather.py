@@ -52,8 +52,9 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
     fault = ", ".join(sorted({r.drill for r in facts.runs if r.drill}))
     summary = _summary(identity, verdict, fault)
     if not any(incident["wrong"] for incident in verdict["incidents"]):
-        more = len(failures) - 1 + omitted
-        summary += _worst_failure(failures[0], more, verdict["state"]) if failures else _no_failure(probes)
+        resolved = " Earlier failures are resolved (see the timeline):" * (facts.verdict.state is State.HEALTHY)
+        cases = count(len(failures) + omitted, "case")
+        summary += f"{resolved} {cases} failed (see below)." if failures else _no_failure(probes)
     return {
         "schema": SCHEMA,
         "canaryd": __version__,
@@ -173,19 +174,6 @@ def _summary(identity: Json, verdict: Json, drill: str) -> str:
     if drill:
         text = f"canaryd injected the fault “{drill}”. Judged by this drill alone, {text}"
     return " ".join([text, *(incident["text"] for incident in incidents)])
-
-
-def _worst_failure(worst: Json, more: int, state: str) -> str:
-    """Return sentences about the worst failing case and `more` others, for a verdict that does not mention them."""
-    uploads, results = worst["uploads"], worst["results"]
-    places = ", ".join(p["place"] for p in worst["places"] if p["results"]["wrong"] and p["unit"] != "device")
-    text = " Earlier failures are resolved (see the timeline):" if state == State.HEALTHY.value else ""
-    text += f" {worst['probe']} computed wrong results in {uploads['wrong']:,} of {count(uploads['total'], 'upload')}"
-    text += f" ({results['wrong']:,} of {count(results['total'], 'result')})"
-    text += f" on {places}" if places else ""
-    if bits := [*map(int, worst["bits"])]:
-        text += f"; flipped {'bit' if len(bits) == 1 else 'bits'}: {ranges(bits)}"
-    return f"{text}. Case: {worst['case']}." + (f" {count(more, 'other case')} failed too." if more else "")
 
 
 def _no_failure(probes: Sequence[Json]) -> str:

@@ -15,21 +15,14 @@ from typing import Any
 from canaryd.dossier.document import DossierError
 from canaryd.dossier.gather import ranges
 from canaryd.formatting import format_utc, quantity
-from canaryd.judge.characterised import By
+from canaryd.judge.exact import PROVEN
 from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
 from canaryd.report.terminal import rival_words, state_note
 
 TEMPLATE = Path(__file__).parent / "dossier.html.j2"
-PROVEN = {
-    By.SHIPPED: "it rounds nothing, or healthy processors have been shown to give these bits",
-    By.ACCEPTED: "an operator accepted it as exact",
-    By.ITSELF: "this device itself has given the right bits in this class on this software",
-    By.SIBLING: "an identical device of this host has given the right bits in this class on this software",
-    By.WITNESS: "an identical device of another host has given the right bits in this class on this software",
-    By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
-}
-"""Proof that a class is exact → words for it."""
+UNNAMED = {by.value: text.replace(", {}", "").replace(" on {}", "") for by, text in PROVEN.items()}
+"""Proof that a class is exact → the judge's words for it, without the names of devices."""
 WORDS = {
     "device": "the device's result",
     "host": "the reference: the host got two results for it",
@@ -50,7 +43,7 @@ def page(document: Mapping[str, Any]) -> str:
     made = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     made.filters |= {"utc": format_utc, "share": share, "counted": counted, "rated": rated, "joined": joined}
     made.filters |= {"rival": _rival, "conditions": _conditions, "places": failing_places, "bits": flipped_bits}
-    made.globals |= {"proven": PROVEN, "words": WORDS, "state": state_note, "count": count, "once": _once}
+    made.globals |= {"proven": UNNAMED, "words": WORDS, "state": state_note, "count": count, "once": _once}
     return made.from_string(TEMPLATE.read_text(encoding="utf-8")).render(d=document)
 
 

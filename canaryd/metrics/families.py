@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from canaryd import __version__
 from canaryd.facts import Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS, metric
+from canaryd.judge.telemetry.signals import Poll
 from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Exposition, Family, Page
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 
@@ -177,20 +179,6 @@ Labels = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PollView:
-    """The polls of one telemetry probe on one device."""
-
-    seconds: float | None
-    """Wall time of the newest poll in seconds."""
-    last_success: float | None
-    """Start (epoch s) of the newest poll that completed."""
-    absent: int
-    """Number of readings that the device does not provide."""
-    period: float | None
-    """Seconds between two polls, or None if the probe has just been switched off."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class BudgetView:
     """The use of one device's budget."""
 
@@ -228,7 +216,7 @@ class DeviceView:
     """Whether an operator's acknowledgement covers the present state."""
     acknowledged_at: float | None = None
     """Time (epoch s) of the acknowledgement in force, or None if there is none."""
-    polls: Mapping[str, PollView] = field(default_factory=dict)
+    polls: Mapping[str, Poll] = field(default_factory=dict)
     """Telemetry probe → its polls."""
     drifts: Sequence[Drift] = ()
     """Distances of the newest recordings from their baselines."""
@@ -243,22 +231,10 @@ class DeviceView:
 class Snapshot:
     """The evidence at one moment."""
 
-    version: str
+    values: Mapping[str, float]
+    """Metric without labels → its value; one that is left out does not appear."""
     devices: Sequence[DeviceView]
     counters: Counters
-    store_problem: str
-    """Problem of the store as one sentence, or "" if there is none."""
-    abandoned_workers: int
-    config_reload_ok: bool
-    config_reloaded: float
-    """Time (epoch s) of the last successful reading of the configuration."""
-    expected_devices: int | None
-    log_readable: bool = False
-    log_lost: int = 0
-    handles_held: bool = False
-    released: bool = False
-    share: float | None = None
-    """Maximum fraction of an hour for rounds of tests, or None if there is no budget."""
 
 
 def page_of(snapshot: Snapshot) -> Exposition:
@@ -273,19 +249,9 @@ def render(snapshot: Snapshot) -> bytes:
     gone. Counters of devices that are not in the snapshot are left out.
     """
     page = Page(FAMILIES)
-    page.add("canaryd_build_info", 1, snapshot.version)
-    page.add("canaryd_store_problem", bool(snapshot.store_problem))
-    page.add("canaryd_workers_abandoned_total", snapshot.abandoned_workers)
-    page.add("canaryd_config_last_reload_successful", snapshot.config_reload_ok)
-    page.add("canaryd_config_last_reload_success_timestamp_seconds", snapshot.config_reloaded)
-    page.add("canaryd_kernel_log_readable", snapshot.log_readable)
-    page.add("canaryd_kernel_log_lost_records_total", snapshot.log_lost)
-    page.add("canaryd_device_handles_held", snapshot.handles_held)
-    page.add("canaryd_released", snapshot.released)
-    if snapshot.share is not None:
-        page.add("canaryd_budget_share_ratio", snapshot.share)
-    if snapshot.expected_devices is not None:
-        page.add("canaryd_devices_expected", snapshot.expected_devices)
+    page.add("canaryd_build_info", 1, __version__)
+    for name, value in snapshot.values.items():
+        page.add(name, value)
     counted: dict[str, set[str]] = {}
     tallies: dict[str, list[tuple[str, dict[str, str], float]]] = {}
     for (name, items), count in snapshot.counters.items():
@@ -364,13 +330,12 @@ def _add_tallies(
 def _add_telemetry(page: Page, view: DeviceView, counters: Counters, labels: Labels) -> None:
     for probe, poll in sorted(view.polls.items()):
         _add_outcomes(page, view.device, probe, counters, labels)
-        page.add("canaryd_readings_absent", poll.absent, *labels, probe)
-        if poll.period is not None:
-            page.add("canaryd_probe_period_seconds", poll.period, *labels, probe)
-        if poll.seconds is not None:
-            page.add("canaryd_probe_duration_seconds", poll.seconds, *labels, probe)
-        if poll.last_success is not None:
-            page.add("canaryd_probe_last_success_timestamp_seconds", poll.last_success, *labels, probe)
+        page.add("canaryd_probe_period_seconds", poll.period, *labels, probe)
+        page.add("canaryd_readings_absent", len(poll.completed.absent) if poll.completed else 0, *labels, probe)
+        if poll.newest:
+            page.add("canaryd_probe_duration_seconds", poll.newest.seconds, *labels, probe)
+        if poll.completed:
+            page.add("canaryd_probe_last_success_timestamp_seconds", poll.completed.started, *labels, probe)
     for reading in {r.key: r for r in view.readings}.values():  # two series of one name would cost the whole page
         kind = READINGS.get(reading.name)
         if kind and reading.labels.keys() == {*kind.labels} and isinstance(reading.value, (int, float)):

@@ -14,10 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from canaryd.facts import Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.telemetry.signals import Poll
 from canaryd.metrics import families as metrics_families
-from canaryd.metrics.families import FAMILIES, DeviceView, PollView, Snapshot, render
+from canaryd.metrics.families import FAMILIES, DeviceView, Snapshot, render
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
-from tests.full_node import node
+from tests.full_node import VALUES_OF_NODE, node
 
 HERE = Path(__file__).parents[1]
 GOLDEN = HERE / "data" / "metrics.txt"
@@ -49,9 +50,8 @@ def view(device, **changes):
     return DeviceView(device=device, **{**fields, **maps, **changes})
 
 
-def snapshot(*views, **changes):
-    fields = {"version": "0.1.0", "counters": {}, "store_problem": "", "abandoned_workers": 0, "expected_devices": None}
-    return Snapshot(devices=views, **{**fields, "config_reload_ok": True, "config_reloaded": NOW - 3600, **changes})
+def snapshot(*views, counters=None, **values):
+    return Snapshot(devices=views, counters=counters or {}, values=VALUES_OF_NODE | values)
 
 
 def counter(name, value, /, **labels):
@@ -61,6 +61,7 @@ def counter(name, value, /, **labels):
 def example():
     """Return a snapshot with every metric: a healthy, an accused, an unjudged and a vanished device."""
     good, bad, fresh, gone = (gpu(i) for i in range(4))
+    poll = run(good, "nvidia_telemetry", seconds=0.02, started=NOW - 3, absent={"a": "none", "b": "none"})
     matmul = run(good, "exact_matmul")
     stack_id = matmul.stack_id
     return snapshot(
@@ -88,7 +89,7 @@ def example():
                 ),
                 Drift(probe="endpoint_canary", reading="chat", status={"known": 0, "unknown": 0, "learning": 2}),
             ],
-            polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2, period=15.0)},
+            polls={"nvidia_telemetry": Poll(period=15.0, newest=poll, completed=poll)},
             budget=metrics_families.BudgetView(spent={"round": 16.5}, skipped={"load": 2, "share": 0}, withheld="load"),
             readings=[
                 Reading(name=name, value=i, labels=dict.fromkeys(kind.labels, "x"))
@@ -123,10 +124,10 @@ def example():
             **counter("probe_runs", 2, device=gone.uuid, probe="exact_matmul", outcome="completed"),
             **counter("probe_runs", 5, device="GPU-forgotten", probe="exact_matmul", outcome="completed"),
         },
-        store_problem="/var/lib/canaryd: no space left on device",
-        abandoned_workers=1,
-        expected_devices=4,
-        share=0.005,
+        canaryd_store_problem=1,
+        canaryd_workers_abandoned_total=1,
+        canaryd_devices_expected=4,
+        canaryd_budget_share_ratio=0.005,
     )
 
 
@@ -237,7 +238,7 @@ def test_no_verdict_is_unknown():
 
 def test_expected_devices_only_if_configured():
     """Without an expectation there is no series, rather than a 0."""
-    assert select(render(snapshot(expected_devices=0)), "canaryd_devices_expected") == [0.0]
+    assert select(render(snapshot(canaryd_devices_expected=0)), "canaryd_devices_expected") == [0.0]
     assert not select(render(snapshot()), "canaryd_devices_expected")
 
 

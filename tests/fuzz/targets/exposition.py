@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families as classic
 from canaryd.engine.check import Result
 from canaryd.facts import Reading, printable
 from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.telemetry.signals import Poll
 from canaryd.metrics.exposition import Family, Page
-from canaryd.metrics.families import DeviceView, PollView, Snapshot, render
+from canaryd.metrics.families import DeviceView, Snapshot, render
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status_page, textfile
 from canaryd.report.status import DeviceStatus, Status
@@ -150,12 +151,10 @@ def _daemon(data: bytes) -> None:
         fault_rate={run.probe: 0.1},
         fingerprints={(run.probe, choices.text()): 7},
         stacks={run.stack_id: run.stack},
-        polls={choices.text(): PollView(seconds=1.0, last_success=NOW, absent=0, period=15.0)},
+        polls={choices.text(): Poll(period=15.0, newest=run, completed=run)},
         readings=readings,
     )
-    given = {"version": choices.text(), "devices": (view,), "counters": {}, "store_problem": "", "abandoned_workers": 0}
-    given |= {"config_reload_ok": True, "config_reloaded": NOW, "expected_devices": None}
-    families = classic(render(Snapshot(**given)).decode())
+    families = classic(render(Snapshot(values={}, devices=(view,), counters={})).decode())
     shown = [s for family in families for s in family.samples if s.name == "canaryd_device_present"]
     assert [s.labels["device"] for s in shown] == [whole(one.device.uuid)]
     assert [s.labels["model"] for s in shown] in ([whole(one.device.model)], [printable(one.device.model)])
