@@ -21,7 +21,7 @@ from canaryd.judge.recordings import drift, rules
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.served import Behind
-from canaryd.judge.telemetry.signals import Signs
+from canaryd.judge.telemetry.signals import HELD, Signs
 from canaryd.judge.watch import days_of_tests, has_looked
 from canaryd.model import ENDPOINT, TORCH, UNDRIVEN, Device, Event, EventKind, Finding, Run, Verdict
 
@@ -229,8 +229,10 @@ class Decisions:
             policy=host.config.telemetry,
         )
         others = [d for d in host.devices.values() if d.part != device.part and d.is_whole]
-        kind = host.devices.get(device.part, device).kind  # instances are units of their card
-        signs = replace(signs, siblings=[d.name for d in others if d.kind == kind])
+        # Instances are units of their card; a device that left long ago is no witness.
+        kind, seen = host.devices.get(device.part, device).kind, self._discovery.last_seen
+        here = [d for d in others if d.uuid in host.in_place or signs.now - seen.get(d.uuid, 0.0) <= HELD]
+        signs = replace(signs, siblings=[d.name for d in here if d.kind == kind])
         # Only for what several devices may have together the events of all others are asked for.
         kinds = ("xid", "aer", "amdgpu", "intel")
         if signs.losses or any(map(signs.seen, kinds)) or signs.counted_losses or signs.rises("pcie_aer_errors_total"):

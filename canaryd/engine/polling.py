@@ -94,8 +94,9 @@ class _Lane:
         """Return the events that the new poll `run` shows, compared with the polls before it."""
         if (reason := signals.lost_because(run)) and not signals.lost_because(self.newest):
             # An event, because the loss no longer shows once the driver answers again.
-            at = run.started
-            return [Event(device=run.device, kind=LOST[0], name=LOST[1], first=at, last=at, detail=reason)]
+            at = run.started  # it came at an unknown time since the poll before
+            first = min(at, self.completed.started) if self.completed else at
+            return [Event(device=run.device, kind=LOST[0], name=LOST[1], first=first, last=at, detail=reason)]
         if run.outcome is Outcome.COMPLETED and self.recorded is not None:
             failed = self.newest.started if self.failures and self.newest is not None else 0.0
             return changes(replace(self.recorded, readings=tuple(r for r, _ in self.known.values())), run, failed)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
 from canaryd.judge.cause import ALONE
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
+from canaryd.judge.laws import Moment, Trouble, Who, company
 from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.model import IN_USE_ALONE, Cause, Finding, Outcome, Run, State
 
@@ -34,7 +35,7 @@ def tells(run: Run) -> bool:
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
-    """A probe hangs or crashes again and again: suspect where siblings always answer, else unknown.
+    """A probe hangs or crashes again and again: suspect where siblings answer, else unknown.
 
     A server is never suspect for it: it is slow or down, and no other server tells whether its answers are right.
     """
@@ -46,9 +47,7 @@ def keeps_failing(case: Case) -> Iterator[Finding]:
             if case.devices[uuid].kind == case.device.kind and not case.device.is_endpoint
         ]
         met = [runs for runs in siblings if runs]
-        answering = [runs for runs in met if len(runs) >= TIMES and not any(r.outcome in HANGS for r in runs)]
-        always = _always(case, probe, met)
-        yield from always or _often(recent, answering, len(met)) or _seldom(case, probe)
+        yield from _always(case, probe, met) or _often(case, probe, recent) or _seldom(case, probe)
 
 
 def _always(case: Case, probe: str, met: Sequence[Sequence[Run]]) -> list[Finding]:
@@ -76,17 +75,20 @@ def _always(case: Case, probe: str, met: Sequence[Sequence[Run]]) -> list[Findin
     )
 
 
-def _often(recent: Sequence[Run], answering: Sequence[Sequence[Run]], met: int) -> list[Finding]:
-    """It hangs or crashes, and answers in between: suspect where no sibling does so, else unknown."""
+def _often(case: Case, probe: str, recent: Sequence[Run]) -> list[Finding]:
+    """It hangs or crashes, and answers in between: suspect where it does so alone, else unknown."""
     times = _times(recent)
     if times < TIMES:
         return []
     failed = [r for r in recent if r.outcome in HANGS]
-    alone = bool(answering) and len(answering) == met
+    trouble = _trouble(case, probe, HANGS)
+    clean = sum(name not in trouble.others for name in trouble.siblings)
+    alone = bool(trouble.own) and company(trouble, trouble.own[-1]).who is Who.ALONE
+    others = f"{count(clean, 'identical device')} always answered." if clean else "Others here do so far less often."
     return _suspect(
         f"hung or crashed in {len(failed)} of {len(recent)} runs, {times} separate times",
         failed[-1],
-        f"{count(len(answering), 'identical device')} always answered." if alone else "",
+        others if alone else "",
         "" if any(r.wrong for r in recent) else "Its results were right when it answered.",
         state=State.SUSPECT if alone else State.UNKNOWN,
     )
@@ -113,28 +115,44 @@ def _suspect(what: str, run: Run, *evidence: str, state: State = State.SUSPECT, 
 
 
 def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Sequence[Run], int]:
-    """Return the first run of each time that a probe had one of `outcomes`, and how many siblings never had one.
+    """Return the first run of each time that a probe had one of `outcomes` alone, and how many siblings never had one.
 
-    Nothing where the times are too few, a sibling had one too, or chance would put so many on one device.
+    Nothing where the times are too few, or chance would put so many on one device.
     """
-
-    def ended(runs: Sequence[Run]) -> list[Run]:
-        within = [r for r in runs if r.outcome is not Outcome.COMPLETED and r.probe == probe and r.whole]
-        found = [r for r in within if r.outcome in outcomes and age(r, case.now) <= case.policy.watch]
-        return sorted(found, key=lambda r: -age(r, case.now))
-
-    failed = ended([*filter(tells, case.runs)])
+    trouble = _trouble(case, probe, outcomes)
+    failed = [run for run, at in _ended(case, probe, outcomes) if company(trouble, at).who is Who.ALONE]
     apart = [r for b, r in zip([None, *failed], failed, strict=False) if b is None or _apart(case, b, r)]
-    siblings = [
-        runs
-        for uuid, runs in case.peers.items()
-        if case.devices[uuid].kind == case.device.kind and case.devices[uuid].part != case.device.part
-        if not case.device.is_endpoint
-    ]
-    sound = [runs for runs in siblings if any(r.probe == probe and r.outcome is Outcome.COMPLETED for r in runs)]
-    chance = (1 + len(sound)) ** (1 - len(apart))
-    alone = bool(sound) and not any(map(ended, siblings)) and chance <= ALONE
-    return (apart, len(sound)) if alone and len(apart) >= SELDOM else ((), 0)
+    clean = sum(name not in trouble.others for name in trouble.siblings)
+    chance = (1 + clean) ** (1 - len(apart))
+    return (apart, clean) if clean and chance <= ALONE and len(apart) >= SELDOM else ((), 0)
+
+
+def _trouble(case: Case, probe: str, outcomes: Collection[Outcome]) -> Trouble:
+    """Return when this device and its siblings had one of `outcomes` in a probe that they all run."""
+    siblings = {
+        device.name: case.peers[uuid]
+        for uuid, device in case.devices.items()
+        if device.kind == case.device.kind and device.part != case.device.part and not device.is_endpoint
+        if any(r.probe == probe and r.outcome is Outcome.COMPLETED for r in case.peers[uuid])
+    }
+    others = {name: [at for _, at in _moments(case, runs, probe, outcomes)] for name, runs in siblings.items()}
+    own = [at for _, at in _ended(case, probe, outcomes)]
+    return Trouble(own, {name: spans for name, spans in others.items() if spans}, siblings)
+
+
+def _ended(case: Case, probe: str, outcomes: Collection[Outcome]) -> list[tuple[Run, Moment]]:
+    return [*_moments(case, filter(tells, case.runs), probe, outcomes)]
+
+
+def _moments(
+    case: Case, runs: Iterable[Run], probe: str, outcomes: Collection[Outcome]
+) -> Iterator[tuple[Run, Moment]]:
+    """Yield a probe's runs with one of `outcomes` within `watch`, and when that came: since the run before it."""
+    mine = sorted((r for r in runs if r.probe == probe and r.whole), key=lambda r: -age(r, case.now))
+    times = [case.now - age(r, case.now) for r in mine]
+    for number, (run, at) in enumerate(zip(mine, times, strict=True)):
+        if run.outcome in outcomes and case.now - at <= case.policy.watch:
+            yield run, Moment(times[max(0, number - 1)], at)
 
 
 def _apart(case: Case, before: Run, after: Run) -> bool:

@@ -231,6 +231,12 @@ EVIDENCE = {
     "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
     "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
     "hung three separate times, alone": lambda: (hanging("10110101", ""), UNKNOWN, U, {"keeps-failing"}),
+    "hung three separate times, its sibling once, at another time": lambda: (
+        hanging("10110101", "1011111111"), SUSPECT, U, {"keeps-failing"},
+    ),
+    "hung three separate times, its sibling with it": lambda: (
+        hanging("10110101", "10110101"), UNKNOWN, U, {"keeps-failing"},
+    ),
     "hangs for ever, as one of two siblings does": lambda: (
         hanging("11100000", "11111111", third="11100000"), UNKNOWN, U, {"not-completed", "stale-evidence"},
     ),

@@ -401,13 +401,13 @@ def _reset_since(event: Event) -> float:
 
 
 def spans(events: Iterable[Event]) -> list[Moment]:
-    """Return when events happened. Of equal lines of an hour only the first and the last moment are known."""
+    """Return when events happened: what polls show, between two of them; a line, at the first and last of an hour."""
     return [
         span
         for e in events
         for span in (
             [Moment(e.first, e.last)]
-            if e.kind in (EventKind.COUNTER, EventKind.RESET)
+            if e.kind in (EventKind.COUNTER, EventKind.OFF_BUS)
             else dict.fromkeys((Moment(e.first, e.first), Moment(e.last, e.last)))
         )
     ]
