@@ -1,11 +1,11 @@
 """The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
 
-Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore, rasdaemon's database.
+Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore.
 docs/readings.md says which readings come from which file, and what a missing file means.
 
 Cannot see: memory errors where no EDAC driver is loaded, as in most virtual machines.
 
-Settings: sysfs (default "/sys"), proc (default "/proc"), rasdaemon (default "/var/lib/rasdaemon/ras-mc_event.db").
+Settings: sysfs (default "/sys"), proc (default "/proc").
 """
 
 from __future__ import annotations

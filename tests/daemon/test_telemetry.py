@@ -87,7 +87,7 @@ class Site:
         for number in range(gpus):
             facts = {"vendor": "0x10de", "device": "0x2335", "class": "0x030200"}
             plant(self.sysfs / f"bus/pci/devices/0000:1{number:x}:00.0", facts)
-        host = {"sysfs": str(self.sysfs), "proc": str(self.proc), "rasdaemon": str(directory / "none.db")}
+        host = {"sysfs": str(self.sysfs), "proc": str(self.proc)}
         each = {
             "passes": {"period": "1h"},
             "nvidia_telemetry": {"period": "5s", "settings": {"sysfs": str(self.sysfs)}, **nvidia},

@@ -144,10 +144,6 @@ READINGS: Mapping[str, Kind] = {
     "machine_check_exceptions_total": _counter(
         "Machine check exceptions since boot, all cores that are online.", volatile=True, event=True
     ),
-    "ras_events_total": _counter("Events in rasdaemon's database, by table.", "table", event=True),
-    "rasdaemon_wakeup_ratio": _gauge(
-        "How full the kernel's buffer must be before rasdaemon wakes; above 0 it may miss single events."
-    ),
     "cpu_cores": _gauge("Processors of the machine, by state (online, offline).", "state"),
     "load_average": _gauge("Tasks that run or wait, averaged over a minute."),
     "memory_available_bytes": _gauge("Memory available without swapping."),

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import platform
 import re
-import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -37,14 +35,12 @@ from canaryd.worker.telemetry.sysfs import (
     optional_entries,
     optional_text,
     path_setting,
-    percent,
     read_bytes,
     read_count,
     read_text,
     rpm,
     thresholds,
     unique,
-    unreadable,
 )
 
 MOST_SENSORS = 128
@@ -58,31 +54,19 @@ MOST_PROCESSORS = 1 << 17
 KINDS = (("corrected", "ce"), ("uncorrected", "ue"))
 """Kind of memory error, and its abbreviation in the names of EDAC's files."""
 UNWATCHED = "no EDAC driver watches the memory: errors are not known"
-RASDAEMON_TABLES = (
-    *("mc_event", "mce_record", "aer_event", "extlog_event", "non_standard_event", "arm_event", "devlink_event"),
-    *("disk_errors", "memory_failure_event", "signal_event", "reri_event"),
-    *("cxl_poison_event", "cxl_aer_ue_event", "cxl_aer_ce_event", "cxl_overflow_event", "cxl_generic_event"),
-    *("cxl_general_media_event", "cxl_dram_event", "cxl_memory_module_event", "cxl_memory_sparing_event"),
-)
-"""Tables that rasdaemon 0.6.8 to 0.8.5 writes (its ras-record.c)."""
 
 
 class Roots(NamedTuple):
-    """Paths of the kernel's file trees and of rasdaemon's database."""
+    """Paths of the kernel's file trees."""
 
     sysfs: Path
     proc: Path
-    rasdaemon: Path
 
 
 def roots(settings: Mapping[str, Any]) -> Roots:
-    """Return the paths in the settings sysfs, proc and rasdaemon; raise `ValueError` for a wrong or unknown setting."""
+    """Return the paths in the settings sysfs and proc; raise `ValueError` for a wrong or unknown setting."""
     only(settings, "host_telemetry", *Roots._fields)
-    return Roots(
-        path_setting(settings, "sysfs", "/sys"),
-        path_setting(settings, "proc", "/proc"),
-        path_setting(settings, "rasdaemon", "/var/lib/rasdaemon/ras-mc_event.db"),
-    )
+    return Roots(path_setting(settings, "sysfs", "/sys"), path_setting(settings, "proc", "/proc"))
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
@@ -111,7 +95,6 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
     yield from clock_source(where.sysfs)
     yield attempt("boot_time_seconds", lambda: int(line(where.proc / "stat", r"^btime ([0-9]{1,12})$")), "seconds")
     yield attempt("crash_records", partial(_crash_records, where))
-    yield from rasdaemon(where)
 
 
 def edac(sysfs: Path) -> Iterator[Fact]:
@@ -322,56 +305,6 @@ def _crash_records(where: Roots) -> int:
     if optional_text(where.sysfs / "module/pstore/parameters/backend") in ("", "(null)"):
         raise Unreadable("pstore has no storage on this machine, so it cannot keep records of a crash")
     return len(entries(where.sysfs / "fs/pstore"))
-
-
-def rasdaemon(where: Roots) -> Iterator[Fact]:
-    """Yield the number of events that rasdaemon has recorded in each table, and whether it can miss single events.
-
-    The highest row number is the count: rasdaemon only adds rows, and counting a million of them would take long.
-    """
-    try:
-        yield from _ras_events(where.rasdaemon)
-    except Unreadable as error:
-        yield Absent(name="ras_events_total", reason=str(error))
-    instance = "instances/rasdaemon/buffer_percent"
-    paths = [where.sysfs / "kernel/tracing" / instance, where.sysfs / "kernel/debug/tracing" / instance]
-    path = next((path for path in paths if os.access(path, os.R_OK)), paths[0])  # only root may read tracefs
-    yield attempt("rasdaemon_wakeup_ratio", partial(percent, path))
-
-
-def _ras_events(path: Path) -> Iterator[Fact]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise unreadable(error, path) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise Unreadable(f"{path} is not a file")
-    if not status.st_size:
-        raise Unreadable(f"{path} is empty: rasdaemon has not set it up")
-    try:
-        import sqlite3  # noqa: PLC0415 - most machines have no such database, and some Pythons no sqlite3
-    except ImportError:
-        raise Unreadable("this Python has no sqlite3") from None
-    try:
-        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=0.2)
-    except sqlite3.Error as error:
-        raise Unreadable(f"{path} cannot be opened: {error}") from None
-    try:
-        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        tables = [name for name in RASDAEMON_TABLES if name in names]
-        for table in tables:
-            try:
-                # The name is one of our own list.
-                ((events,),) = connection.execute(f"SELECT max(rowid) FROM {table}")  # noqa: S608
-                yield attempt("ras_events_total", partial(int, events or 0), table=table)
-            except (sqlite3.Error, ValueError) as error:
-                yield Absent(name=f"ras_events_total{{table={table}}}", reason=f"{path}: {error}")
-    except sqlite3.Error as error:
-        raise Unreadable(f"{path} cannot be read: {error}") from None
-    finally:
-        connection.close()
-    if not tables:
-        raise Unreadable(f"{path} has no table of rasdaemon")
 
 
 def portable() -> Iterator[Fact]:

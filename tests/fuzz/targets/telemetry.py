@@ -118,7 +118,7 @@ def told(facts: Iterable[Reading | Absent]) -> None:
             continue
         finite(fact.value, -60.0 if name.startswith("temperature") else 0.0)
         assert set(fact.labels) == set(READINGS[name].labels), fact
-        if name.endswith("_ratio") and name != "rasdaemon_wakeup_ratio":
+        if name.endswith("_ratio"):
             finite(fact.value, 0.0, 10.0)
 
 
@@ -164,7 +164,7 @@ def _tree(data: bytes) -> None:
 
 
 def _read(root: Path, proc: Path) -> None:
-    given = {"sysfs": str(root), "proc": str(proc), "rasdaemon": str(proc / "stat")}
+    given = {"sysfs": str(root), "proc": str(proc)}
     told(host.read(CPU, given))
     for name, text in machine.facts(root, proc).items():
         assert text, name

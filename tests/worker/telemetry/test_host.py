@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import sqlite3
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and /sys 
 
 
 def settings(root: Path) -> dict[str, str]:
-    return {"sysfs": str(root / "sys"), "proc": str(root / "proc"), "rasdaemon": str(root / "ras.db")}
+    return {"sysfs": str(root / "sys"), "proc": str(root / "proc")}
 
 
 def read(root: Path) -> tuple[dict[str, float], dict[str, str]]:
@@ -178,16 +176,6 @@ TREES = {
     ),
     "pstore without storage": (PSTORE | {BACKEND: "(null)"}, {}, {"crash_records": "pstore has no storage"}),
     "pstore that may not be listed": (PSTORE, {}, {"crash_records": "not offered by this kernel"}),
-    "rasdaemon that waits for half a buffer": (
-        {"sys/kernel/tracing/instances/rasdaemon/buffer_percent": "50"},
-        {"rasdaemon_wakeup_ratio": 0.5},
-        {},
-    ),
-    "the same, where tracefs is below debugfs": (
-        {"sys/kernel/debug/tracing/instances/rasdaemon/buffer_percent": "50"},
-        {"rasdaemon_wakeup_ratio": 0.5},
-        {},
-    ),
 }
 
 
@@ -210,7 +198,7 @@ def test_an_empty_tree_gives_reasons_alone(tmp_path):
         *("edac_controllers", "edac_errors_total", "machine_check_exceptions_total", "throttle_events_total"),
         *("temperature_celsius", "fan_rpm", "clock_hertz", "clock_max_hertz", "load_average", "memory_total_bytes"),
         *("memory_available_bytes", "swap_total_bytes", "swap_used_bytes", "pressure_ratio", "cpu_cores"),
-        *("clock_source", "boot_time_seconds", "crash_records", "ras_events_total", "rasdaemon_wakeup_ratio"),
+        *("clock_source", "boot_time_seconds", "crash_records"),
     }
 
 
@@ -222,7 +210,7 @@ def test_a_tree_of_garbage_gives_reasons_alone(tmp_path):
         *(f"{CPU}/cpu0/topology/core_id", "sys/class/hwmon/hwmon0/temp1_input", "sys/class/hwmon/hwmon0/fan1_input"),
         *("sys/class/thermal/thermal_zone0/temp", f"{CPU}/cpufreq/policy0/scaling_cur_freq", "proc/cpuinfo"),
         *("proc/loadavg", "proc/meminfo", "proc/pressure/cpu", "proc/pressure/io", "proc/stat", "proc/mounts"),
-        *("ras.db", "sys/kernel/tracing/instances/rasdaemon/buffer_percent", "sys/module/pstore/parameters/backend"),
+        "sys/module/pstore/parameters/backend",
     )
     for index, text in enumerate(GARBAGE):
         root = plant(tmp_path / str(index), dict.fromkeys(numbers, text))
@@ -331,92 +319,14 @@ def test_crash_records_are_counted_where_they_can_be(tmp_path):
     assert read(tmp_path)[0]["crash_records"] == 2
 
 
-def database(path: Path, tables: dict[str, int]) -> None:
-    connection = sqlite3.connect(path)
-    for table, rows in tables.items():
-        connection.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, anything TEXT)")
-        connection.executemany(f"INSERT INTO {table} (anything) VALUES (?)", [("x",)] * rows)
-    connection.commit()
-    connection.close()
-
-
-def test_events_are_counted_by_known_table(tmp_path):
-    """Whatever columns the tables have; others are left alone, and an empty table of rasdaemon's is zero events."""
-    database(tmp_path / "ras.db", {"mc_event": 3, "mce_record": 0, "somebody_else": 9})
-    before = (tmp_path / "ras.db").read_bytes()
-    readings, absent = read(tmp_path)
-    assert of("ras_events_total", readings) == {
-        "ras_events_total{table=mc_event}": 3,
-        "ras_events_total{table=mce_record}": 0,
-    }
-    assert of("ras_events_total", absent) == {}
-    assert (tmp_path / "ras.db").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["ras.db"]
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "not offered by this kernel or device: no "),
-        (b"", "is empty: rasdaemon has not set it up"),
-        (b"not a database at all, only some text" * 100, "cannot be read: file is not a database"),
-        ("directory", "is not a file"),
-        ("no tables", "has no table of rasdaemon"),
-    ],
-)
-def test_a_database_that_cannot_be_read_is_absent(tmp_path, content, reason):
-    """With its reason, and never as zero events."""
-    path = tmp_path / "ras.db"
-    if content == "directory":
-        path.mkdir()
-    elif content == "no tables":
-        database(path, {"something": 1})
-    elif content is not None:
-        path.write_bytes(content)
-    readings, absent = read(tmp_path)
-    assert of("ras_events_total", readings) == {}
-    assert reason in absent["ras_events_total"]
-
-
-def test_what_a_dead_writer_left_is_not_touched(tmp_path):
-    """Rolling its journal back is rasdaemon's business: canaryd opens the database read-only."""
-    writer = sqlite3.connect(tmp_path / "ras.db", isolation_level=None)
-    writer.executescript("PRAGMA cache_size = 1; CREATE TABLE mc_event (id INTEGER PRIMARY KEY, anything TEXT); BEGIN")
-    for _ in range(500):
-        writer.execute("INSERT INTO mc_event (anything) VALUES (?)", ("x" * 200,))
-    copy = tmp_path / "copy"
-    for name in ("ras.db", "ras.db-journal"):
-        plant(copy, {name: (tmp_path / name).read_bytes()})
-    writer.close()
-    before = {path.name: path.read_bytes() for path in copy.iterdir()}
-    readings, absent = read(copy)
-    assert of("ras_events_total", readings) == {}
-    assert "cannot be read" in absent["ras_events_total"]
-    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
-
-
-def test_a_locked_database_does_not_hold_the_poll_up(tmp_path):
-    """Rasdaemon is writing: the next poll will read it."""
-    path = tmp_path / "ras.db"
-    database(path, {"mc_event": 1})
-    writer = sqlite3.connect(path, isolation_level=None)
-    writer.execute("BEGIN EXCLUSIVE")
-    begun = time.monotonic()
-    _, absent = read(tmp_path)
-    assert time.monotonic() - begun < 2
-    writer.close()
-    assert "database is locked" in absent["ras_events_total"]
-    assert read(tmp_path)[0]["ras_events_total{table=mc_event}"] == 1
-
-
 def test_what_only_root_may_read_says_so(open_directory):
-    """The database in its directory of mode 0700, EDAC and the sensors: a reason that tells what to do."""
+    """EDAC and the sensors: a reason that tells what to do."""
     root = open_directory
-    plant(root, {"ras/ras.db": "x", f"{EDAC}/mc0/ce_count": "1", "sys/class/hwmon/hwmon0/temp1_input": "1"})
-    for directory in ("ras", EDAC, "sys/class/hwmon"):
+    plant(root, {f"{EDAC}/mc0/ce_count": "1", "sys/class/hwmon/hwmon0/temp1_input": "1"})
+    for directory in (EDAC, "sys/class/hwmon"):
         (root / directory).chmod(0)
     code = """
-import json, sqlite3, sys
+import json, sys
 from canaryd.model import Device
 from canaryd.worker.telemetry import host
 # drop
@@ -424,9 +334,8 @@ device = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
 facts = host.read(device, json.loads(sys.argv[1]))
 print(json.dumps({fact.name: getattr(fact, "reason", "") for fact in facts}))
 """
-    where = settings(root) | {"rasdaemon": str(root / "ras/ras.db")}
-    facts = json.loads(unprivileged(code, json.dumps(where)))
-    for name in ("edac_controllers", "edac_errors_total", "ras_events_total", "temperature_celsius", "fan_rpm"):
+    facts = json.loads(unprivileged(code, json.dumps(settings(root))))
+    for name in ("edac_controllers", "edac_errors_total", "temperature_celsius", "fan_rpm"):
         assert facts[name].startswith("permission denied: run as root to read "), name
 
 
@@ -460,7 +369,6 @@ def test_this_machine_is_told_as_it_is():
     assert ("temperature_celsius" in absent) == (not seen)
     pressure = Path("/proc/pressure/memory").exists()
     assert ("pressure_ratio{kind=some,resource=memory}" in readings) == pressure
-    assert ("ras_events_total" in absent) or Path("/var/lib/rasdaemon/ras-mc_event.db").exists()
 
 
 def _any(pattern: str) -> bool:
