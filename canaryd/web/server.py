@@ -7,6 +7,7 @@ import errno
 import io
 import ipaddress
 import logging
+import math
 import socket
 import socketserver
 import ssl
@@ -49,15 +50,12 @@ Route = Callable[[Mapping[str, str]], Answer]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits for one client. Times are in seconds; a late client is cut off at most half a second later."""
+    """Limits for clients."""
 
     connections: int = 64
-    head: float = 5.0
-    """Time from the connection to the blank line after the request's headers, with the handshake of TLS."""
-    write: float = 10.0
-    """Time for sending a whole answer."""
-    patience: float = 1.0
-    """Time for which an unfinished answer keeps its connection even if another client needs one."""
+    """Number of open connections above which a new one replaces the oldest."""
+    seconds: float = 15.0
+    """Time for a whole connection, with the handshake of TLS; a late client is cut off at most half a second later."""
 
 
 _LIMITS = Limits()
@@ -70,8 +68,7 @@ _QUIET = 60.0
 class Server(socketserver.ThreadingTCPServer):
     """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes, one request per connection.
 
-    A slow or silent client delays no other. If the maximum number of connections is open, a new client replaces the one
-    that has waited longest.
+    A slow or silent client delays no other. If all places are taken, a new connection replaces the oldest.
     """
 
     # Not http.server's own ThreadingHTTPServer: it looks up the host's full name, and may wait for a name server.
@@ -88,8 +85,7 @@ class Server(socketserver.ThreadingTCPServer):
         """
         self.routes, self.limits, self.tls = routes, limits, tls
         self._lock = threading.Lock()
-        # Connection → (from when on it gives way to another client, when it ends), the longest unchanged first.
-        self._places: dict[socket.socket, tuple[float, float]] = {}
+        self._ends: dict[socket.socket, float] = {}  # connection → when it is cut off (monotonic), the oldest first
         self._warned = -_QUIET
         self._thread = threading.Thread(target=self.serve_forever, name="canaryd-http", daemon=True)
         try:
@@ -126,7 +122,7 @@ class Server(socketserver.ThreadingTCPServer):
             self.shutdown()
             self._thread.join()
         self.server_close()
-        self._hang_up(lambda *_: True)
+        self._cut_off(math.inf)
 
     def server_bind(self) -> None:
         """Bind the socket, to IPv4 and IPv6 if no host is named."""
@@ -146,50 +142,37 @@ class Server(socketserver.ThreadingTCPServer):
         return request, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a new thread. If all places are taken by answers in progress, close it instead."""
-        now = time.monotonic()
-        if len(self._places) < self.limits.connections or self._hang_up(lambda gives, _: gives <= now, most=1):
-            with self._lock:
-                self._places[request] = (now, now + self.limits.head)
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def turn(self, request: socket.socket, seconds: float, patience: float = 0.0) -> bool:
-        """Give a connection `seconds` for its next step; return False if the connection was already cut off.
-
-        For the first `patience` seconds no other client can take its place.
-        """
-        now = time.monotonic()
+        """Serve a connection in a new thread."""
         with self._lock:
-            if self._places.pop(request, None) is None:
-                return False
-            self._places[request] = (now + patience, now + seconds)
-            return True
+            if len(self._ends) >= self.limits.connections:
+                self._hang_up(next(iter(self._ends)))
+            self._ends[request] = time.monotonic() + self.limits.seconds
+        super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """Cut off late clients. `serve_forever` calls this twice a second and after every new connection."""
-        now = time.monotonic()
-        self._hang_up(lambda _, ends: ends <= now)
+        self._cut_off(time.monotonic())
 
-    def _hang_up(self, which: Callable[[float, float], bool], most: int = sys.maxsize) -> bool:
-        """Shut down at most `most` connections that match `which`; return False if there is none.
-
-        `which` gets two monotonic times of a connection: the time from which another client can take its place, and the
-        time at which it is cut off. Connections whose times changed longest ago come first.
-        """
+    def end_soon(self, request: socket.socket) -> None:
+        """Give a connection one more second."""
         with self._lock:
-            found = [request for request, times in self._places.items() if which(*times)][:most]
-            for request in found:
-                del self._places[request]
-                with contextlib.suppress(OSError):  # the client was faster
-                    socket.socket.shutdown(request, socket.SHUT_RDWR)  # not TLS's own, which is the other thread's
-        return bool(found)
+            if request in self._ends:
+                self._ends[request] = time.monotonic() + 1.0
+
+    def _cut_off(self, now: float) -> None:
+        with self._lock:
+            for request in [request for request, end in self._ends.items() if end <= now]:
+                self._hang_up(request)
+
+    def _hang_up(self, request: socket.socket) -> None:
+        del self._ends[request]
+        with contextlib.suppress(OSError):  # the client was faster
+            socket.socket.shutdown(request, socket.SHUT_RDWR)  # not TLS's own, which is the other thread's
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection and free its place."""
         with self._lock:  # forgotten before it is closed: nobody hangs up on a reused descriptor
-            self._places.pop(request, None)
+            self._ends.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (socketserver's signature)
@@ -214,17 +197,16 @@ class _Connection(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # TLS writes in records: the last would wait 40 ms for an acknowledgement
 
     def handle(self) -> None:
-        server, limits = self.server, self.server.limits
-        if server.tls is None or self._shake_hands():
+        if self.server.tls is None or self._shake_hands():
             with self.rfile as stream:
                 head = self._read_head(stream)
-            if head and server.turn(self.request, limits.write, limits.patience):
+            if head:
                 self._answer(head)
         # To close with unread bytes would destroy the answer: end our side, and read on for a moment.
-        if server.turn(self.request, limits.patience):
-            socket.socket.shutdown(self.request, socket.SHUT_WR)
-            while socket.socket.recv(self.request, 65536):
-                pass
+        self.server.end_soon(self.request)
+        socket.socket.shutdown(self.request, socket.SHUT_WR)
+        while socket.socket.recv(self.request, 65536):
+            pass
 
     def _shake_hands(self) -> bool:
         try:

@@ -173,7 +173,7 @@ def hello(ca) -> bytes:
 def test_handshakes_that_stop_hold_up_nobody(ca, pair, sent):
     """Two hundred connections that stop in a handshake: a scrape is answered at once, and they end in time."""
     start = hello(ca)[:sent]
-    with serving(made(pair), head=3.0) as server, contextlib.ExitStack() as stack:
+    with serving(made(pair), seconds=3.0) as server, contextlib.ExitStack() as stack:
         stuck = []
         for _ in range(200):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
@@ -195,7 +195,7 @@ def test_a_handshake_in_drops_is_cut_off(ca, pair):
     """The deadline is for the whole handshake, however regularly bytes come."""
     start = hello(ca)
     with (
-        serving(made(pair), head=1.0) as server,
+        serving(made(pair), seconds=1.0) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as client,
     ):
         begun, cut = time.monotonic(), False
@@ -213,7 +213,7 @@ def test_a_slow_reader_of_tls_is_cut_off(ca, pair):
     """The deadline is for the whole answer, not for each record of it."""
     big = {"/big": lambda _: Answer(200, "text/plain", b"x" * 64_000_000)}
     with (
-        serving(made(pair), big, write=2.0) as server,
+        serving(made(pair), big, seconds=2.0) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain,
         trusting(ca).wrap_socket(plain, server_hostname="localhost") as client,
     ):

@@ -18,7 +18,7 @@ from canaryd.metrics.exposition import Exposition, Family, Page
 from canaryd.web.server import PLAIN_TEXT, Answer, Limits, Server
 from tests.fuzz.material import Choices, modes, seed, stretched
 
-LIMITS = Limits(connections=8, head=0.5, write=2.0, patience=0.05)
+LIMITS = Limits(connections=8, seconds=2.0)
 STATUSES = (200, 400, 404, 405, 431, 505)
 PAGE = Page({"canaryd_x": Family("gauge", ("name",), "Help.")})
 PAGE.add("canaryd_x", 1, "a")
