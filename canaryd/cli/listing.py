@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 
 from canaryd.cli.arguments import Commands
 from canaryd.cli.common import complain, make_engine, open_record, open_store, say
 from canaryd.codec import to_json
-from canaryd.config import load, permissions
+from canaryd.config import load
 from canaryd.config.load import ConfigError
 from canaryd.config.settings import Config, TlsConfig
 from canaryd.engine.engine import Engine
@@ -54,8 +55,10 @@ def _check_config(loaded: Config) -> int:
     """Print what is wrong with a configuration that can be loaded, and return the exit code."""
     if loaded.tls != TlsConfig():
         Tls(loaded.tls)
-    if loaded.worker.python and (problem := permissions.unusable(loaded.worker.python)):
-        raise ConfigError([f"{loaded.file}: worker.python: {loaded.worker.python}: {problem}; name another one"])
+    if loaded.worker.python and shutil.which(loaded.worker.python) is None:
+        raise ConfigError(
+            [f"{loaded.file}: worker.python: {loaded.worker.python} cannot be run here; name another one"]
+        )
     with Store.open(loaded.state_dir, for_reading=True) as store:
         ignored = [*load.missing_files(loaded), *Engine(loaded, store).ignored_probes(complain)]
     file = loaded.file or "no configuration file, defaults are used"

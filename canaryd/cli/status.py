@@ -89,7 +89,7 @@ def history_command(options: argparse.Namespace, settings: Config) -> int:
     if options.json:
         print(json.dumps(history.as_json(found), indent=2))
     else:
-        print(history.as_text(found, columns(), verbose=options.verbose, color=use_color()))
+        print(history.as_text(found, verbose=options.verbose, color=use_color()))
     return exit_code(State.UNKNOWN) if store.unreadable else 0
 
 

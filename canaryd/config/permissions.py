@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pwd
-import shutil
 import stat
-import subprocess
 from pathlib import Path
 
 _LINKS = 40
 """Largest number of symbolic links that Linux follows in one path (path_resolution(7))."""
-SERVICE_USER = "canaryd"
-"""The user in the systemd unit and in the packages."""
 
 
 def doubt(path: Path) -> str:
@@ -90,27 +84,3 @@ def exposure(path: Path) -> str:
     if not mode & stat.S_IROTH:
         return ""
     return f"all users may read it ({stat.filemode(mode)}); run chmod o-rwx {path}"
-
-
-def unusable(program: str, user: str = SERVICE_USER) -> str:
-    """Return the reason why a program cannot be run, or "" if it can. If root asks, `user` must be able to run it.
-
-    Only the kernel knows what a user is allowed to do (access control lists), so a shell of that user tests it.
-    """
-    if not Path(program).is_absolute():
-        return "" if shutil.which(program) else "not found on the PATH"
-    if not Path(program).is_file():
-        return "there is no such file"
-    if not os.access(program, os.R_OK | os.X_OK):
-        return "you may not read and execute it"
-    if os.geteuid() == 0:
-        with contextlib.suppress(KeyError, OSError, subprocess.SubprocessError):  # no such user, or not quite root
-            there = pwd.getpwnam(user)
-            groups = os.getgrouplist(user, there.pw_gid)
-            look = ["/bin/sh", "-c", '[ -r "$1" ] && [ -x "$1" ]', "sh", program]
-            done = subprocess.run(
-                look, user=there.pw_uid, group=there.pw_gid, extra_groups=groups, cwd="/", timeout=10.0, check=False
-            )
-            if done.returncode == 1:
-                return f"user {user} may not read and execute it, or a directory above it"
-    return ""

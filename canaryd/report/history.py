@@ -33,8 +33,6 @@ LEAST_READ = 50
 """Smallest number of runs that are read for one device."""
 MOST_ITEMS = 25
 """Largest number of lines per device on a terminal; JSON has all lines."""
-NARROW = 80
-"""Smallest width in columns: a narrower line would break within words."""
 BAD = frozenset(
     {
         *("xid", "sxid", "mce", "edac", "aer", EventKind.OFF_BUS, "pcie", "port", "unplaced", "oom", "thermal"),
@@ -200,26 +198,25 @@ def as_json(history: History) -> dict[str, Any]:
     }
 
 
-def as_text(history: History, width: int, *, verbose: bool = False, color: bool = False) -> str:
-    """Return the history as text of `width` columns: each device's verdict, then its items, newest first."""
-    room = max(NARROW, width)
+def as_text(history: History, *, verbose: bool = False, color: bool = False) -> str:
+    """Return the history as text: each device's verdict, then its items, newest first."""
     lines: list[Line] = []
     for one, items in history.devices:
-        lines += state_lines(one.device, one.verdict, gone=not one.present, verbose=verbose, width=room)
+        lines += state_lines(one.device, one.verdict, gone=not one.present, verbose=verbose)
         lines += [("", ""), ("head", "  What happened, newest first")]
         for item in items[:MOST_ITEMS]:
             from_ = f" (since {format_time(item.first, seconds=False)})" if item.at - item.first >= HOUR else ""
             at = format_time(item.at, seconds=False)
-            lines += paragraph(f"    {at}  ", f"{item.text}{from_}", room, item.role)
+            lines += paragraph(f"    {at}  ", f"{item.text}{from_}", item.role)
         if not items:
             lines.append(("", "    nothing on record"))
         if (more := len(items) - MOST_ITEMS) > 0:
             lines.append(("", f"    and {more} more: {typed('canaryd history --json')}"))
         lines.append(("", ""))
     if not history.devices:
-        lines += [("", "nothing is recorded yet"), *step_lines("Do now: ", START, room), ("", "")]
+        lines += [("", "nothing is recorded yet"), *step_lines("Do now: ", START), ("", "")]
     for problem in history.problems:
-        lines += paragraph("problem: ", problem, room, role="calm")
+        lines += paragraph("problem: ", problem, role="calm")
     span = f"from {format_time(history.since, seconds=False)} to {format_time(history.now, seconds=False)}"
-    lines += [*paragraph("", f"{span}; times: {time_zone()}. Everything:", room), ("", typed("canaryd history --json"))]
+    lines += [*paragraph("", f"{span}; times: {time_zone()}. Everything:"), ("", typed("canaryd history --json"))]
     return paint(lines, color=color)

@@ -352,7 +352,6 @@ def state_lines(
     name: str = "",
     gone: bool = False,
     advised: bool = False,
-    width: int | None = None,
 ) -> Iterator[Line]:
     """Yield lines about a device: its worst incident, then the others, then notes.
 
@@ -360,19 +359,19 @@ def state_lines(
     `gone`: the device is not found now. `advised`: another line already says what to do about the worst incident.
     """
     found, who = incidents(verdict), name or device.name
-    yield from _title_lines(device, verdict, found, who, width, gone=gone)
+    yield from _title_lines(device, verdict, found, who, gone=gone)
     for number, incident in enumerate(found):
         if number == 0:
-            yield from paragraph(INDENT, describe(incident), width)
+            yield from paragraph(INDENT, describe(incident))
         else:
             state = incident.state
             said = f"{who}{_known_cause(incident)}: {describe(incident)}"
-            yield from paragraph(f"{state.value.upper():<{STATE}}", said, width, role_of(state))
+            yield from paragraph(f"{state.value.upper():<{STATE}}", said, role_of(state))
         if not (advised and number == 0) and not verdict.drill:
-            yield from step_lines("Do now:  ", [step(incident, device), next_step(incident, device)], width)
+            yield from step_lines("Do now:  ", [step(incident, device), next_step(incident, device)])
         if verbose:
-            yield from finding_lines(incident.findings, width=width)
-    yield from note_lines(verdict, verbose=verbose, width=width)
+            yield from finding_lines(incident.findings)
+    yield from note_lines(verdict, verbose=verbose)
 
 
 def shown_notes(verdict: Verdict) -> list[Finding]:
@@ -380,19 +379,17 @@ def shown_notes(verdict: Verdict) -> list[Finding]:
     return [f for f in notes(verdict) if f.action or f.rule in TELLING]
 
 
-def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> Iterator[Line]:
+def note_lines(verdict: Verdict, *, verbose: bool) -> Iterator[Line]:
     """Yield lines with the notes on a device; with `verbose` all notes and their evidence."""
     for note in notes(verdict) if verbose else shown_notes(verdict):
         about = f"{note.probe}: " if note.probe else ""
         said = f"{about}{sentence(note.message)} {sentence(note.action)}".strip()
-        yield from paragraph(f"{'note':<{STATE}}", said, width)
+        yield from paragraph(f"{'note':<{STATE}}", said)
         for text in note.evidence if verbose else ():
-            yield from paragraph(INDENT, text, width)
+            yield from paragraph(INDENT, text)
 
 
-def _title_lines(
-    device: Device, verdict: Verdict, found: Sequence[Incident], name: str, width: int | None, *, gone: bool
-) -> list[Line]:
+def _title_lines(device: Device, verdict: Verdict, found: Sequence[Incident], name: str, *, gone: bool) -> list[Line]:
     """Return the title: state, name, model, serial number (only if there is room) and start of the state."""
     since = format_time(found[0].since if found else verdict.since, seconds=False)
     ends = ["GONE"] * gone + ["drill, not the device" if verdict.drill else f"since {since}"]
@@ -400,8 +397,8 @@ def _title_lines(
     serial = [f"serial {device.detail['serial']}"] if device.detail.get("serial") and name == device.name else []
     state, role = f"{verdict.state.value.upper():<{STATE}}", role_of(verdict.state)
     long, short = ("  ".join([name, device.model, *middle, *ends]) for middle in (serial, []))
-    fits = STATE + len(long) <= (columns() if width is None else width)
-    return [(role, state + long)] if fits else paragraph(state, short, width, role)
+    fits = STATE + len(long) <= columns()
+    return [(role, state + long)] if fits else paragraph(state, short, role)
 
 
 def _known_cause(incident: Incident) -> str:
@@ -410,14 +407,14 @@ def _known_cause(incident: Incident) -> str:
     return "" if silent else f" ({cause_words(incident.cause)})"
 
 
-def step_lines(lead: str, steps: Iterable[Step], width: int | None = None) -> Iterator[Line]:
+def step_lines(lead: str, steps: Iterable[Step]) -> Iterator[Line]:
     """Yield lines about what to do: sentences as a paragraph, each command on a line of its own."""
     sentences, hang = "", " " * len(lead)
     for todo in (s for s in steps if s.text):
         sentences = f"{sentences} {todo.text}".lstrip()
         if todo.command:
-            yield from paragraph(lead, sentences, width)
+            yield from paragraph(lead, sentences)
             yield "head", f"{hang}{todo.shown}"
             lead, sentences = hang, ""
     if sentences:
-        yield from paragraph(lead, sentences, width)
+        yield from paragraph(lead, sentences)

@@ -65,13 +65,13 @@ def paint(lines: Iterable[Line], *, color: bool) -> str:
     )
 
 
-def paragraph(lead: str, text: str, width: int | None = None, role: str = "") -> list[Line]:
+def paragraph(lead: str, text: str, role: str = "") -> list[Line]:
     """Return a text as wrapped lines with one role (colour). `lead` begins the first line; the others are indented.
 
     Commands in the text get this user's options and are never broken, because people copy them.
     """
     own = typed(text, UNBROKEN)
-    return [(role, line.replace(UNBROKEN, " ")) for line in wrapped(lead, own, width, whole=own != text)]
+    return [(role, line.replace(UNBROKEN, " ")) for line in wrapped(lead, own, whole=own != text)]
 
 
 def role_of(state: State) -> str:
@@ -104,21 +104,21 @@ def rival_words(rival: Rival) -> str:
     return f"{kind} {what} ({cause}): {reason}" if reason else f"{kind} {cause}: {rival.why}"
 
 
-def finding_lines(findings: Iterable[Finding], *, width: int | None) -> Iterator[Line]:
+def finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
     """Yield lines about each finding: message, what to do, evidence, other explanations and runs.
 
     Text that several findings share is printed once. A command has a line of its own, whatever its length.
     """
     said: set[str] = set()
     for finding in findings:
-        yield from paragraph("  - ", f"{rule_words(finding)}: {finding.message}", width)
+        yield from paragraph("  - ", f"{rule_words(finding)}: {finding.message}")
         if finding.action and finding.action not in said:
-            yield from paragraph("    Do now: ", finding.action, width)
+            yield from paragraph("    Do now: ", finding.action)
         for sentence in (*finding.evidence, *map(rival_words, finding.rivals)):
             if sentence not in said:
-                yield from paragraph("    ", sentence, width)
+                yield from paragraph("    ", sentence)
         if finding.runs:
-            yield from paragraph("    Runs: ", ", ".join(finding.runs), width)
+            yield from paragraph("    Runs: ", ", ".join(finding.runs))
         if finding.repro and finding.repro not in said:
             yield "", "    To repeat the test:"
             yield "", f"    {typed(finding.repro)}"

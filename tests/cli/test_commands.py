@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import sqlite3
@@ -17,7 +16,6 @@ import pytest
 from canaryd import __version__
 from canaryd.cli.common import use_color
 from canaryd.cli.main import LAB, MODULES, main, parser
-from canaryd.config import permissions
 from canaryd.supervisor import series
 from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure, in_turn
 
@@ -195,17 +193,6 @@ def test_config_check_tells_live_that_torch_takes_long_and_once_that_it_is_lost(
     assert waiting == f"canaryd: waiting for torch of worker.python ({bare_python()}) to import, for at most 120 s"
     assert lost.startswith(f"canaryd: {config}: torch of worker.python ({bare_python()}) does not import: ")
     assert "SIGABRT" in lost
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask for another user")
-def test_an_interpreter_that_the_service_may_not_reach_is_refused(tmp_path):
-    """Root may run all of it, and the service cannot: the question is the service's."""
-    program = tmp_path / "python3"
-    shutil.copy("/bin/true", program)
-    tmp_path.chmod(0o700)
-    assert permissions.unusable(str(program), "nobody").startswith("user nobody may not")
-    assert permissions.unusable("/bin/true", "nobody") == ""
-    assert permissions.unusable(str(program), "nobody-of-that-name") == ""
 
 
 def test_config_example_is_a_configuration(tmp_path):

@@ -40,7 +40,9 @@ from tests.mixed_machine import GPU, NOW, H, S, U, fault, mixed_machine, rivals,
 
 
 def lines(found, device=GPU, width=79, **options):
-    return [text for _, text in state_lines(device, found, verbose=False, width=width, **options)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width + 1))
+        return [text for _, text in state_lines(device, found, verbose=False, **options)]
 
 
 # --- The sentences ---------------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
     of_status = status.gather(store, Config(), NOW)
     result = Result(level="quick", started=NOW - 9000, devices=[GPU], verdicts={GPU.uuid: found})
     of_history = history.gather(store, Config(), GPU.uuid, NOW - 9000, NOW, {})
-    texts = [check.as_text(result), history.as_text(of_history, 80), status_text(of_status)]
+    texts = [check.as_text(result), history.as_text(of_history), status_text(of_status)]
     page = status_page.render(of_status).decode()
     (said,) = incidents_json(found, GPU)
     spoken = " ".join(said[key] for key in ("action", "command", "next_action", "next_command"))

@@ -38,7 +38,7 @@ def test_a_command_in_a_sentence_is_never_cut_in_two(before):
     own = "--state-dir /srv/some/where"
     type_with(tuple(own.split()), ())
     text = f"{'x ' * before}(canaryd run), or canaryd check; more of the sentence follows after both of them"
-    shown = [line for _, line in paragraph("note     ", text, 79)]
+    shown = [line for _, line in paragraph("note     ", text)]
     assert sum(f"canaryd run {own}" in line for line in shown) == 1
     assert sum(f"canaryd check {own}" in line for line in shown) == 1
     assert " ".join(" ".join(shown).split()) == f"note {typed(text)}"
@@ -50,7 +50,7 @@ def test_nor_are_the_options_behind_it(before):
     """Up to the next word that is none."""
     type_with(("--state-dir", "/srv/a"), ())
     text = f"{'x ' * before}type canaryd check --level deep --device cuda:0 on a node that serves nobody at this time"
-    lines = [line for _, line in paragraph("", text, 78)]
+    lines = [line for _, line in paragraph("", text)]
     assert [line for line in lines if "canaryd check --state-dir /srv/a --level deep --device cuda:0" in line]
 
 
