@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +29,8 @@ from canaryd.engine.engine import Engine, choose
 from canaryd.files import write_whole
 from canaryd.formatting import did_you_mean
 from canaryd.judge.verdict import exit_code
-from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, Run, State
-from canaryd.probe import LEVELS, NEAREST
+from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, State
+from canaryd.probe import LEVELS
 from canaryd.report.advice import NO_ALERT
 from canaryd.report.check import as_json, as_text
 from canaryd.store.notes import daemon_runs
@@ -177,7 +176,7 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
     """Print the results and write the requested files; return the exit code. `stopped`: a signal ended the check."""
     if options.case and result.without_case:
         printer.clear()
-        complain(_no_case(options.case, result.without_case))
+        complain(*dict.fromkeys(f"check: {run.probe}: {run.detail}" for run in result.without_case))
         return USAGE
     written = _write_files(result, options.report, options.textfile)
     if options.json:
@@ -206,15 +205,6 @@ def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> 
             if name not in engine.entries.keys() | engine.unloaded
         ),
     ]
-
-
-def _no_case(cases: Sequence[str], runs: Sequence[Run]) -> str:
-    """Return a message that no probe has any of `cases`, with the most similar cases that exist."""
-    there = dict.fromkeys(left_out.case for run in runs for left_out in run.skipped)
-    near = dict.fromkeys(name for case in cases for name in difflib.get_close_matches(case, there, NEAREST))
-    probes = ", ".join(dict.fromkeys(run.probe for run in runs))
-    names = ", ".join(list(near or there)[:NEAREST])
-    return f"check: --case {', '.join(cases)}: no such case in {probes}; the nearest are {names}"
 
 
 def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> check.Options:
