@@ -280,10 +280,8 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
     pairs = list(itertools.permutations(range(len(ends)), 2))
     struck = pairs[mix64(ctx.seed) % len(pairs)] if ctx.drill else None
     found = _Found(ctx, ends, words)
-    begun = ctx.clock()
     with Group(ends, ctx.seed, words, struck) as group:
         until = ctx.clock() + ctx.budget  # the start of the processes is no work
-        yield Reading(name="start_seconds", value=ctx.clock() - begun, unit="seconds")
         while True:
             ctx.progress(0.5, f"{len(ends)} ends, {len(steps)} steps")
             for step, answers in zip(steps, group.do(steps), strict=True):

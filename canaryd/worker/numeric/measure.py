@@ -44,8 +44,6 @@ class OnDevice:
     """The problem that the host made, or the pools from which the device gathered operands and golden."""
     right: Callable[[], Any]
     """Function that returns the host's own golden."""
-    elements: int
-    """Number of elements of one result."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def measure_whole(
     runtime, device = session.runtime, session.ctx.device
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
-    upload = OnDevice(operands, golden, problem, lambda: problem.golden, problem.golden.numel())
+    upload = OnDevice(operands, golden, problem, lambda: problem.golden)
     done = _compute(session, case, upload, seed, core, session.ctx.clock() + seconds, [])
     comparison, comparator, _ = done.settled(upload.right)
     return [(0, comparison, comparator)]
@@ -160,7 +158,7 @@ class _Fresh:
 
     def _upload(self, turn: int, operands: tuple[Any, ...], golden: Any) -> OnDevice:
         right = functools.cache(partial(gather_golden, self.product, self.pools, self.seed, turn))
-        return OnDevice(operands, golden, self.pools, right, self.product.elements)
+        return OnDevice(operands, golden, self.pools, right)
 
     def _gathered(self, turn: int, upload: OnDevice) -> Callable[[], str]:
         """Copy the gathered arrays to the host; return a function that returns a text on the wrong ones, or ""."""
@@ -306,17 +304,14 @@ def _counted(
     wrong: int,
     found: Evidence | None,
 ) -> Comparison:
-    place = session.place_of(core)
-    session.places.add(place)
     session.trials += trials
-    session.elements += trials * upload.elements
     session.operations += trials * upload.problem.operations
     return Comparison(
         case=case.name,
         shape=upload.problem.shape,
         seed=seed,
         exactness=upload.problem.exactness,
-        place=place,
+        place=session.place_of(core),
         trials=trials,
         wrong_trials=wrong,
         evidence=found,

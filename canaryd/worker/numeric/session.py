@@ -40,7 +40,6 @@ class Session:
     runtime: Runtime = field(init=False)
     injector: faults.Injector = field(init=False)
     trials: int = 0
-    elements: int = 0
     operations: int = 0
     began: float = field(init=False)
     """Time at which the run started, by the run's clock."""
@@ -50,7 +49,6 @@ class Session:
     digests: list[tuple[str, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """Name of a case for which the device has no kernel → reason."""
-    places: set[Place] = field(default_factory=set)
     pools: tuple[tuple[Product, int], Problem] | None = None
     """The pools that were made last, with their product and seed; None before the first."""
     begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None

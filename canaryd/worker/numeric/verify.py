@@ -95,11 +95,9 @@ def verify_all(
         yield Absent(name="repeated", reason=f"this device could not repeat turns by itself: {session.single_steps}")
     else:
         yield Reading(name="repeated", value=session.repeated, unit="1")
-    yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
     yield from session.times()
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
-    yield Reading(name="places", value=", ".join(sorted(map(str, session.places))))
     ran = [case for case in fixed if case.name not in session.refused]
     if ran and not ctx.cases and len(session.digests) == len(ran):
         yield Reading(name=FINGERPRINT, value=combine(session.digests), unit="1")

@@ -99,7 +99,6 @@ class _Sweep:
         computed = sum(tally.tiles for tally in tallies.values())
         rounds = problem.golden.shape[0]
         self.session.trials += computed
-        self.session.elements += computed * problem.golden[0].numel()
         self.session.operations += computed * problem.operations // rounds
         self.seen |= tallies.keys() - {MOVED}
         if self.unreached:
@@ -147,7 +146,6 @@ def _summary(sweep: _Sweep) -> Iterator[Fact]:
     yield Reading(name="units", value=sweep.processor.count, unit="1")
     yield Reading(name="launches", value=sweep.launches, unit="1")
     yield Reading(name=TRIALS, value=session.trials, unit="1")
-    yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
     yield from session.times()
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
