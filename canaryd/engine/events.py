@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from canaryd.engine.inventory import bus_key
+from canaryd.judge.laws import TOGETHER
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import triggers
 from canaryd.judge.telemetry.signals import MEMORY_LOST
@@ -61,7 +63,7 @@ class EventHistory:
             self._older = defaultdict(list)
             for event in older:
                 self._older[event.device].append(event)
-            self._older = {device: thinned(events) for device, events in self._older.items()}
+            self._older = thinned(self._older)
 
     def life(self, device: Device) -> tuple[Event, ...]:
         """Return `of` a device, after what is on record from before that of trouble that may come back."""
@@ -176,28 +178,50 @@ class EventHistory:
         self._store.set_note(RUNNING_NOTE, "")
 
 
-def thinned(events: Sequence[Event]) -> list[Event]:
-    """Return what counts of the events of one device (oldest first): trouble of each kind once between two remedies.
+def thinned(events: Mapping[str, Sequence[Event]]) -> dict[str, list[Event]]:
+    """Return what counts of the events of devices (each oldest first): trouble of each kind once between two remedies.
 
+    That is once alone and once with another device, whose trouble of that moment is kept too: company is judged by it.
     A remedy is a reboot or a reset; of several in a row the first is enough. Changes of software are all kept.
     """
-    kept: list[Event] = []
-    seen: set[tuple[str, str]] = set()
-    for event in events:
-        if event.kind in (EventKind.BOOT, EventKind.RESET):
-            if seen:
-                kept.append(event)
-            seen.clear()
-        elif event.kind == EventKind.CHANGE:
-            kept += [event] * (event.name != "device")
-        elif (key := (event.kind, event.name)) not in seen and _returns(event):
-            seen.add(key)
-            kept.append(event)
+    trouble = {device: [e for e in mine if _returns(e)] for device, mine in events.items()}
+    every, kept = _times(trouble), {device: list[Event]() for device in events}
+    for device, mine in events.items():
+        seen: set[tuple[str, str, bool]] = set()
+        for event in mine:
+            if event.kind in (EventKind.BOOT, EventKind.RESET):
+                kept[device] += [event] * bool(seen)
+                seen.clear()
+            elif event.kind == EventKind.CHANGE:
+                kept[device] += [event] * (event.name != "device")
+            elif _returns(event) and (key := (event.kind, event.name, _beside(event, every))) not in seen:
+                seen.add(key)
+                kept[device].append(event)
+    counted = _times({device: filter(_returns, mine) for device, mine in kept.items()})
+    for device, mine in kept.items():
+        known = set(map(id, mine))
+        mine += [e for e in trouble[device] if id(e) not in known and _beside(e, counted)]
+        mine.sort(key=lambda event: event.last)
     return kept
 
 
+def _times(events: Mapping[str, Iterable[Event]]) -> dict[str, list[float]]:
+    return {device: sorted(e.last for e in mine) for device, mine in events.items()}
+
+
+def _beside(event: Event, times: Mapping[str, Sequence[float]]) -> bool:
+    """Return whether another device has one of its `times` (ascending) at about the time of an event."""
+    for device, theirs in times.items():
+        following = bisect.bisect_left(theirs, event.first - TOGETHER)
+        if device != event.device and following < len(theirs) and theirs[following] <= event.last + TOGETHER:
+            return True
+    return False
+
+
 def _returns(event: Event) -> bool:
-    """Return whether trouble of this kind is counted over a device's life: what programs cause is not."""
+    """Return whether it is trouble that is counted over a device's life: what programs cause is not."""
+    if event.kind in (EventKind.BOOT, EventKind.RESET, EventKind.CHANGE):
+        return False
     own = event.code in MEMORY_LOST
     return event.kind != "xid" or own or xids.explain(event.code).grade not in ("application", "none")
 

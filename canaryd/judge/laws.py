@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import bisect
 import enum
+import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from canaryd.formatting import DAY
 from canaryd.model import Cause
 
 TOGETHER = 60.0
@@ -19,6 +21,8 @@ driver and a log take a moment for each (ours)."""
 MORE = 3
 """How many times as often as the median sibling a device must have trouble to have it alone: the design's factor for
 comparable exposure."""
+SOON = 7 * DAY
+"""Seconds after a change in which trouble that begins may be the change's, though nobody else has it yet (ours)."""
 ENOUGH = 3
 """Times that trouble comes on a device alone, with a remedy in between, that make it faulty: the design's."""
 
@@ -29,7 +33,7 @@ class Who(enum.Enum):
     ALONE = "alone"
     """Identical devices are clean, or most of them had it far less."""
     UNCOMPARED = "uncompared"
-    """There is no identical device."""
+    """There is no identical device, or none has been clean for long enough since a change."""
     OTHERS = "with others, no change"
     """Most identical devices have it too, at other times."""
     CHANGED = "since the same change"
@@ -55,6 +59,7 @@ class Trouble(NamedTuple):
     """Names of the identical ones among the others."""
     changes: Sequence[float] = ()
     """When software or hardware of the device changed, ascending."""
+    now: float = math.inf
 
 
 class Company(NamedTuple):
@@ -86,10 +91,12 @@ def company(trouble: Trouble, at: Moment) -> Company:
         return Company(Who.UNCOMPARED)
     theirs = {name: trouble.others.get(name, ()) for name in trouble.siblings}
     changed = max((c for c in trouble.changes if c <= at.first), default=None)
-    if changed is not None:
-        begun = [spans for spans in (trouble.own, *theirs.values()) if spans]
-        if 2 * (len(begun) - 1) > len(theirs) and all(span.first >= changed for spans in begun for span in spans):
+    if changed is not None and (since := min(span.first for span in trouble.own) - changed) >= 0:
+        begun = [spans for spans in theirs.values() if spans]
+        if 2 * len(begun) > len(theirs) and all(span.first >= changed for spans in begun for span in spans):
             return Company(Who.CHANGED)
+        if since <= SOON and trouble.now - changed < MORE * since:
+            return Company(Who.UNCOMPARED)
     # What several had together is nobody's own.
     median = statistics.median_low(_lone(trouble, name) for name in theirs)
     return ALONE if _lone(trouble) >= MORE * median else Company(Who.OTHERS)

@@ -184,11 +184,11 @@ def test_telemetry_that_stays_away_is_an_incident_of_its_own(host, monkeypatch):
 
 
 def test_trouble_that_may_come_back_is_recalled_for_life(host):
-    """Of each kind once between two remedies; what programs cause, and corrected errors, are not."""
+    """Of each kind once alone and once in company between two remedies; what programs cause, and corrected, are not."""
     day, now = 86_400.0, time.time()
 
-    def old(ago, kind, name, **changes):
-        return Event(device=host.cpu, kind=kind, name=name, first=now - ago * day, last=now - ago * day, **changes)
+    def old(ago, kind, name, of=host.cpu, **changes):
+        return Event(device=of, kind=kind, name=name, first=now - ago * day, last=now - ago * day, **changes)
 
     host.engine.store.add_events(
         [
@@ -205,15 +205,22 @@ def test_trouble_that_may_come_back_is_recalled_for_life(host):
             old(192, "change", "driver"),
             old(191, "change", "device"),
             old(190, "oom", "system"),
+            old(189, "xid", "119", code=119),
+            old(189, "xid", "119", of="GPU-2", code=119),
+            old(188, "xid", "119", of="GPU-2", code=119),
+            old(188.5, "xid", "119", of="GPU-2", code=119),
+            old(187, "xid", "119", code=119),
             old(1, "xid", "31", code=31),
         ]
     )
     history = host.watch.history
     history.recall(now)
-    lasting = ["xid 119", "xid 94", "boot clean", "xid 119", "counter a", "change driver"]
+    lasting = ["xid 119", "xid 94", "boot clean", "xid 119", "counter a", "change driver", "xid 119"]
     device = next(d for d in host.engine.devices.values() if d.uuid == host.cpu)
     assert [f"{e.kind} {e.name}" for e in history.life(device)] == [*lasting, "xid 31"]
     assert [e.name for e in history.of(device)] == ["31"]
+    other = replace(device, uuid="GPU-2", backend="cuda")
+    assert [round((now - e.last) / day, 1) for e in history.life(other)] == [189.0, 188.5]
 
 
 def test_a_driver_without_persistence_is_held(host):

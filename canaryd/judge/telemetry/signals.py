@@ -52,7 +52,9 @@ HIT: Mapping[int, tuple[int, ...]] = {94: (*MEMORY_LOST, 137), 145: (144, 145, 1
 another GPU's error over NVLink ends with 94; 145 follows 149 on every device of the fabric."""
 SHARED = "power supply, riser or switch, NVLink or XGMI fabric, driver"
 """What the devices of a host share."""
-UNCOMPARED = "No identical device here shows whose fault it is: move the part to another slot or machine, and see."
+UNCOMPARED = (
+    "No identical device here has been clean for long enough to tell: move the part to another machine, and see."
+)
 RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot", "system-reboot": "reboot", "recover-imex-domain": "none"}
 """Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known.
 
@@ -326,7 +328,7 @@ class Signs:
         """Return when this device and the others of this host had events that are `like` each other."""
         others = {name: spans(like(signs)) for name, signs in sorted(self._others.items())}
         changed = sorted(e.last for e in self.seen(EventKind.CHANGE) if e.name != "device")
-        return Trouble(own=spans(like(self)), others=others, siblings=self.siblings, changes=changed)
+        return Trouble(own=spans(like(self)), others=others, siblings=self.siblings, changes=changed, now=self.now)
 
     def of_codes(self, codes: Collection[int | None]) -> Trouble:
         """Return when the devices of this host had one of these Xids."""

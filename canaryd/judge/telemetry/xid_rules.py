@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import ENOUGH, Company, closest, company, recurrence
+from canaryd.judge.laws import ENOUGH, TOGETHER, Company, closest, company, recurrence
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
@@ -19,7 +19,6 @@ from canaryd.judge.telemetry.signals import (
     DRAIN_AND_RESET,
     HELD,
     HIT,
-    MINUTE,
     RECOVERY,
     Incident,
     Signs,
@@ -33,8 +32,6 @@ from canaryd.judge.telemetry.signals import (
 )
 from canaryd.model import Cause, Event, Finding, State
 
-APART = MINUTE
-"""Seconds between two occasions of one Xid: a burst of lines is one fault (ours, as `judge.repeat_gap`)."""
 REPEATS = 3
 """Occasions of an application's Xid in a day that are more than one crash (ours; NVIDIA's workflows say "repeat")."""
 REMAP_FAILED = 64
@@ -280,7 +277,7 @@ def _repeated(signs: Signs, incident: Incident) -> str:
     moments = [m for e in own for m in ((e.first, e.before), (e.last, e.after))]
     occasions: list[tuple[float, str]] = []
     for at, place in sorted(moments):
-        if not occasions or at - occasions[-1][0] >= APART:
+        if not occasions or at - occasions[-1][0] >= TOGETHER:
             occasions.append((at, place))
     if len(occasions) >= REPEATS:
         return f"on at least {len(occasions)} occasions (limit {REPEATS})"
