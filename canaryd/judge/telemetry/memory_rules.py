@@ -9,6 +9,7 @@ from typing import NamedTuple
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.laws import ALONE, ENOUGH, Company, Moment, Trouble, Who, closest, company, recurrence, with_it
+from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.events import within
 from canaryd.judge.telemetry.signals import (
     DAY,
@@ -190,7 +191,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
         return
     places = [e.labels.get("location") or e.fields.get("block") for e in events]
     places += [r.labels.get("location") for r in standing]
-    where = sorted({place or "the device's memory" for place in places})
+    where = ", ".join(sorted({place or "the device's memory" for place in places}))
     when = max((e.last for e in events), default=None)
     before_reset = max((at for at, _ in held), default=0.0 if events else None)
     whose = [found for _, e, found in occasions if e in events]
@@ -199,9 +200,10 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     found = closest(whose or [ALONE])
     action, clears = recovery(signs, before_reset, signs.resets, drain_and_reset(signs, found))
     error = "Uncorrected error" if any(e.kind == "intel" for e in events) else "Uncorrected memory error"
+    spot = f"on this and {count(len(found.names), 'other device')} at once" if found.names else f"in {where}"
     yield finding(
         *("uncorrected-error", State.SUSPECT, found.cause),
-        f"{error} in {', '.join(where)}.",
+        f"{error} {spot}.",
         action,
         in_company(found),
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",

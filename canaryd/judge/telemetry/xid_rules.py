@@ -199,7 +199,7 @@ def sxid(signs: Signs) -> Iterator[Finding]:
 
 def _company(signs: Signs, event: Event) -> Company:
     """Return who else of this host had the same Xid."""
-    trouble = signs.of_codes(HIT.get(event.code or 0, [event.code]))
+    trouble = signs.life.of_codes(HIT.get(event.code or 0, [event.code]))
     return closest(company(trouble, at) for at in spans([event]))
 
 
@@ -254,7 +254,7 @@ def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
         f"Last at {signs.moment(incident.last)}.",
         source_of(newest),
         f"Recommended: {grade} ({source})." if grade else "",
-        in_company(found) if found.names or incident.cause is Cause.HARDWARE else "",
+        in_company(found) if found.names or incident.grade in ACTIONS else "",
         _advice(signs, incident),
     )
 
