@@ -53,6 +53,9 @@ NOT_THRESHOLDS = {
     "judge.telemetry.events.NVLINK5": "Xids",
     "judge.telemetry.signals.OFF_BUS": "an Xid",
     "judge.telemetry.signals.MEMORY_LOST": "Xids",
+    "judge.telemetry.signals.OWN_LINK": "Xids",
+    "judge.telemetry.signals.OWN_MEMORY": "Xids",
+    "judge.telemetry.signals.REMAPPED": "Xids",
     "judge.telemetry.signals.ADVICE": "an Xid",
     "judge.telemetry.xid_rules.REMAP_FAILED": "an Xid",
 }

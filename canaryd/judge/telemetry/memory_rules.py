@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from canaryd.formatting import format_duration
@@ -134,16 +135,19 @@ def _logged(signs: Signs) -> list[Event]:
     return [*ras, *signs.memory_lost]
 
 
+def _unexplained(signs: Signs, by: int | None) -> list[Event]:
+    return [e for e in _logged(signs) if by not in HIT.get(e.code or 0, ())]
+
+
 def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
     """Yield when the device lost data, what shows it, and who else did.
 
     What the device itself counted is its own, unless others counted it between the same polls too. A line is not, where
-    others have such a line and nothing was counted here: a dip of the power strikes all.
+    others have such a line that it does not explain, and nothing was marked here: a dip of the power strikes all.
     """
     counted = signs.trouble(lambda other: other.counted_losses)
-    told = signs.trouble(lambda other: [e for e in _logged(other) if e.code not in HIT])
+    marked = Trouble((), {"own": spans(signs.marks)})
     lines = [(at, e) for e in _logged(signs) for at in spans([e])]
-    told = told._replace(own=[at for at, _ in lines])
     known = [at.last for at, _ in lines] + [e.last for e in signs.counted_losses if e.reading == ECC[0]]
     for e in signs.counted_losses:
         # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
@@ -152,8 +156,8 @@ def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
             found = company(counted, Moment(e.first, e.last))
             yield e.last if is_volatile else e.first, e, found if found.who in (Who.TOGETHER, Who.CHANGED) else ALONE
     for at, e in lines:
-        own = with_it(Trouble((), {"own": counted.own}), at)
-        yield at.last, e, ALONE if own else company(told, at)
+        told = signs.trouble(partial(_unexplained, by=e.code))._replace(own=[at for at, _ in lines])
+        yield at.last, e, ALONE if with_it(marked, at) else company(told, at)
 
 
 def uncorrected_error(signs: Signs) -> Iterator[Finding]:

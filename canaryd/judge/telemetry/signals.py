@@ -47,9 +47,15 @@ RECOVERY: Mapping[str, tuple[str, str]] = {
 """Recovery action of NVIDIA's driver → (class, what to do); any other one makes the device degraded only."""
 OFF_BUS, MEMORY_LOST, ADVICE = (79,), (48, 94, 95, 140, 171, 172), (154,)
 """Xids with a meaning of their own: the GPU left the bus, memory lost data, the driver gives advice."""
-HIT: Mapping[int, tuple[int, ...]] = {94: (*MEMORY_LOST, 137), 145: (144, 145, 146, 147, 148, 149, 150)}
+OWN_MEMORY, REMAPPED, OWN_LINK = (48, 140, 171, 172), (63, 64), (149,)
+"""Xids of an error of the device itself: its memory lost data, a row of it was to be replaced, its link is down."""
+HIT: Mapping[int, tuple[int, ...]] = {
+    94: (*OWN_MEMORY, *REMAPPED, 95, 137),
+    95: OWN_MEMORY,
+    145: (144, 145, 146, 147, 148, 149, 150),
+}
 """Xid by which a device says that an error reached it → Xids of other devices that explain it. A program that meets
-another GPU's error over NVLink ends with 94; 145 follows 149 on every device of the fabric."""
+another GPU's error over NVLink ends with 94 or 95; 145 follows 149 on every device of the fabric."""
 SHARED = "power supply, riser or switch, NVLink or XGMI fabric, driver"
 """What the devices of a host share."""
 UNCOMPARED = (
@@ -345,6 +351,13 @@ class Signs:
         return [e for name in ECC for e in self.rises(name, kind="uncorrected")]
 
     @cached_property
+    def marks(self) -> list[Event]:
+        """What shows that the device's own memory lost data: it counted errors, or rows or pages are to be replaced."""
+        flags = [e for e in self.seen(EventKind.FLAG) if e.reading.startswith(("row_remap_", "retired_pages_"))]
+        remapped = [e for e in self.seen("xid") if e.code in REMAPPED]
+        return [*self.counted_losses, *(e for e in flags if e.after != "0"), *remapped]
+
+    @cached_property
     def memory_lost(self) -> list[Event]:
         """The events in which the driver reported an uncorrected memory error: under several codes, one fault."""
         return [e for e in self._with_own_rule(MEMORY_LOST) if e not in self.hits]
@@ -353,16 +366,15 @@ class Signs:
     def hits(self) -> list[Event]:
         """The Xids that say that an error reached the device, and that other devices had an error with.
 
-        Not where the device's own counts rose at that time.
+        Not where the device had an error of its own at that time.
         """
-        counted = Trouble((), {"": spans(self.counted_losses)})
-        return [
-            e
-            for code, explained in HIT.items()
-            for e in self._with_own_rule((code,))
-            if not any(with_it(counted, at) for at in spans([e]))
-            if all(with_it(self.of_codes(explained), at) for at in spans([e]))
-        ]
+        found: list[Event] = []
+        for code, explained in HIT.items():
+            own = [e for e in self.seen("xid") if e.code in explained and e.code in (*OWN_MEMORY, *OWN_LINK)]
+            mine, theirs = Trouble((), {"": spans([*self.marks, *own])}), self.of_codes(explained)
+            for e in self._with_own_rule((code,)):
+                found += [e] * all(with_it(theirs, at) and not with_it(mine, at) for at in spans([e]))
+        return found
 
     def _with_own_rule(self, codes: Sequence[int]) -> list[Event]:
         """Return the events of Xids with a rule of their own, without those that the configuration grades."""

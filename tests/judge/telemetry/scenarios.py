@@ -225,6 +225,40 @@ SCENARIOS = {
     "Xid 94 that another device had in that second, and a count that rose": lambda: (
         sign(xid(94), rise(UE, lasted=15.0), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, H)],
     ),
+    "Xid 94 on all in that second, and nothing else": lambda: (
+        sign(xid(94), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, U)],
+    ),
+    **{
+        f"Xid 94 on all of a job, and {name} here: three times": lambda m=mark, r=also: (
+            sign(
+                *(each := _losses(94, times=3)), *(m(n * DAY + 1) for n in (9, 8, 7)),
+                beside={"cuda:1": each, "cuda:2": each}, siblings=PAIR,
+            ),
+            [("uncorrected-error", FAULTY, H), *r],
+        )
+        for name, mark, also in (
+            ("a row was remapped", lambda ago: xid(63, ago), ()),
+            ("a row waits for it", lambda ago: event("flag", "row_remap_pending", ago, before="0", after="1"), ()),
+            ("a row could not be remapped", lambda ago: xid(64, ago), (("xid-recurring", FAULTY, H),)),
+        )
+    },
+    "Xid 94, and a row that was remapped on another device": lambda: (
+        sign(xid(94), beside={"cuda:1": [xid(94), xid(63)]}), [("xid-noted", HEALTHY, U)],
+    ),
+    "Xid 48 and 94 here, 94 on another device": lambda: (
+        sign(xid(48), xid(94), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "Xid 48 here and 95 on the others, three times": lambda: (
+        sign(*_losses(48, times=3), beside={"cuda:1": (each := _losses(95, times=3)), "cuda:2": each}, siblings=PAIR),
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "Xid 95 here and 48 on another device": lambda: (
+        sign(xid(95), beside={"cuda:1": [xid(48)]}), [("xid-noted", HEALTHY, U)],
+    ),
+    "Xid 149 and 145 here, 145 on another device": lambda: (
+        sign(xid(149, fields=DOWN), xid(145, fields=FATAL_LINK), beside={"cuda:1": [xid(145, fields=FATAL_LINK)]}),
+        [("xid-recovery", SUSPECT, U), ("xid-recovery", SUSPECT, U)],
+    ),
     "Xid 48 here, 94 on another device in that second": lambda: (
         sign(xid(48), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, H)],
     ),
