@@ -109,7 +109,7 @@ def closest(companies: Iterable[Company]) -> Company:
 
 def with_it(trouble: Trouble, at: Moment) -> list[str]:
     """Return the names of the others that had the trouble at the same time, sorted."""
-    return sorted(name for name, spans in trouble.others.items() if any(_meet(at, span) for span in spans))
+    return sorted(name for name, spans in trouble.others.items() if any(meet(at, span) for span in spans))
 
 
 def _lone(trouble: Trouble, name: str | None = None) -> int:
@@ -117,10 +117,11 @@ def _lone(trouble: Trouble, name: str | None = None) -> int:
     own = trouble.own if name is None else trouble.others.get(name, ())
     rest = [span for other, spans in trouble.others.items() if other != name for span in spans]
     rest += () if name is None else trouble.own
-    return len(_occasions(span for span in own if not any(_meet(span, other) for other in rest)))
+    return len(_occasions(span for span in own if not any(meet(span, other) for other in rest)))
 
 
-def _meet(one: Moment, other: Moment) -> bool:
+def meet(one: Moment, other: Moment) -> bool:
+    """Return whether two times may be one."""
     return one.first <= other.last + TOGETHER and other.first <= one.last + TOGETHER
 
 
@@ -128,7 +129,7 @@ def _occasions(spans: Iterable[Moment]) -> list[Moment]:
     """Return the spans, with those that meet as one."""
     found: list[Moment] = []
     for span in sorted(spans):
-        if found and _meet(found[-1], span):
+        if found and meet(found[-1], span):
             found[-1] = Moment(found[-1].first, max(found[-1].last, span.last))
         else:
             found.append(span)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import ALONE, ENOUGH, Company, Moment, Trouble, Who, closest, company, recurrence, with_it
+from canaryd.judge.laws import ALONE, ENOUGH, Company, Moment, Trouble, Who, closest, company, meet, recurrence
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.events import within
 from canaryd.judge.telemetry.signals import (
@@ -142,22 +142,27 @@ def _unexplained(signs: Signs, by: int | None) -> list[Event]:
 def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
     """Yield when the device lost data, what shows it, and who else did.
 
-    What the device itself counted is its own, unless others counted it between the same polls too. A line is not, where
-    others have such a line that it does not explain, and nothing was marked here: a dip of the power strikes all.
+    What the device itself counted is its own, unless others counted it between the same polls too: a dip of the power
+    strikes all. A line with a mark beside it is as that is; another one is not, where others have one that it does not
+    explain.
     """
-    counted = signs.trouble(lambda other: other.counted_losses)
-    marked = Trouble((), {"own": spans(signs.marks)})
+    marked = signs.trouble(lambda other: other.marks)
     lines = [(at, e) for e in _logged(signs) for at in spans([e])]
     known = [at.last for at, _ in lines] + [e.last for e in signs.counted_losses if e.reading == ECC[0]]
     for e in signs.counted_losses:
         # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
         is_volatile = e.reading == ECC[0]
         if is_volatile or not any(e.first <= at <= e.last for at in known):
-            found = company(counted, Moment(e.first, e.last))
-            yield e.last if is_volatile else e.first, e, found if found.who in (Who.TOGETHER, Who.CHANGED) else ALONE
+            yield e.last if is_volatile else e.first, e, _of_mark(marked, Moment(e.first, e.last))
     for at, e in lines:
         told = signs.trouble(partial(_unexplained, by=e.code))._replace(own=[at for at, _ in lines])
-        yield at.last, e, ALONE if with_it(marked, at) else company(told, at)
+        beside = [_of_mark(marked, mark) for mark in marked.own if meet(at, mark)]
+        yield at.last, e, closest(beside or [company(told, at)])
+
+
+def _of_mark(marked: Trouble, at: Moment) -> Company:
+    found = company(marked, at)
+    return found if found.who in (Who.TOGETHER, Who.CHANGED) else ALONE
 
 
 def uncorrected_error(signs: Signs) -> Iterator[Finding]:

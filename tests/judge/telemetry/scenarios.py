@@ -282,6 +282,13 @@ SCENARIOS = {
         ),
         [("uncorrected-error", FAULTY, H)],
     ),
+    "Xid 95 on all in one second, three times, and each one's count rose": lambda: (
+        sign(
+            *(each := [*_losses(95, times=3), *(rise(UE, ago=n * DAY - 5, lasted=15.0) for n in (9, 8, 7))]),
+            beside={"cuda:1": each},
+        ),
+        [("uncorrected-error", SUSPECT, U)],
+    ),
     "uncorrected errors counted on all between the same polls": lambda: (
         sign(rise(UE, lasted=15.0), beside={"cuda:1": [rise(UE, lasted=15.0)]}), [("uncorrected-error", SUSPECT, U)],
     ),
