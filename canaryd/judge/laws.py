@@ -71,8 +71,8 @@ class Company(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether it counts against the device when it comes back."""
-        return self.who in (Who.ALONE, Who.UNCOMPARED)
+        """Whether it counts when it comes back: another device that breaks at other times takes nothing back."""
+        return self.who not in (Who.TOGETHER, Who.CHANGED)
 
     @property
     def cause(self) -> Cause:
@@ -137,7 +137,7 @@ def _occasions(spans: Iterable[Moment]) -> list[Moment]:
 
 
 class Recurrence(NamedTuple):
-    """How often trouble came back on a device alone."""
+    """How often trouble came back on a device."""
 
     back: int
     """Remedies after which it was there again."""

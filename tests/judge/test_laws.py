@@ -72,12 +72,12 @@ def test_a_clean_sibling_accuses_nobody_less(days, names):
         ([(n, Company(Who.UNCOMPARED)) for n in (1, 3, 5)], [2, 4], 2, True, Cause.UNDETERMINED),
         ([(n, Company(Who.TOGETHER, ["b"])) for n in (1, 3, 5)], [2, 4], 0, False, Cause.HARDWARE),
         ([(n, Company(Who.CHANGED)) for n in (1, 3, 5)], [2, 4], 0, False, Cause.HARDWARE),
-        ([(n, Company(Who.OTHERS)) for n in (1, 3, 5)], [2, 4], 0, False, Cause.HARDWARE),
+        ([(n, Company(Who.OTHERS)) for n in (1, 3, 5)], [2, 4], 2, True, Cause.UNDETERMINED),
         ([(1, ALONE), (3, Company(Who.TOGETHER, ["b"])), (5, ALONE), (7, ALONE)], [2, 4, 6], 2, True, Cause.HARDWARE),
     ],
 )
 def test_recurrence(occasions, remedies, back, is_faulty, cause):
-    """Only what the device had alone counts, once between two remedies, and an occasion in company hides no other."""
+    """Only what came on no other at that time counts, once between two remedies; such an occasion hides no other."""
     found = recurrence(occasions, remedies, 0.0)
     assert (found.back, found.is_faulty, found.company.cause) == (back, is_faulty, cause)
 

@@ -175,6 +175,13 @@ SCENARIOS = {
         ),
         [("gpu-lost", FAULTY, H)],
     ),
+    "off the bus twice, and then the only sibling once": lambda: (
+        sign(
+            xid(79, 9 * DAY), boot(8 * DAY), xid(79, 5 * DAY), boot(4 * DAY), passed=60,
+            beside={"cuda:1": [xid(79, 2 * DAY), boot(DAY)]},
+        ),
+        [("gpu-lost", FAULTY, U)],
+    ),
     "off the bus, without an identical device": lambda: (sign(xid(79, DAY), siblings=()), [("gpu-lost", SUSPECT, U)]),
     "off the bus with another": lambda: (
         sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY)]}), [("gpu-lost", SUSPECT, U)],
@@ -445,7 +452,7 @@ SCENARIOS = {
             xid(119, 70 * DAY), reset(60 * DAY), xid(119, 40 * DAY), boot(30 * DAY), xid(119, 60),
             beside={"cuda:1": [xid(119, 71 * DAY), boot(60 * DAY), xid(119, 41 * DAY)]},
         ),
-        [("xid-recovery", SUSPECT, U)],
+        [("xid-recurring", FAULTY, U)],
     ),
     "Xid 64 with another device's within a minute": lambda: (
         sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + 60)]}), [("xid-recovery", SUSPECT, U)],
