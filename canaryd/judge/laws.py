@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import bisect
 import enum
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from canaryd.formatting import DAY
@@ -49,19 +52,6 @@ class Moment(NamedTuple):
     last: float
 
 
-class Trouble(NamedTuple):
-    """When each device of a host had trouble of one kind. Devices are physical: instances are units of theirs."""
-
-    own: Sequence[Moment]
-    others: Mapping[str, Sequence[Moment]]
-    """Name → spans, for every other device of the host that had any."""
-    siblings: Collection[str] = ()
-    """Names of the identical ones among the others."""
-    changes: Sequence[float] = ()
-    """When software or hardware of the device changed, ascending."""
-    now: float = math.inf
-
-
 class Company(NamedTuple):
     """Who else had trouble that a device had."""
 
@@ -83,23 +73,69 @@ class Company(NamedTuple):
 ALONE = Company(Who.ALONE)
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """When each device of a host had trouble of one kind. Devices are physical: instances are units of theirs."""
+
+    own: Sequence[Moment]
+    others: Mapping[str, Sequence[Moment]]
+    """Name → moments, for every other device of the host that had any."""
+    siblings: Collection[str] = ()
+    """Names of the identical ones among the others."""
+    changes: Sequence[float] = ()
+    """When software or hardware of the device changed, ascending."""
+    now: float = math.inf
+
+    @cached_property
+    def _sorted(self) -> Mapping[str, tuple[Sequence[float], Sequence[float]]]:
+        """Name ("": this device) → the ends, ascending, and the least beginning of those that end then or later."""
+        found = {}
+        for name, moments in {**self.others, "": self.own}.items():
+            ascending = sorted(moments, key=lambda moment: moment.last)
+            least = [*itertools.accumulate((m.first for m in reversed(ascending)), min)][::-1]
+            found[name] = [m.last for m in ascending], least
+        return found
+
+    def with_it(self, at: Moment, of: str = "") -> list[str]:
+        """Return the names of the devices, `of` left out, that had the trouble at that time, sorted."""
+        found = []
+        for name, (ends, least) in self._sorted.items():
+            later = bisect.bisect_left(ends, at.first - TOGETHER)
+            if name != of and later < len(ends) and least[later] <= at.last + TOGETHER:
+                found.append(name)
+        return sorted(found)
+
+    @cached_property
+    def comparison(self) -> Company:
+        """Who else has it at other times."""
+        theirs = {name: self.others.get(name, ()) for name in self.siblings}
+        if not theirs:
+            return Company(Who.UNCOMPARED)
+        times, begun = [m.first for m in self.own], [each for each in theirs.values() if each]
+        changed = max((c for c in self.changes if times and c <= max(times)), default=math.inf)
+        if times and (first := min(times)) >= changed:
+            if 2 * len(begun) > len(theirs) and all(m.first >= changed for each in begun for m in each):
+                return Company(Who.CHANGED)
+            if first - changed <= SOON and self.now - changed < MORE * (first - changed):
+                return Company(Who.UNCOMPARED)
+        # What several had together is nobody's own.
+        median = statistics.median_low(self._lone(name) for name in theirs)
+        return ALONE if self._lone("") >= MORE * median else Company(Who.OTHERS)
+
+    def _lone(self, name: str) -> int:
+        """Return how often a device had the trouble while nobody else had it."""
+        moments = self.others.get(name, ()) if name else self.own
+        ends, occasions = -math.inf, 0
+        for moment in sorted(m for m in moments if not self.with_it(m, of=name)):
+            occasions += moment.first > ends + TOGETHER
+            ends = max(ends, moment.last)
+        return occasions
+
+
 def company(trouble: Trouble, at: Moment) -> Company:
     """Return who else had the trouble that a device had `at` a time. Each occasion is judged by itself."""
-    if names := with_it(trouble, at):
-        return Company(Who.TOGETHER, names)
-    if not trouble.siblings:
-        return Company(Who.UNCOMPARED)
-    theirs = {name: trouble.others.get(name, ()) for name in trouble.siblings}
-    changed = max((c for c in trouble.changes if c <= at.first), default=None)
-    if changed is not None and (since := min(span.first for span in trouble.own) - changed) >= 0:
-        begun = [spans for spans in theirs.values() if spans]
-        if 2 * len(begun) > len(theirs) and all(span.first >= changed for spans in begun for span in spans):
-            return Company(Who.CHANGED)
-        if since <= SOON and trouble.now - changed < MORE * since:
-            return Company(Who.UNCOMPARED)
-    # What several had together is nobody's own.
-    median = statistics.median_low(_lone(trouble, name) for name in theirs)
-    return ALONE if _lone(trouble) >= MORE * median else Company(Who.OTHERS)
+    names = trouble.with_it(at)
+    return Company(Who.TOGETHER, names) if names else trouble.comparison
 
 
 def closest(companies: Iterable[Company]) -> Company:
@@ -107,33 +143,9 @@ def closest(companies: Iterable[Company]) -> Company:
     return min(companies, key=lambda found: list(Who).index(found.who))
 
 
-def with_it(trouble: Trouble, at: Moment) -> list[str]:
-    """Return the names of the others that had the trouble at the same time, sorted."""
-    return sorted(name for name, spans in trouble.others.items() if any(meet(at, span) for span in spans))
-
-
-def _lone(trouble: Trouble, name: str | None = None) -> int:
-    """Return how often a device (None: this one) had the trouble while nobody else had it."""
-    own = trouble.own if name is None else trouble.others.get(name, ())
-    rest = [span for other, spans in trouble.others.items() if other != name for span in spans]
-    rest += () if name is None else trouble.own
-    return len(_occasions(span for span in own if not any(meet(span, other) for other in rest)))
-
-
 def meet(one: Moment, other: Moment) -> bool:
     """Return whether two times may be one."""
     return one.first <= other.last + TOGETHER and other.first <= one.last + TOGETHER
-
-
-def _occasions(spans: Iterable[Moment]) -> list[Moment]:
-    """Return the spans, with those that meet as one."""
-    found: list[Moment] = []
-    for span in sorted(spans):
-        if found and meet(found[-1], span):
-            found[-1] = Moment(found[-1].first, max(found[-1].last, span.last))
-        else:
-            found.append(span)
-    return found
 
 
 class Recurrence(NamedTuple):

@@ -1,5 +1,7 @@
 """Company and recurrence: who else had it, and whether it comes back on this one alone."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def test_company_names_those_that_had_it_at_that_time():
 def test_a_clean_sibling_accuses_nobody_less(days, names):
     """Of three siblings the third is clean: who was alone stays so."""
     trouble = Trouble(at(10), {names[0]: at(*days)}, names[:2])
-    more = trouble._replace(siblings=names)
+    more = replace(trouble, siblings=names)
     assert company(more, NOW).who is company(trouble, NOW).who
 
 

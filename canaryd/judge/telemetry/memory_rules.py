@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -148,6 +149,8 @@ def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
     """
     marked = signs.trouble(lambda other: other.marks)
     lines = [(at, e) for e in _logged(signs) for at in spans([e])]
+    codes = {e.code for _, e in lines}
+    told = {c: replace(signs.trouble(partial(_unexplained, by=c)), own=[at for at, _ in lines]) for c in codes}
     known = [at.last for at, _ in lines] + [e.last for e in signs.counted_losses if e.reading == ECC[0]]
     for e in signs.counted_losses:
         # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
@@ -155,9 +158,8 @@ def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
         if is_volatile or not any(e.first <= at <= e.last for at in known):
             yield e.last if is_volatile else e.first, e, _of_mark(marked, Moment(e.first, e.last))
     for at, e in lines:
-        told = signs.trouble(partial(_unexplained, by=e.code))._replace(own=[at for at, _ in lines])
         beside = [_of_mark(marked, mark) for mark in marked.own if meet(at, mark)]
-        yield at.last, e, closest(beside or [company(told, at)])
+        yield at.last, e, closest(beside or [company(told[e.code], at)])
 
 
 def _of_mark(marked: Trouble, at: Moment) -> Company:

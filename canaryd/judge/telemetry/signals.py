@@ -14,7 +14,7 @@ from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import Reading
 from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
-from canaryd.judge.laws import ALONE, Company, Moment, Trouble, Who, with_it
+from canaryd.judge.laws import ALONE, Company, Moment, Trouble, Who
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import RESET_SINCE, is_number, numbers, unread, within
@@ -317,7 +317,8 @@ class Signs:
     def incidents(self) -> list[Incident]:
         """The Xids by code and grade. Xid 154 is the driver's advice: only the newest one holds."""
         groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
-        events = [e for e in self.seen("xid") if e not in (*self.losses, *self.memory_lost, *self.hits)]
+        apart = {id(e) for e in (*self.losses, *self.memory_lost, *self.hits)}
+        events = [e for e in self.seen("xid") if id(e) not in apart]
         advice = [e for e in events if e.code in ADVICE]
         for event in (*(e for e in events if e.code not in ADVICE), *advice[-1:]):
             number = -1 if event.code is None else event.code
@@ -337,8 +338,14 @@ class Signs:
         return Trouble(own=spans(like(self)), others=others, siblings=self.siblings, changes=changed, now=self.now)
 
     def of_codes(self, codes: Collection[int | None]) -> Trouble:
-        """Return when the devices of this host had one of these Xids."""
-        return self.trouble(lambda signs: [e for e in signs.seen("xid") if e.code in codes])
+        """Return when the devices of this host had one of these Xids; cached, since each line is asked about."""
+        if (known := tuple(codes)) not in self._troubles:
+            self._troubles[known] = self.trouble(lambda signs: [e for e in signs.seen("xid") if e.code in codes])
+        return self._troubles[known]
+
+    @cached_property
+    def _troubles(self) -> dict[tuple[int | None, ...], Trouble]:
+        return {}
 
     @cached_property
     def _others(self) -> Mapping[str, Signs]:
@@ -360,7 +367,8 @@ class Signs:
     @cached_property
     def memory_lost(self) -> list[Event]:
         """The events in which the driver reported an uncorrected memory error: under several codes, one fault."""
-        return [e for e in self._with_own_rule(MEMORY_LOST) if e not in self.hits]
+        hits = set(map(id, self.hits))
+        return [e for e in self._with_own_rule(MEMORY_LOST) if id(e) not in hits]
 
     @cached_property
     def hits(self) -> list[Event]:
@@ -371,9 +379,9 @@ class Signs:
         found: list[Event] = []
         for code, explained in HIT.items():
             own = [e for e in self.seen("xid") if e.code in explained and e.code in (*OWN_MEMORY, *OWN_LINK)]
-            mine, theirs = Trouble((), {"": spans([*self.marks, *own])}), self.of_codes(explained)
+            mine, theirs = Trouble((), {"own": spans([*self.marks, *own])}), self.of_codes(explained)
             for e in self._with_own_rule((code,)):
-                found += [e] * all(with_it(theirs, at) and not with_it(mine, at) for at in spans([e]))
+                found += [e] * all(theirs.with_it(at) and not mine.with_it(at) for at in spans([e]))
         return found
 
     def _with_own_rule(self, codes: Sequence[int]) -> list[Event]:
