@@ -40,7 +40,7 @@ class Who(enum.Enum):
     OTHERS = "with others, no change"
     """Most identical devices have it too, at other times."""
     CHANGED = "since the same change"
-    """Most identical devices have it too, and nobody had it before the newest change of software or hardware."""
+    """Most identical devices have it too, and nobody had it before the newest change of their software or hardware."""
     TOGETHER = "together"
     """Others had it in the same minute, or between the same two polls."""
 
@@ -83,7 +83,7 @@ class Trouble:
     siblings: Collection[str] = ()
     """Names of the identical ones among the others."""
     changes: Sequence[float] = ()
-    """When software or hardware of the device changed, ascending."""
+    """When software or hardware of the device changed, and that of an identical one too, ascending."""
     now: float = math.inf
 
     @cached_property

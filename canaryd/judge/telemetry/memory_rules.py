@@ -164,7 +164,7 @@ def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
 
 def _of_mark(marked: Trouble, at: Moment) -> Company:
     found = company(marked, at)
-    return found if found.who in (Who.TOGETHER, Who.CHANGED) else ALONE
+    return found if found.who is Who.TOGETHER else ALONE
 
 
 def uncorrected_error(signs: Signs) -> Iterator[Finding]:

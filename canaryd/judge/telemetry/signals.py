@@ -334,8 +334,14 @@ class Signs:
     def trouble(self, like: Callable[[Signs], Sequence[Event]]) -> Trouble:
         """Return when this device and the others of this host had events that are `like` each other."""
         others = {name: spans(like(signs)) for name, signs in sorted(self._others.items())}
-        changed = sorted(e.last for e in self.seen(EventKind.CHANGE) if e.name != "device")
+        theirs = Trouble((), {n: spans(signs.changes) for n, signs in self._others.items() if n in self.siblings})
+        changed = sorted(at.last for at in spans(self.changes) if theirs.with_it(at))
         return Trouble(own=spans(like(self)), others=others, siblings=self.siblings, changes=changed, now=self.now)
+
+    @cached_property
+    def changes(self) -> list[Event]:
+        """The changes of the device's software and hardware."""
+        return [e for e in self.seen(EventKind.CHANGE) if e.name != "device"]
 
     def of_codes(self, codes: Collection[int | None]) -> Trouble:
         """Return when the devices of this host had one of these Xids; cached, since each line is asked about."""

@@ -305,11 +305,27 @@ SCENARIOS = {
     ),
     "amdgpu's errors on all since the driver changed": lambda: (
         sign(
-            event("change", "driver", 9 * DAY),
+            change := event("change", "driver", 9 * DAY),
+            *(made for n in (8, 6, 4) for made in (event("amdgpu", "ras-uncorrected", n * DAY), boot(n * DAY - HOUR))),
+            beside={"cuda:1": [change, event("amdgpu", "ras-uncorrected", 7 * DAY)]},
+        ),
+        [("uncorrected-error", SUSPECT, U)],
+    ),
+    "amdgpu's errors on both since this device alone was moved": lambda: (
+        sign(
+            event("change", "bus_id", 9 * DAY),
             *(made for n in (8, 6, 4) for made in (event("amdgpu", "ras-uncorrected", n * DAY), boot(n * DAY - HOUR))),
             beside={"cuda:1": [event("amdgpu", "ras-uncorrected", 7 * DAY)]},
         ),
-        [("uncorrected-error", SUSPECT, U)],
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "uncorrected errors counted on both since the driver changed": lambda: (
+        sign(
+            change := event("change", "driver", 9 * DAY),
+            *(made for n in (8, 6, 4) for made in (rise(UE, ago=n * DAY, lasted=15.0), boot(n * DAY - HOUR))),
+            beside={"cuda:1": [change, rise(UE, ago=7 * DAY, lasted=15.0)]},
+        ),
+        [("uncorrected-error", FAULTY, H)],
     ),
     "Xid 48 without an identical device": lambda: (sign(xid(48), siblings=()), [("uncorrected-error", SUSPECT, U)]),
     "an uncorrected error, without an identical device": lambda: (
