@@ -156,7 +156,7 @@ def _occasions(signs: Signs) -> Iterator[tuple[float, Event, Company]]:
         # A lifetime count shows the same errors at a less certain time: across a reset it may have risen before that.
         is_volatile = e.reading == ECC[0]
         if is_volatile or not any(e.first <= at <= e.last for at in known):
-            yield e.last if is_volatile else e.first, e, _of_mark(marked, Moment(e.first, e.last))
+            yield e.last if is_volatile else e.first, e, closest(_of_mark(marked, at) for at in spans([e]))
     for at, e in lines:
         beside = [_of_mark(marked, mark) for mark in marked.own if meet(at, mark)]
         yield at.last, e, closest(beside or [company(told[e.code], at)])

@@ -429,13 +429,16 @@ def _reset_since(event: Event) -> float:
 
 
 def spans(events: Iterable[Event]) -> list[Moment]:
-    """Return when events happened: what polls show, between two of them; a line, at the first and last of an hour."""
+    """Return when events happened: of equal ones, which are one for an hour, the first and the last.
+
+    A loss that polls show came at an unknown time between two of them.
+    """
     return [
         span
         for e in events
         for span in (
             [Moment(e.first, e.last)]
-            if e.kind in (EventKind.COUNTER, EventKind.OFF_BUS)
+            if e.kind == EventKind.OFF_BUS
             else dict.fromkeys((Moment(e.first, e.first), Moment(e.last, e.last)))
         )
     ]

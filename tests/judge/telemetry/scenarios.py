@@ -303,6 +303,14 @@ SCENARIOS = {
         sign(rise(UE, lasted=15.0), beside={"cuda:1": [rise(UE, lasted=15.0)]}, only={UE: 1}),
         [("uncorrected-error", SUSPECT, U)],
     ),
+    "uncorrected errors twice in each of four hours, and on another device between them": lambda: (
+        sign(
+            *(made for n in (9, 8, 7, 6) for made in (rise(UE, ago=n * DAY, lasted=3000.0), boot(n * DAY - HOUR))),
+            siblings=PAIR,
+            beside={"cuda:1": [rise(UE, ago=n * DAY + 1500, lasted=15.0) for n in (9, 8, 7, 6)]},
+        ),
+        [("uncorrected-error", FAULTY, H)],
+    ),
     "amdgpu's errors on all since the driver changed": lambda: (
         sign(
             change := event("change", "driver", 9 * DAY),
