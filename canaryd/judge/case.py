@@ -166,7 +166,7 @@ class Case:
         for mismatches in self._groups:
             seen = scene(self, mismatches)
             cause, why, rivals = judge_cause.decide(seen)
-            if cause is not Cause.SOFTWARE or not cured(self, mismatches[-1].run):
+            if cause is not Cause.SOFTWARE or not cured(self, mismatches):
                 blamed = (h._replace(cause=cause, why=why, rivals=rivals) for h in mismatches)
                 accusations += [h if seen.insistent else self._doubted(h) for h in blamed]
         return tuple(sorted(accusations, key=lambda h: by_time(h.run)))
@@ -200,7 +200,9 @@ class Case:
                 data = {m.operands for m in mismatches}
                 same = judge_cause.same_operands(own, siblings, data, 1 + self.policy.confirm_runs)
                 key = same_key(self, mismatches)
-                found[key] = same.after(known.get(key, Same()), own.results)
+                before = known.get(key, Same())
+                outlasted = _outlasted(self, mismatches, before)
+                found[key] = same._replace(outlasted=outlasted).after(before, own.results)
         return found
 
     def _doubted(self, mismatch: Mismatch) -> Mismatch:
@@ -294,11 +296,22 @@ def newest_stack(case: Case, run: Run) -> str:
     return max(_lane(case, run), key=lambda t: t.last, default=tally(run)).lane.stack_id
 
 
-def cured(case: Case, run: Run) -> bool:
-    """Return whether this probe and instruction set now run on other software than in `run`, without a wrong result."""
-    stack = newest_stack(case, run)
+def cured(case: Case, mismatches: Sequence[Mismatch]) -> bool:
+    """Return whether the probe now runs on other software than in mismatches of one stack, and has been right on it.
+
+    It takes three times as many clean trials as one failure took on the accused software.
+    """
+    run, stack = mismatches[-1].run, newest_stack(case, mismatches[-1].run)
     found = total(t for t in _lane(case, run) if t.lane.stack_id == stack)
-    return stack != run.stack_id and found.results > 0 and found.failed == 0
+    before = [
+        t
+        for t in _under_same_conditions(case, mismatches)
+        if t.lane.stack_id == run.stack_id and t.first <= run.started
+    ]
+    # Retests repeat what was wrong, and so say nothing of how often a normal run fails; under load there are no others.
+    accused = total(t for t in before if t.lane.whole)
+    accused = accused if accused.failed else total(before)
+    return stack != run.stack_id and not found.failed and accused.failed > 0 and found.outlasts(accused)
 
 
 def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
@@ -313,7 +326,8 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         return judge_cause.Scene(links=links, host_clean=case.host_clean(run))
     own, siblings = _records(case, mismatches)
     key = same_key(case, mismatches)
-    company = _company(case, run) if key.own else frozenset()
+    changed = _changed(case, mismatches)
+    company = _company(case, mismatches, changed)
     sound = siblings.keys() - company
     enough = 1 + case.policy.confirm_runs
     same = case.same.get(key, Same())
@@ -330,9 +344,9 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         insistent=max(right.values(), default=0) >= enough and not same.alike,
         alike=_names(case, same.alike),
         unlike=_names(case, same.unlike),
-        outlasting=_names(case, judge_cause.fails_more(own, siblings, company)),
+        outlasting=_names(case, same.outlasted),
         company=_names(case, company),
-        changed=_changed(case, mismatches),
+        changed=changed,
         right_since=not sound - _wrong_too(case, run) and _right_since(case, mismatches),
         believed=_believed(case, mismatches),
         siblings=_names(case, siblings),
@@ -340,6 +354,20 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         host_clean=case.host_clean(run),
         goldens_right=any(c.trials > c.wrong_trials for m in mismatches for c in own.results.get(m.operands, ())),
     )
+
+
+def _outlasted(case: Case, mismatches: Sequence[Mismatch], before: Same) -> frozenset[str]:
+    """Return the siblings that fail far more rarely than this device, now or when it was found, if they do so still.
+
+    After a change of software from which others fail too, rates tell nothing of a device.
+    """
+    own, siblings = _records(case, mismatches)
+    changed = _changed(case, mismatches)
+    if changed and any(record.failing for record in siblings.values()):
+        return frozenset()
+    if before.outlasted and judge_cause.outlasts_still(own, siblings):
+        return before.outlasted
+    return judge_cause.fails_more(own, siblings, _company(case, mismatches, changed))
 
 
 def same_key(case: Case, mismatches: Sequence[Mismatch]) -> SameKey:
@@ -375,20 +403,20 @@ def _views(case: Case, run: Run) -> frozenset[str]:
     return frozenset(same[uuid] for uuid, runs in near.items() if runs and not any(r.wrong for r in runs))
 
 
-def _company(case: Case, run: Run) -> frozenset[str]:
-    """Return the devices that began to be wrong within `repeat_window` of this one and can share the cause.
+def _company(case: Case, mismatches: Sequence[Mismatch], changed: str) -> frozenset[str]:
+    """Return the devices that began to be wrong with this one and can share the cause.
 
-    These are devices of the same kind on the same software, and accelerators of other kinds, which share the host.
+    These are devices of the same kind on the same software, and accelerators of other kinds, which share the host. They
+    began within `repeat_window`, or, if software `changed`, on the new one at any time.
     """
-    onsets, own = case.node.onsets, case.device
+    onsets, own, run = case.node.onsets, case.device, mismatches[-1].run
     began = onsets.get((own.uuid, run.stack_id))
-    if began is None or not run.stack:
+    if began is None or not run.stack or not same_key(case, mismatches).own:
         return frozenset()
-    near = [key for key, theirs in onsets.items() if abs(theirs - began) <= case.policy.repeat_window]
     return frozenset(
         uuid
-        for uuid, stack in near
-        if uuid in case.devices
+        for (uuid, stack), theirs in onsets.items()
+        if uuid in case.devices and (changed or abs(theirs - began) <= case.policy.repeat_window)
         if (stack == run.stack_id if case.devices[uuid].kind == own.kind else _share_a_host(case.devices[uuid], own))
     )
 

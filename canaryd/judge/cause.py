@@ -100,7 +100,8 @@ class Scene:
     outlasting: frozenset[str] = frozenset()
     """Siblings that fail more rarely than the device, if chance does not explain the difference; else empty."""
     company: frozenset[str] = frozenset()
-    """Devices that began to fail at about the same time: siblings, and accelerators of other kinds."""
+    """Devices that began to fail at about the same time, or since the same change: siblings, and accelerators of other
+    kinds."""
     changed: str = ""
     """The software that changed just before the device began to fail, or "" if none did."""
     right_since: bool = False
@@ -224,7 +225,7 @@ TABLE: tuple[Row, ...] = (
         lambda s: s.changed and (s.company or s.alike),
         Cause.SOFTWARE,
         lambda s: (
-            f"{names(s.company)} began to fail at about the same time, after a change of {s.changed}."
+            f"{names(s.company)} began to fail after the same change of {s.changed}."
             if s.company
             else f"Since a change of {s.changed}, {names(s.alike)} gives the same wrong bits."
         ),
@@ -440,13 +441,15 @@ class Same(NamedTuple):
     """Siblings that computed the data wrong in the same bits as the device."""
     unlike: frozenset[str] = frozenset()
     """Siblings that computed the data but are neither in `right` nor in `alike`."""
+    outlasted: frozenset[str] = frozenset()
+    """Siblings that failed far more rarely when that was found, and do so still."""
 
     def after(self, known: Same, results: Results) -> Same:
         """Return this and what was known before, but for what `results` of the device contradict."""
         right = {name: found for name, found in known.right.items() if found.data not in results}
         for name, found in self.right.items():
             right[name] = max(found, right.get(name, found))
-        return Same(right, self.alike | known.alike, self.unlike | known.unlike)
+        return Same(right, self.alike | known.alike, self.unlike | known.unlike, self.outlasted)
 
 
 def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operands], enough: int) -> Same:
@@ -479,19 +482,35 @@ def fails_more(
     """Return the siblings if a device fails more often than they do and chance does not explain it; else an empty set.
 
     `company`: devices that began to fail with it. `among`: number of devices or cores that are compared (default: all
-    of these). If software or host were at fault, failing runs would be distributed as the trials are.
+    of these). If software or host were at fault, failing runs would be distributed as the trials are. Of siblings that
+    fail, and did not begin with it, the half that fails most is left out: another broken device says nothing of this.
     """
     theirs = {name: record for name, record in siblings.items() if record.trials.results}
-    failing = sum(record.failing for record in theirs.values())
-    others = functools.reduce(Count.plus, (record.trials for record in theirs.values()), Count())
-    if not own.failing or own.failing * others.results < TIMES * failing * own.trials.results:
+    failing, others = _usual(theirs, company)
+    if not outlasts_still(own, theirs, company):
         return frozenset()
     share = max(
         mine / max(1, mine + other)
         for mine, other in ((own.trials.results, others.results), (own.trials.uploads, others.uploads))
     )
     chance = (among or 1 + len(theirs)) * tail(own.failing, own.failing + failing, share)
-    return frozenset(theirs) if chance <= (AMONG if failing or company else ALONE) else frozenset()
+    met = company or any(record.failing for record in theirs.values())
+    return frozenset(theirs) if chance <= (AMONG if met else ALONE) else frozenset()
+
+
+def outlasts_still(own: Record, siblings: Mapping[str, Record], company: frozenset[str] = frozenset()) -> bool:
+    """Return whether a device fails `TIMES` as often as its siblings usually do."""
+    failing, others = _usual(siblings, company)
+    return bool(own.failing) and own.failing * others.results >= TIMES * failing * own.trials.results
+
+
+def _usual(siblings: Mapping[str, Record], company: frozenset[str]) -> tuple[int, Count]:
+    """Return failing runs and trials of the siblings at most as bad as the median one, and of those in `company`."""
+    by_rate = sorted(siblings, key=lambda name: siblings[name].failing / max(1, siblings[name].trials.results))
+    some = {*by_rate[: len(by_rate) // 2 + 1], *company.intersection(siblings)}
+    some.update(name for name in siblings if not siblings[name].failing)
+    trials = functools.reduce(Count.plus, (siblings[name].trials for name in some), Count())
+    return sum(siblings[name].failing for name in some), trials
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:

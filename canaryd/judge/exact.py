@@ -131,19 +131,26 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
 
 
 def golden_in_doubt(case: Case) -> Iterator[Finding]:
-    """Yield a finding for each newest run that proves nothing, as the host's CPU got two results for its golden."""
+    """Yield a finding for each newest run with a golden for which the host's CPU got two results.
+
+    With such a golden nothing is compared. A run that compared other results still tests the device, so it is a note.
+    """
     accusing, shared = case.node.host_mismatches
     for run in case.current:
+        state = State.UNKNOWN
         if mismatches := [m for m in shared if m.run is run]:
             text = "The reference is wrong: several CPU cores fail on it alike"
             action = "Install canaryd again; if that does not help, report a bug"
         elif not case.is_cpu and (mismatches := [m for m in accusing if m.run is run]):
             text = f"{run.probe} proves nothing here: the host's CPU, which computes the reference, is suspect"
             action = CPU_FIRST
+            if run.trials and run.outcome is Outcome.COMPLETED:
+                state = State.HEALTHY
+                text = f"Not tested by {run.probe}: what the host's CPU, which is suspect, has no reference for"
         else:
             continue
         newest = f"Newest: {describe(mismatches[-1])}."
-        yield make_finding("golden-in-doubt", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (newest,))
+        yield make_finding("golden-in-doubt", state, Cause.HARNESS, text, action, mismatches, (newest,))
 
 
 def comparator_disagreement(case: Case) -> Iterator[Finding]:
@@ -198,7 +205,7 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
         for listed in case.standing(Subject.DEVICE, side):
             if not shared:
                 yield _unproven(case, listed)
-            elif not cured(case, listed[-1].run):
+            elif not cured(case, [m for m in listed if m.run.stack_id == listed[-1].run.stack_id]):
                 yield _shared(case, listed, frozenset().union(*(alike[id(m)] for m in listed)))
 
 

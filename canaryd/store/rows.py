@@ -183,6 +183,7 @@ def tally_from_row(row: Sequence[Any]) -> Tallied | None:
 def compared_row(device: str, key: SameKey, same: Same, at: float) -> tuple[Any, ...]:
     """Return the row of how siblings computed what a device computed wrong; `at` is its newest mismatch (epoch s)."""
     body = {"alike": sorted(same.alike), "unlike": sorted(same.unlike), "right": same.right}
+    body["outlasted"] = sorted(same.outlasted)
     return device, *key, at, json.dumps(body, sort_keys=True)
 
 
@@ -191,12 +192,12 @@ def same_from_row(row: Sequence[Any]) -> tuple[SameKey, Same] | None:
     probe, version, stack, own, body = row
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = json.loads(body)
-        alike, unlike = (frozenset(map(str, found[name])) for name in ("alike", "unlike"))
+        alike, unlike, outlasted = (frozenset(map(str, found[name])) for name in ("alike", "unlike", "outlasted"))
         right = {
             name: Right(int(failed), (str(case), str(shape), int(seed)))
             for name, (failed, (case, shape, seed)) in found["right"].items()
         }
-        return SameKey(str(probe), int(version), str(stack), bool(own)), Same(right, alike, unlike)
+        return SameKey(str(probe), int(version), str(stack), bool(own)), Same(right, alike, unlike, outlasted)
     return None
 
 

@@ -204,10 +204,17 @@ EVIDENCE = {
     ),
     "software fault, new stack clean": lambda: (
         ask(
-            *mismatches(2 * HOUR, HOUR), run(60, right(9), stack=OTHER_STACK),
+            *mismatches(2 * HOUR, HOUR), run(60, right(9, trials=3), stack=OTHER_STACK),
             peers=[(TWIN, [run(HOUR, wrong(seed=1000), of=TWIN)])],
         ),
         HEALTHY, Cause.NONE, set(),
+    ),
+    "software fault, new stack clean for one trial too few": lambda: (
+        ask(
+            *mismatches(2 * HOUR, HOUR), run(60, right(9, trials=2), stack=OTHER_STACK),
+            peers=[(TWIN, [run(HOUR, wrong(seed=1000), of=TWIN)])],
+        ),
+        FAULTY, S, {"exact-mismatch", "exact-mismatch-confirmed"},
     ),
     "software fault, new stack compared nothing": lambda: (
         ask(

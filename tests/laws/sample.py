@@ -39,8 +39,6 @@ ALONE = (
 )
 """Longer stories that the gate holds against some laws."""
 BROKEN: Mapping[tuple[str, str], str] = {
-    ("core-makes-goldens", "steady"): "a GPU is unknown in each round whose golden a bad core made, else healthy",
-    ("two-cores", "steady"): "as core-makes-goldens",
     ("endpoint-errs-in-a-third-of-its-runs", "steady"): "healthy and unknown take turns: ten changes in a day",
     ("hangs-now-and-then", "steady"): "healthy and unknown take turns until it is suspect: five changes in a day",
 }

@@ -166,6 +166,7 @@ def test_how_siblings_computed_the_same_data_is_kept(store):
     """It is on record for the wrong results after a repair, and what rotted is no evidence."""
     key, other = SameKey("exact_matmul", 1, "a", own=True), SameKey("exact_matmul", 1, "b", own=False)
     same = Same({"GPU-2": Right(4, ("bfloat16/wide", "M=32", 7))}, frozenset({"GPU-3"}), frozenset({"GPU-4", "GPU-5"}))
+    same = same._replace(outlasted=frozenset({"GPU-2", "GPU-4"}))
     assert store.set_compared("GPU-1", {key: Same(), other: same}, NOW)
     assert store.set_compared("GPU-1", {key: same}, NOW + 1)
     assert store.compared("GPU-1", 0.0) == {key: same, other: same}
