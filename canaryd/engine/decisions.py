@@ -21,7 +21,7 @@ from canaryd.judge.recordings import drift, rules
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.served import Behind
-from canaryd.judge.telemetry.signals import HELD, Signs
+from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.watch import days_of_tests, has_looked
 from canaryd.model import ENDPOINT, TORCH, UNDRIVEN, Device, Event, EventKind, Finding, Run, Verdict
 
@@ -228,15 +228,18 @@ class Decisions:
             now=host.clock(),
             policy=host.config.telemetry,
         )
-        others = [d for d in host.devices.values() if d.part != device.part and d.is_whole]
-        # Instances are units of their card; a device that left long ago is no witness.
-        kind, seen = host.devices.get(device.part, device).kind, self._discovery.last_seen
-        here = [d for d in others if d.uuid in host.in_place or signs.now - seen.get(d.uuid, 0.0) <= HELD]
-        signs = replace(signs, siblings=[d.name for d in here if d.kind == kind])
+        # Another device may have the name of one that is gone, which is then called by its uuid.
+        others: dict[str, Device] = {}
+        for other in host.in_place_first():
+            if other.part != device.part and other.is_whole:
+                others[other.uuid if other.name in {device.name, *others} else other.name] = other
+        # Instances are units of their card; a device that is gone is no witness.
+        kind = host.devices.get(device.part, device).kind
+        signs = replace(signs, siblings=[n for n, d in others.items() if d.kind == kind and d.uuid in host.in_place])
         # Only for what several devices may have together the events of all others are asked for.
         kinds = ("xid", "aer", "amdgpu", "intel")
         if signs.losses or any(map(signs.seen, kinds)) or signs.counted_losses or signs.rises("pcie_aer_errors_total"):
-            return replace(signs, beside={d.name: self._watch.history.life(d) for d in others})
+            return replace(signs, beside={n: self._watch.history.life(d) for n, d in others.items()})
         return signs
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
