@@ -355,8 +355,12 @@ class Signs:
 
     @cached_property
     def _others(self) -> Mapping[str, Signs]:
-        """The other devices of this host: what happened to them, and no more."""
-        return {name: replace(self, events=tuple(events), beside={}) for name, events in self.beside.items()}
+        """The other devices of this host: what happened to them, and no more.
+
+        Events of an hour are one: theirs count an hour longer, so that company does not end before its occasion.
+        """
+        held = self.held + HOUR
+        return {n: replace(self, events=tuple(events), beside={}, held=held) for n, events in self.beside.items()}
 
     @cached_property
     def counted_losses(self) -> list[Event]:

@@ -266,6 +266,13 @@ SCENARIOS = {
         sign(xid(149, fields=DOWN), xid(145, fields=FATAL_LINK), beside={"cuda:1": [xid(145, fields=FATAL_LINK)]}),
         [("xid-recovery", SUSPECT, U), ("xid-recovery", SUSPECT, U)],
     ),
+    "Xid 94 twice in an hour, and the errors of two others that explain them, 30 days later": lambda: (
+        sign(
+            xid(94, 30 * DAY - 3000, first=NOW - 30 * DAY, count=2.0), now=NOW + MINUTE, siblings=PAIR,
+            beside={"cuda:1": [xid(48, 30 * DAY)], "cuda:2": [xid(48, 30 * DAY - 3000)]},
+        ),
+        [],
+    ),
     "Xid 48 here, 94 on another device in that second": lambda: (
         sign(xid(48), beside={"cuda:1": [xid(94)]}), [("uncorrected-error", SUSPECT, H)],
     ),
