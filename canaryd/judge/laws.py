@@ -85,6 +85,8 @@ class Trouble:
     changes: Sequence[float] = ()
     """When software or hardware of the device changed, and that of an identical one too, ascending."""
     now: float = math.inf
+    within: float = TOGETHER
+    """Seconds within which it is one occasion."""
 
     @cached_property
     def _sorted(self) -> Mapping[str, tuple[Sequence[float], Sequence[float]]]:
@@ -100,8 +102,8 @@ class Trouble:
         """Return the names of the devices, `of` left out, that had the trouble at that time, sorted."""
         found = []
         for name, (ends, least) in self._sorted.items():
-            later = bisect.bisect_left(ends, at.first - TOGETHER)
-            if name != of and later < len(ends) and least[later] <= at.last + TOGETHER:
+            later = bisect.bisect_left(ends, at.first - self.within)
+            if name != of and later < len(ends) and least[later] <= at.last + self.within:
                 found.append(name)
         return sorted(found)
 
@@ -127,7 +129,7 @@ class Trouble:
         moments = self.others.get(name, ()) if name else self.own
         ends, occasions = -math.inf, 0
         for moment in sorted(m for m in moments if not self.with_it(m, of=name)):
-            occasions += moment.first > ends + TOGETHER
+            occasions += moment.first > ends + self.within
             ends = max(ends, moment.last)
         return occasions
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from canaryd.formatting import format_duration
@@ -38,6 +39,7 @@ from canaryd.judge.telemetry.readings import READINGS, in_words
 from canaryd.judge.telemetry.signals import (
     DAY,
     HELD,
+    HOUR,
     MINUTE,
     RECOVERY,
     Signs,
@@ -64,6 +66,8 @@ from canaryd.model import Cause, Device, EventKind, Finding, Outcome, State
 LASTING, STRETCH = MINUTE, 10 * MINUTE
 """Seconds for which a passing condition must have held, and within how many (ours): at least two polls, so neither one
 odd reading nor scattered blips count."""
+LOST_TOGETHER = HOUR
+"""Seconds within which devices leave the bus together (ours): heat or an overloaded supply takes one after another."""
 COUNTED = frozenset(name for name, kind in READINGS.items() if kind.event)
 """Counters each rise of which is judged."""
 MOST_NAMED = 4
@@ -165,7 +169,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
-    trouble = signs.life.trouble(lambda other: other.losses)
+    trouble = replace(signs.life.trouble(lambda other: other.losses), within=LOST_TOGETHER)
     occasions = [(at.last, company(trouble, at)) for at in spans(signs.life.losses)]
     occasions += [(signs.now, company(trouble, Moment(signs.now, signs.now)))] * (bool(lost) and not events)
     found = occasions[-1][1]

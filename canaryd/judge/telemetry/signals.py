@@ -357,9 +357,10 @@ class Signs:
     def _others(self) -> Mapping[str, Signs]:
         """The other devices of this host: what happened to them, and no more.
 
-        Events of an hour are one: theirs count an hour longer, so that company does not end before its occasion.
+        Events of an hour are one, and a loss may be an hour after another: theirs count longer, so that company does
+        not end before its occasion.
         """
-        held = self.held + HOUR
+        held = self.held + 2 * HOUR
         return {n: replace(self, events=tuple(events), beside={}, held=held) for n, events in self.beside.items()}
 
     @cached_property

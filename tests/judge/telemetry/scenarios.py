@@ -186,6 +186,13 @@ SCENARIOS = {
     "off the bus with another": lambda: (
         sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY)]}), [("gpu-lost", SUSPECT, U)],
     ),
+    "off the bus twice, each time four minutes before another": lambda: (
+        sign(
+            *(made for n in (9, 3) for made in (xid(79, n * DAY), boot(n * DAY - HOUR))),
+            siblings=PAIR, beside={"cuda:1": [xid(79, n * DAY - 4 * MINUTE) for n in (9, 3)]},
+        ),
+        [("gpu-lost", SUSPECT, U)],
+    ),
     "only another is off the bus": lambda: (sign(beside={"cuda:1": [xid(79, DAY)]}), []),
     "Xid 79 graded by the configuration": lambda: (sign(xid(79), policy=policy(xids={"79": "none"})), []),
     # memory of an accelerator
