@@ -333,7 +333,7 @@ class Signs:
 
     def trouble(self, like: Callable[[Signs], Sequence[Event]]) -> Trouble:
         """Return when this device and the others of this host had events that are `like` each other."""
-        others = {name: spans(like(signs)) for name, signs in sorted(self._others.items())}
+        others = {name: spans(like(signs), of_others=True) for name, signs in sorted(self._others.items())}
         theirs = Trouble((), {n: spans(signs.changes) for n, signs in self._others.items() if n in self.siblings})
         changed = sorted(at.last for at in spans(self.changes) if theirs.with_it(at))
         return Trouble(own=spans(like(self)), others=others, siblings=self.siblings, changes=changed, now=self.now)
@@ -433,17 +433,17 @@ def _reset_since(event: Event) -> float:
     return event.last
 
 
-def spans(events: Iterable[Event]) -> list[Moment]:
+def spans(events: Iterable[Event], *, of_others: bool = False) -> list[Moment]:
     """Return when events happened: of equal ones, which are one for an hour, the first and the last.
 
-    A loss that polls show came at an unknown time between two of them.
+    A loss that polls show came at an unknown time between two of them, and others may have had a third line at any.
     """
     return [
         span
         for e in events
         for span in (
             [Moment(e.first, e.last)]
-            if e.kind == EventKind.OFF_BUS
+            if e.kind == EventKind.OFF_BUS or (of_others and e.kind != EventKind.COUNTER and e.count > 2)
             else dict.fromkeys((Moment(e.first, e.first), Moment(e.last, e.last)))
         )
     ]

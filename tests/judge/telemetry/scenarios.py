@@ -505,6 +505,13 @@ SCENARIOS = {
         sign(*(each := [xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)]),
              beside={"cuda:1": each}), [("xid-recovery", SUSPECT, U)],
     ),
+    "Xid 143 on all at one time, on the others before and after it too, three times": lambda: (
+        sign(
+            *(made for n in (9, 8, 7) for made in (xid(143, n * DAY), boot(n * DAY - 2 * HOUR))),
+            beside={"cuda:1": [event("xid", "143", n * DAY - 1500, lasted=3000.0, count=3.0) for n in (9, 8, 7)]},
+        ),
+        [("xid-recovery", SUSPECT, U)],
+    ),
     "Xid 149 on this device, and 145 on the others": lambda: (
         sign(xid(149, HOUR, DOWN), beside={"cuda:1": [xid(145, HOUR - 1, FATAL_LINK)]}), [("xid-recovery", SUSPECT, U)],
     ),
