@@ -465,7 +465,7 @@ def drain_and_reset(signs: Signs, found: Company = ALONE) -> str:
     """Return what to do where a reset helps, for all that it reaches."""
     if signs.device.backend == "rocm" and "Instinct" in signs.device.model and signs.siblings:
         return "Drain every device of this node (they are reset together), then reset."
-    return DRAIN_AND_RESET if found.is_own else "Check what they share; drain all of them, and reset them together."
+    return DRAIN_AND_RESET if not found.names else "Check what they share; drain all of them, and reset them together."
 
 
 def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str]:

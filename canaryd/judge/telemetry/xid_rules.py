@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterator
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import ENOUGH, TOGETHER, Company, closest, company, recurrence
+from canaryd.judge.laws import ENOUGH, TOGETHER, Company, Who, closest, company, recurrence
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
     ADVICE,
     DAY,
     DRAIN_AND_RESET,
+    ECC,
     HELD,
     HIT,
     RECOVERY,
@@ -168,6 +169,7 @@ def xid_noted(signs: Signs) -> Iterator[Finding]:
                 *_evidence(signs, incident),
                 "Clears after a day.",
             )
+    counted = "No error was counted here." if any(map(signs.readings, ECC)) else "Its error counts are not read."
     for event in {e.code: e for e in signs.hits if signs.now - e.last <= DAY}.values():
         yield finding(
             *("xid-noted", State.HEALTHY, Cause.UNDETERMINED),
@@ -176,7 +178,8 @@ def xid_noted(signs: Signs) -> Iterator[Finding]:
             in_company(_company(signs, event)),
             f"Last at {signs.moment(event.last)}.",
             source_of(event),
-            "No error was counted on this device. Clears after a day.",
+            counted,
+            "Clears after a day.",
         )
 
 
@@ -273,7 +276,8 @@ def _repeated(signs: Signs, incident: Incident) -> str:
     """
     if incident.xid.nature not in ("either", "hardware") or incident.xid.code == 45:
         return ""
-    own = [e for e in incident.events if signs.now - e.last <= DAY and not _company(signs, e).names]
+    lately, alone = [e for e in incident.events if signs.now - e.last <= DAY], (Who.ALONE, Who.UNCOMPARED)
+    own = [e for e in lately if _company(signs, e).who in alone]
     moments = [m for e in own for m in ((e.first, e.before), (e.last, e.after))]
     occasions: list[tuple[float, str]] = []
     for at, place in sorted(moments):

@@ -445,6 +445,12 @@ SCENARIOS = {
             *(each := [xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31)]), beside={"cuda:1": each}
         ), [("xid-application", HEALTHY, U)],
     ),
+    "three on the other device too, at other times: one program's bug": lambda: (
+        sign(
+            xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31),
+            beside={"cuda:1": [xid(31, 8 * HOUR), xid(31, 4 * HOUR), xid(31, 2 * HOUR)]},
+        ), [("xid-application", HEALTHY, U)],
+    ),
     "Xid 31 less than a minute apart": lambda: (
         sign(event("xid", "31", 5 * HOUR, lasted=59.0, count=2.0), xid(31)), [("xid-application", HEALTHY, U)],
     ),

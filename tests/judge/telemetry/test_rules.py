@@ -143,6 +143,21 @@ def test_a_contained_error_of_six_gpus_is_a_note():
     assert "cuda:1, cuda:2, cuda:3, cuda:4, cuda:5 had it too" in text
     assert "Restart the application" in text
     assert "reset" not in text.lower()
+    assert "No error was counted here." in text
+    unread = sign(*each, beside=others, only={key: None for key in QUIET if key.startswith("ecc_")})
+    assert "Its error counts are not read." in message(unread, "xid-noted")
+
+
+def test_what_came_at_other_times_drains_no_other_device():
+    """Nobody is named, and a reset of all would reach too far."""
+    at_other_times = {"cuda:1": [xid(48, 3 * DAY)], "cuda:2": [xid(48, 5 * DAY)]}
+    text = message(sign(xid(48), siblings=("cuda:1", "cuda:2", "cuda:3"), beside=at_other_times), "uncorrected-error")
+    assert "Drain the device and reset it." in text
+    change = event("change", "driver", 9 * DAY)
+    since = {name: [change, *events] for name, events in at_other_times.items()}
+    text = message(sign(change, xid(48), siblings=("cuda:1", "cuda:2", "cuda:3"), beside=since), "uncorrected-error")
+    assert "look at what changed" in text
+    assert "Drain the device and reset it." in text
 
 
 def test_one_link_that_fails_does_not_drain_its_fabric():
