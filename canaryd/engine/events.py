@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from canaryd.engine.inventory import bus_key
 from canaryd.judge.laws import TOGETHER
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import triggers
-from canaryd.judge.telemetry.signals import MEMORY_LOST
+from canaryd.judge.telemetry.signals import HIT, MEMORY_LOST
 from canaryd.model import ON_THE_BUS, Device, Event, EventKind
 from canaryd.store.notes import BOOT_NOTE, RUNNING_NOTE
 from canaryd.store.rows import HOUR
@@ -222,7 +223,8 @@ def _returns(event: Event) -> bool:
     """Return whether it is trouble that is counted over a device's life: what programs cause is not."""
     if event.kind in (EventKind.BOOT, EventKind.RESET, EventKind.CHANGE):
         return False
-    own = event.code in MEMORY_LOST
+    # What explains an error that reached a device, or marks it as its own, is as old as that error.
+    own = event.code in {*MEMORY_LOST, *HIT, *itertools.chain(*HIT.values())}
     return event.kind != "xid" or own or xids.explain(event.code).grade not in ("application", "none")
 
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -272,7 +272,8 @@ TABLE: tuple[Row, ...] = (
 def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
     """Return the cause, a sentence that gives the reason, and the other explanations that were considered."""
     row = next(row for row in TABLE if row.holds(scene))
-    return row.cause, row.why(scene), tuple(_rivals(scene, row.cause))
+    # Who is right on some of the data and wrong in the same bits on other is no witness for the reference or the host.
+    return row.cause, row.why(scene), tuple(_rivals(replace(scene, right=scene.right - scene.alike), row.cause))
 
 
 def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.laws import ALONE, ENOUGH, Company, Moment, Trouble, Who, closest, company, meet, recurrence
-from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.events import within
 from canaryd.judge.telemetry.signals import (
     DAY,
@@ -21,6 +20,7 @@ from canaryd.judge.telemetry.signals import (
     HIT,
     Signs,
     drain_and_reset,
+    escalated,
     in_company,
     recovery,
     source_of,
@@ -181,7 +181,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
             RETURN,
             "Clean tests in between do not clear it.",
             in_company(again.company),
-            "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
+            escalated(again.company.cause),
             f"Clears after {format_duration(HELD)} without another.",
         )
         return
@@ -211,7 +211,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     found = closest(whose or [ALONE])
     action, clears = recovery(signs, before_reset, signs.resets, drain_and_reset(signs, found))
     error = "Uncorrected error" if any(e.kind == "intel" for e in events) else "Uncorrected memory error"
-    spot = f"on this and {count(len(found.names), 'other device')} at once" if found.names else f"in {where}"
+    spot = f"on {1 + len(found.names)} devices at once" if found.names else f"in {where}"
     yield finding(
         *("uncorrected-error", State.SUSPECT, found.cause),
         f"{error} {spot}.",

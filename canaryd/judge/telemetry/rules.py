@@ -195,7 +195,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
         )
     elif lost or not signs.cleared(max(times), signs.boots):
         shared = "Check the power, cooling and PCIe switch that they share, then restart the machine."
-        restart = "Restart the machine." if found.is_own else shared
+        restart = "Drain every device of this node, then restart the machine." if found.is_own else shared
         action, clears = recovery(signs, max(times), signs.boots, restart)
         with_others = f" with {count(len(found.names), 'other device')}" if found.names else ""
         yield finding(

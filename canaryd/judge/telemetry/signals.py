@@ -465,7 +465,13 @@ def drain_and_reset(signs: Signs, found: Company = ALONE) -> str:
     """Return what to do where a reset helps, for all that it reaches."""
     if signs.device.backend == "rocm" and "Instinct" in signs.device.model and signs.siblings:
         return "Drain every device of this node (they are reset together), then reset."
-    return DRAIN_AND_RESET if not found.names else "Check what they share; drain all of them, and reset them together."
+    shared = "Send none back; check power, riser, fabric, driver; drain all and reset them together."
+    return shared if found.names else DRAIN_AND_RESET
+
+
+def escalated(cause: Cause) -> str:
+    """Return what trouble that keeps coming back calls for, as a sentence; "" where the part may be sound."""
+    return "Recommended: RMA (gpud's escalation rule, adopted by canaryd)." if cause is Cause.HARDWARE else ""
 
 
 def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str]:

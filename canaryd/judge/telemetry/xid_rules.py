@@ -25,6 +25,7 @@ from canaryd.judge.telemetry.signals import (
     Signs,
     decode_xid,
     drain_and_reset,
+    escalated,
     in_company,
     recovery,
     sentence,
@@ -102,13 +103,14 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
         occasions = [(at.last, company(trouble, at)) for at in spans(life.events)]
         again = recurrence(occasions, signs.life.resets, signs.now - HELD)
         if again.is_faulty:
+            cause = _whose(incident, again.company, UNLIKELY)
             yield finding(
-                *("xid-recurring", State.FAULTY, _whose(incident, again.company, UNLIKELY)),
-                f"{incident} came back after {again.back} resets (limit {ENOUGH - 1}).",
+                *("xid-recurring", State.FAULTY, cause),
+                f"{incident} came back after {again.back} resets or reboots (limit {ENOUGH - 1}).",
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
                 in_company(again.company),
-                "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
+                escalated(cause),
                 _advice(signs, incident),
                 f"Clears after {format_duration(HELD)} without another.",
             )

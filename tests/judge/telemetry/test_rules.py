@@ -183,11 +183,11 @@ def test_a_reset_of_a_hive_is_said_to_reach_all_of_it():
 def test_what_all_had_together_names_what_they_share_and_what_a_remedy_reaches():
     """No device is accused of hardware."""
     text = message(sign(xid(95), beside={"cuda:1": [xid(95)], "cuda:2": [xid(95)]}), "uncorrected-error")
-    assert text.startswith("Uncorrected memory error on this and 2 other devices at once.")
+    assert text.startswith("Uncorrected memory error on 3 devices at once.")
     assert "At about the same time: cuda:1, cuda:2 had it too." in text
     for part in ("power supply", "riser", "switch", "fabric", "driver"):
         assert part in text
-    assert "Check what they share; drain all of them, and reset them together." in text
+    assert "Send none back; check power, riser, fabric, driver; drain all and reset them together." in text
 
 
 def test_what_most_have_at_other_times_is_told_beside_the_xid():
