@@ -393,15 +393,21 @@ class Record(NamedTuple):
 
 
 def results(
-    runs: Iterable[Run], like: Run, counted_runs: Iterable[Tallied], own: Collection[int] | None = None
+    runs: Iterable[Run],
+    like: Run,
+    counted_runs: Iterable[Tallied],
+    own: Collection[int] | None = None,
+    *,
+    mixed: bool = False,
 ) -> Record | None:
     """Return the results with the probe, version and stack of the run `like`, or None if there are none.
 
     If the stack is unknown, there are none. If `own` is given, wrong comparisons count only if their `id` is in it.
-    `counted_runs` are the tallies of the normal runs among them, whether they are at hand or not.
+    `counted_runs` are the tallies of the normal runs among them, whether they are at hand or not. They do not tell
+    which failing runs are the device's own: if others are `mixed` with these, only failing runs at hand count.
     """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
-    excused = 0
+    failing = trials = uploads = 0
     for run in runs if like.stack else ():
         if run.probe != like.probe or run.probe_version != like.probe_version or run.stack_id != like.stack_id:
             continue
@@ -409,10 +415,16 @@ def results(
         mine = [c for c in every if own is None or not c.wrong_trials or id(c) in own]
         for comparison in mine:
             found[operands_of(comparison)].append(comparison)
-        excused += run.whole and any(c.wrong for c in every) and not any(c.wrong for c in mine)
+        if run.whole:
+            failing += any(c.wrong for c in mine)
+            trials += run.trials
+            uploads += run.uploads
     tallied = list(counted_runs)
-    failing = sum(t.failing for t in tallied) - excused
-    return Record(dict(found), failing, total(tallied)) if found or tallied else None
+    # A new file in the place of the record has counted less than what is at hand.
+    of = total(tallied)
+    of = Count(max(of.results, trials), of.wrong, max(of.uploads, uploads), of.failed)
+    failing = failing if mixed else max(failing, sum(t.failing for t in tallied))
+    return Record(dict(found), failing, of) if found or tallied else None
 
 
 class SameKey(NamedTuple):

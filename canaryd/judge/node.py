@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -172,7 +172,8 @@ class Node:
         if asked not in self._records:
             own = None if shared else self.own
             counted = self.counted(uuid, like) if like.stack else []
-            self._records[asked] = judge_cause.results(self.runs[uuid], like, counted, own)
+            mixed = not shared and (like.probe, like.stack_id) in self._mixed
+            self._records[asked] = judge_cause.results(self.runs[uuid], like, counted, own, mixed=mixed)
         return self._records[asked]
 
     def counted(self, uuid: str, like: Run) -> list[Tallied]:
@@ -238,6 +239,13 @@ class Node:
                 if not alike or (id(m.comparison) not in self.shared and others and alike <= others):
                     found.add(id(m.comparison))
         return frozenset(found)
+
+    @cached_property
+    def _mixed(self) -> Collection[tuple[str, str]]:
+        """(Probe, stack id) of wrong results that accuse no single device: shared ones, and those without proof."""
+        every = itertools.chain.from_iterable(self.missed.values())
+        excused = {(m.run.probe, m.run.stack_id) for m in every if id(m.comparison) not in self.own}
+        return excused | {bug for _, bug in self._sharers}
 
     @cached_property
     def _sharers(self) -> Mapping[tuple[str, tuple[str, str]], frozenset[str]]:

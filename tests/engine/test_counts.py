@@ -9,10 +9,11 @@ import pytest
 from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine
 from canaryd.engine.evidence import NEWEST
-from canaryd.facts import TRIALS, Reading
+from canaryd.facts import TRIALS, Comparison, Evidence, Exactness, Reading
 from canaryd.formatting import DAY
+from canaryd.judge.case import Case
 from canaryd.judge.tally import total
-from canaryd.model import Ack, Cause, State
+from canaryd.model import Ack, Cause, Device, State
 from canaryd.store.store import Store
 from tests.engine.test_engine import CPU, NOW, made
 
@@ -140,3 +141,72 @@ def test_a_suspect_clears_at_the_same_time_whatever_is_kept(config, monkeypatch,
     assert until(52, 24).state is State.SUSPECT
     assert until(54, 24).state is State.UNKNOWN, "no probe is enabled here"
     engine.store.close()
+
+
+GPUS = [Device(uuid=f"GPU-{n}", backend="cuda", index=n, model="H100", torch_index=n) for n in range(8)]
+SOFTWARE = {"torch": "2.13.0"}
+
+
+def compared(case="x", seed=1, *, wrong=0, look=7):
+    """Return ten uploads of a case; wrong results with an equal `look` have equal bits."""
+    first = (((look, 1), "0x3f80", "0x3f00"),)
+    evidence = Evidence(wrong=2, total=64, first=first, bits={"7": 1}, zeroed=0, nonfinite=0, lines={}, pattern="two")
+    of = {"case": case, "shape": "M=32", "seed": seed, "exactness": Exactness.UNIVERSAL, "trials": 10, "uploads": 10}
+    return Comparison(**of, wrong_trials=wrong, evidence=evidence if wrong else None)
+
+
+class Fleet:
+    """An engine with identical GPUs that a test moves through time."""
+
+    def __init__(self, config, gpus):
+        """Start at START, with so many GPUs."""
+        self.now, self.number = START, 0
+        self.engine = start(config, clock=lambda: self.now)
+        self.engine.devices = {g.uuid: g for g in GPUS[:gpus]}
+        self.engine._evidence.recall()
+
+    def run(self, gpu, *comparisons, **changes):
+        """Store a run of a GPU, now."""
+        self.number += 1
+        fields = {"device": GPUS[gpu].uuid, "comparisons": comparisons, "stack": SOFTWARE, **changes}
+        run = dataclasses.replace(made(self.number, at=self.now - self.number), **fields)
+        add(self.engine, run)
+        return run
+
+    def cause(self, gpu, case):
+        """Return the causes of a GPU's mismatches in a case."""
+        among = self.engine._decisions._node(served=False)
+        judged = Case(device=GPUS[gpu], node=among, wanted={}, policy=self.engine.config.judge, now=self.now)
+        return {m.cause for m in judged.accusations if m.comparison.case == case}
+
+
+def test_shared_failures_that_memory_forgot_are_not_the_devices_own(config, monkeypatch):
+    """Two GPUs share a bug in one case; one of them is wrong elsewhere in 4 of 80 runs, which accuses it of nothing."""
+    monkeypatch.setattr("canaryd.engine.evidence.FAILURES", 16)
+    fleet = Fleet(config, 8)
+    for number in range(80):
+        fleet.now = START + QUARTER * number
+        for gpu in range(8):
+            lone = gpu == 0 and number in (21, 71, 73, 75)
+            shared = gpu < 2 and number % 2 == 0
+            fleet.run(gpu, compared("x", wrong=int(shared)), compared("y", wrong=int(lone), look=9))
+    assert fleet.cause(0, "x") == {Cause.SOFTWARE}
+    assert fleet.cause(0, "y") == {Cause.UNDETERMINED}
+    fleet.engine.store.close()
+
+
+def test_a_new_record_counts_no_less_than_what_is_at_hand(config):
+    """The file is lost while two GPUs share a bug: then one wrong run in 40 does not make the third one hardware."""
+    fleet = Fleet(config, 3)
+    for number in range(120):
+        fleet.now = START + QUARTER * number
+        if number == 80:
+            for path in config.state_dir.glob("canaryd.db*"):
+                path.rename(f"{path}.moved")
+        for gpu in range(3):
+            shared = gpu > 0 and (number % 2 == 1 if number < 80 else number == 90)
+            lone = gpu == 0 and number == 100
+            seed = 2 if number < 80 else 3
+            fleet.run(gpu, compared("x", wrong=int(shared)), compared("y", seed, wrong=int(lone), look=number))
+    assert fleet.cause(0, "y") == {Cause.UNDETERMINED}
+    fleet.engine.store.close()
