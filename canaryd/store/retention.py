@@ -13,7 +13,9 @@ from canaryd.store.runs import KIND
 
 BATCH = 100
 """Number of rows deleted in one transaction, so that another process never waits long."""
-SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
+FAILURE = "(drill = '' AND (failed OR confirms != ''))"
+"""SQL condition for failures and what was run to confirm them: without its clean retests a failure accuses more."""
+SUCCESS = f"NOT {FAILURE}"
 KEPT = 100
 """Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no more.
 Without this, a device that fails all day would displace another device's failures and make it look healthy."""
@@ -31,7 +33,7 @@ class Retention:
     """Seconds for which runs are kept after they were stored; `StoreConfig` in canaryd/config/settings.py sets them.
 
     A failure is a run with wrong results or with recordings that differ from the baseline, or a run that did not
-    complete and was not skipped.
+    complete and was not skipped. The retests of failures are kept as long.
     """
 
     successes: float = 45 * DAY

@@ -155,12 +155,12 @@ class RunTables(Database):
             return self._decode(Run, others)
 
     def failures(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest failures in short form, at most `limit` of each kind. Drills are left out.
+        """Return a device's newest failures and retests in short form, at most `limit` of each kind, without drills.
 
         Failures are of one kind if they have the same probe, instruction set and intensity, are both mismatches or both
         incomplete runs, and are both confirmations or both not.
         """
-        return self._brief(KIND, "failed = 1", 1, limit, device)
+        return self._brief(KIND, "(failed = 1 OR confirms != '')", 1, limit, device)
 
     def kinds_of_failures(self, device: str) -> int:
         """Return the number of kinds (see `failures`) of a device's failures, without drills."""

@@ -14,6 +14,7 @@ from canaryd.formatting import DAY
 from canaryd.judge.case import Case
 from canaryd.judge.tally import total
 from canaryd.model import Ack, Cause, Device, State
+from canaryd.store.database import PASSED_NOTE
 from canaryd.store.store import Store
 from tests.engine.test_engine import CPU, NOW, made
 
@@ -28,7 +29,7 @@ def config(tmp_path):
 
 
 def start(config, clock=lambda: START + 5 * DAY):
-    engine = Engine(config, Store.open(config.state_dir), clock=clock)
+    engine = Engine(config, Store.open(config.state_dir, now=clock), clock=clock)
     engine.devices = {CPU.uuid: CPU}
     engine._evidence.recall()
     return engine
@@ -160,9 +161,15 @@ class Fleet:
 
     def __init__(self, config, gpus):
         """Start at START, with so many GPUs."""
-        self.now, self.number = START, 0
-        self.engine = start(config, clock=lambda: self.now)
-        self.engine.devices = {g.uuid: g for g in GPUS[:gpus]}
+        self.now, self.number, self.config = START, 0, config
+        self.devices = {g.uuid: g for g in GPUS[:gpus]}
+        self.start()
+
+    def start(self):
+        """Start an engine with what is on record."""
+        self.engine = start(self.config, clock=lambda: self.now)
+        self.engine.devices = dict(self.devices)
+        self.engine._acks.read()
         self.engine._evidence.recall()
 
     def run(self, gpu, *comparisons, **changes):
@@ -209,4 +216,28 @@ def test_a_new_record_counts_no_less_than_what_is_at_hand(config):
             seed = 2 if number < 80 else 3
             fleet.run(gpu, compared("x", wrong=int(shared)), compared("y", seed, wrong=int(lone), look=number))
     assert fleet.cause(0, "y") == {Cause.UNDETERMINED}
+    fleet.engine.store.close()
+
+
+def test_passed_retests_count_as_long_as_the_failure(config):
+    """One wrong result that no retest repeats: it is no fault of the hardware when the clean runs of then are gone."""
+    fleet = Fleet(config, 2)
+    for number in range(20):
+        fleet.now = START + DAY / 8 * number
+        fleet.run(0, compared(seed=100 + number), compared("y", 100 + number))
+        fleet.run(1, compared(seed=100 + number), compared("y", 100 + number, wrong=int(number == 0), look=2))
+    wrong = fleet.run(0, compared(seed=5, wrong=10), compared("y", 5))
+    fleet.run(1, compared(seed=5), compared("y", 5, wrong=10, look=3))
+    for _ in range(3):
+        fleet.now += 60.0
+        fleet.run(0, compared(seed=5), confirms=wrong.id, cases=("x",))
+    assert fleet.cause(0, "x") == {Cause.UNDETERMINED}
+    fleet.now += 46 * DAY
+    fleet.engine.store.set_note(PASSED_NOTE, repr(fleet.now))
+    fleet.run(0, compared(seed=200), compared("y", 200))
+    fleet.engine.store.prune(fleet.now)
+    fleet.engine.store.close()
+    fleet.start()
+    assert fleet.cause(0, "x") == {Cause.UNDETERMINED}
+    assert len(fleet.engine.store.runs(failed=False)) == 4
     fleet.engine.store.close()
