@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import ALONE, ENOUGH, Company, Moment, Trouble, Who, closest, company, meet, recurrence
+from canaryd.judge.laws import ALONE, Company, Moment, Trouble, Who, closest, company, meet, recurrence
 from canaryd.judge.telemetry.events import within
 from canaryd.judge.telemetry.signals import (
     DAY,
@@ -177,7 +177,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     if again.is_faulty:
         yield finding(
             *("uncorrected-error", State.FAULTY, again.company.cause),
-            f"Uncorrected memory errors came back after {again.back} resets or reboots (limit {ENOUGH - 1}).",
+            f"Uncorrected memory errors came back after {again.back} resets or reboots.",
             RETURN,
             "Clean tests in between do not clear it.",
             in_company(again.company),

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import ENOUGH, TOGETHER, Company, Who, closest, company, recurrence
+from canaryd.judge.laws import TOGETHER, Company, Who, closest, company, recurrence
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
@@ -106,7 +106,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
             cause = _whose(incident, again.company, UNLIKELY)
             yield finding(
                 *("xid-recurring", State.FAULTY, cause),
-                f"{incident} came back after {again.back} resets or reboots (limit {ENOUGH - 1}).",
+                f"{incident} came back after {again.back} resets or reboots.",
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
                 in_company(again.company),
