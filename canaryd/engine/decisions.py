@@ -190,7 +190,7 @@ class Decisions:
                 u: [r for r in self._evidence.of(u) if r.started >= since] for u in devices
             }
             summed = {} if drill else {u: self._counts.tested(u) for u in devices}
-            counted = None if drill or host.restricted else {u: self._counts.of(u) for u in devices}
+            counted = None if drill else {u: self._counts.of(u) for u in devices}
         if host.restricted:  # the verdict is about the part that was asked for, so runs of that part count as complete
             part = host.cases, host.intensity
             for uuid, listed in runs.items():

@@ -140,6 +140,10 @@ def test_a_suspect_clears_at_the_same_time_whatever_is_kept(config, monkeypatch,
     assert (until(2, 1).state, engine.verdict(device).cause) == (State.SUSPECT, Cause.UNDETERMINED)
     assert until(31, 24).state is State.SUSPECT, "30 days, but fewer than 300 clean results"
     assert until(52, 24).state is State.SUSPECT
+    for part, asked in ("only", frozenset({"passes"})), ("cases", ("a",)), ("intensity", "idle"):
+        with monkeypatch.context() as restricted:
+            restricted.setattr(engine, part, asked)
+            assert engine.verdict(device).state is State.SUSPECT, "a check of a part counts the whole record"
     assert until(54, 24).state is State.UNKNOWN, "no probe is enabled here"
     engine.store.close()
 
