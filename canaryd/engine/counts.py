@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ from canaryd.engine.evidence import Acknowledgements
 from canaryd.engine.host import Host
 from canaryd.formatting import DAY
 from canaryd.judge.cause import Same, SameKey
+from canaryd.judge.clock import AHEAD
 from canaryd.judge.tally import Tallied, edges, merged, tally
 from canaryd.model import Run
 
@@ -29,6 +31,7 @@ class Counts:
         self._days: dict[str, dict[str, set[int]]] = {}
         self._stacks: Mapping[str, Mapping[str, str]] = {}
         self._compared: dict[str, dict[SameKey, Same]] = {}
+        self._read_at = -math.inf
 
     def forget(self) -> None:
         """Read everything again at the next question: another process has stored runs, or another file is in use."""
@@ -83,14 +86,17 @@ class Counts:
 
     def _refresh(self) -> None:
         host, store, known = self._host, self._host.store, frozenset(self._host.devices)
-        if self._is_current and known == self._known:
+        now = host.clock()
+        # After a clock was set back, what it dated ahead may be merged with what is of the present.
+        if self._is_current and known == self._known and now >= self._read_at - AHEAD:
+            self._read_at = max(self._read_at, now)
             return
         days: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         tallies: dict[str, tuple[Tallied, ...]] | None = {} if store.ever_wrong else None
         compared: dict[str, dict[SameKey, Same]] = {}
         for uuid in known:
             cut = self._acks.evidence_since(uuid)
-            for probe, day in store.tested(uuid, max(host.clock() - SEEN, cut)):
+            for probe, day in store.tested(uuid, max(now - SEEN, cut)):
                 days[uuid][probe].add(day)
             if tallies is not None:
                 tallies[uuid] = tuple(t for t in store.tallies(uuid) if t.first > cut)
@@ -99,11 +105,12 @@ class Counts:
         if store.unreadable and self._known:
             return  # what was read before still holds
         self._days, self._tallies, self._stacks, self._compared = days, tallies, stacks, compared
-        self._acks_version, self._known = self._acks.version, known
+        self._acks_version, self._known, self._read_at = self._acks.version, known, now
         self._add_up()
 
     def _add_up(self) -> None:
         """Add up what no first or newest wrong result tells apart; goldens of one device can accuse another."""
         if self._tallies is not None:
-            at = frozenset().union(*map(edges, self._tallies.values()))
+            # What is dated in the future is no clean trial, so it stays apart.
+            at = frozenset({self._host.clock() + AHEAD}).union(*map(edges, self._tallies.values()))
             self._tallies = {uuid: merged(found, at) for uuid, found in self._tallies.items()}

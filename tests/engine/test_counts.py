@@ -11,7 +11,7 @@ from canaryd.engine.engine import Engine
 from canaryd.engine.evidence import NEWEST
 from canaryd.facts import TRIALS, Comparison, Evidence, Exactness, Reading
 from canaryd.formatting import DAY
-from canaryd.judge.case import Case
+from canaryd.judge.case import Case, record
 from canaryd.judge.tally import total
 from canaryd.model import Ack, Cause, Device, State
 from canaryd.store.database import PASSED_NOTE
@@ -245,3 +245,40 @@ def test_passed_retests_count_as_long_as_the_failure(config):
     assert fleet.cause(0, "x") == {Cause.UNDETERMINED}
     assert len(fleet.engine.store.runs(failed=False)) == 4
     fleet.engine.store.close()
+
+
+def test_what_a_clock_dated_ahead_is_merged_with_nothing(config):
+    """The clock is ahead for two hours while older software runs; then a fault of the newer software comes back."""
+    fleet = Fleet(config, 2)
+
+    def rounds(count, stack, wrong=0):
+        for _ in range(count):
+            fleet.now += QUARTER
+            for gpu in range(2):
+                fleet.run(gpu, compared(wrong=wrong), stack=stack)
+            fleet.engine.decide()
+        return fleet.cause(0, "x")
+
+    older = {"torch": "2.12.0"}
+    rounds(5, older)
+    assert rounds(5, SOFTWARE, wrong=1) == {Cause.SOFTWARE}
+    assert rounds(20, older) == set()
+    fleet.now += 300 * DAY
+    rounds(8, older)
+    fleet.now -= 300 * DAY
+    rounds(8, older)
+    assert rounds(5, SOFTWARE, wrong=1) == {Cause.SOFTWARE}
+    fleet.engine.store.close()
+
+
+def test_runs_dated_ahead_are_no_clean_trials(config):
+    """Forty clean ones, before the clock was set right, do not clear what was wrong in one run of ten."""
+    engine = start(config, clock=lambda: START + 40 * DAY)
+    add(engine, *(dataclasses.replace(r, started=r.started + 300 * DAY) for r in runs_of(CPU.uuid, range(40))))
+    add(engine, *(dataclasses.replace(r, id=f"b{r.id}") for r in runs_of(CPU.uuid, range(12), wrong=(9,))))
+    assert len(engine._counts.of(CPU.uuid)) == 4
+    among = engine._decisions._node(served=False)
+    case = Case(device=CPU, node=among, wanted={}, policy=config.judge, now=START + 40 * DAY)
+    _, clean = record(case, among.accusing[CPU.uuid])
+    assert clean.results == 2
+    engine.store.close()
