@@ -90,11 +90,11 @@ def migrate(db: sqlite3.Connection, version: int) -> None:
 
 def _count(db: sqlite3.Connection) -> None:
     """Count the runs that are there, and the days whose runs are gone."""
-    for device, day, body in db.execute("SELECT device, day, body FROM days").fetchall():
+    for device, body in db.execute("SELECT device, body FROM days").fetchall():
         summary = _read(Day, body)
         for probe in summary.tested if summary else ():
             lane = Lane(probe, 0, stack_id({}), "", "", whole=True, completed=True, erred=False)
-            db.execute(ADD_TALLY, tally_row(device, Tallied(lane, day * DAY, day * DAY, runs=0, tested=1), None))
+            _add(db, device, Tallied(lane, summary.day * DAY, summary.day * DAY, runs=0, tested=1))
     of = "device, probe, probe_version, stack_id, instruction_set, intensity, started, results, uploads"
     # A body is read only where the columns do not tell all: a second for 10,000 runs.
     plain = "failed = 0 AND outcome = 'completed' AND whole = 1 AND results > 0"
@@ -107,8 +107,14 @@ def _count(db: sqlite3.Connection) -> None:
         else:
             counted = _counted(db, number)
         if counted is not None:
-            (part,) = db.execute(PART, part_of(device, counted)).fetchone()
-            db.execute(ADD_TALLY, tally_row(device, counted, part))
+            _add(db, device, counted)
+
+
+def _add(db: sqlite3.Connection, device: str, counted: Tallied) -> None:
+    # A number that rotted makes a run no evidence; it must not keep the record from being opened.
+    with contextlib.suppress(TypeError, ValueError, OverflowError, sqlite3.IntegrityError):
+        (part,) = db.execute(PART, part_of(device, counted)).fetchone()
+        db.execute(ADD_TALLY, tally_row(device, counted, part))
 
 
 def _counted(db: sqlite3.Connection, number: int) -> Tallied | None:

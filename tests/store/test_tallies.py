@@ -3,6 +3,8 @@
 import contextlib
 import sqlite3
 
+import pytest
+
 from canaryd.formatting import DAY
 from canaryd.judge.cause import Right, Same, SameKey
 from canaryd.judge.slower import Day
@@ -173,3 +175,26 @@ def test_how_siblings_computed_the_same_data_is_kept(store):
     assert store.compared("GPU-1", NOW) == {key: same}
     store._file.execute("UPDATE compared SET body = '{\"alike\": 1}' WHERE own")
     assert store.compared("GPU-1", 0.0) == {other: same}
+
+
+ROTTEN = ["started = 'x'", "started = 9e999", "started = 1e30", "started = x'00'", "uploads = NULL"]
+
+
+@pytest.mark.parametrize(
+    "rotten", ["days SET day = 'x'", *(f"runs SET {number} WHERE number = 3" for number in ROTTEN)]
+)
+def test_a_rotten_number_does_not_keep_an_older_record_closed(tmp_path, rotten):
+    """Its run is no evidence; the others are counted, and all are on record."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "canaryd.db")) as db, db:
+        for statement in SCHEMA.split(";"):
+            db.execute(statement)
+        db.execute("PRAGMA user_version = 10")
+        for n in range(4):
+            db.execute(ADD_RUN, run_row(clean(f"r{n}", MORNING + n), MORNING + n))
+        day = Day(device="GPU-1", day=int(MORNING // DAY) - 60, levels=(), tested=("exact_matmul",))
+        db.execute(ADD_SUMMARY, (day.device, day.day, pack(day)))
+        db.execute(f"UPDATE {rotten}")
+    with Store.open(tmp_path) as store:
+        assert (store.problem, store.unreadable) == ("", "")
+        assert sum(runs for runs, _, _ in told(store)) in {3, 4}
+        assert len(store.runs()) == 4
