@@ -24,6 +24,11 @@ DRILLS = 1 * DAY
 POLLS = 14 * DAY
 """Seconds for which telemetry polls are kept; events have their own limit. The newest completed poll is kept as long as
 a failure, because flags that the device set in that poll hold for 30 days, even if the driver hangs meanwhile."""
+STILL_WRONG = (
+    "SELECT 1 FROM tallies AS t WHERE t.device = compared.device AND t.probe = compared.probe"
+    " AND t.stack_id = compared.stack_id AND t.erred"
+)
+"""SQL query for wrong results of which `compared` tells; it changes only with what is known of them."""
 SPARE = "number NOT IN (SELECT max(number) FROM polls WHERE completed GROUP BY device, probe)"
 """SQL condition for polls other than the newest completed poll of each device and probe."""
 
@@ -65,7 +70,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         ("met WHERE last < ?", oldest),
         ("days WHERE day < ?", oldest // DAY),
         ("tallies WHERE day < ?", oldest // DAY - 1),
-        ("compared WHERE at < ?", oldest),
+        (f"compared WHERE at < ? AND NOT EXISTS ({STILL_WRONG})", oldest),
     ):
         database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once
     database.commit(lambda db: _add_up(db, (now - keep.successes) // DAY))

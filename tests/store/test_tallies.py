@@ -198,3 +198,19 @@ def test_a_rotten_number_does_not_keep_an_older_record_closed(tmp_path, rotten):
         assert (store.problem, store.unreadable) == ("", "")
         assert sum(runs for runs, _, _ in told(store)) in {3, 4}
         assert len(store.runs()) == 4
+
+
+def test_how_siblings_computed_it_is_kept_while_wrong_results_are(tmp_path):
+    """Nothing new is learnt of a fault that goes on for years; what is known of it must not go before it does."""
+    with Store.open(tmp_path, now=lambda: NOW) as store:
+        store.add_run(wrong("old", NOW - 500 * DAY, probe="p"))
+        store.add_run(wrong("new", NOW - DAY))
+        at = NOW - 450 * DAY
+        known = {
+            SameKey(probe, 1, wrong("x").stack_id, own=False): Same(alike=frozenset({"GPU-2"}))
+            for probe in ("p", "exact_matmul")
+        }
+        store.set_compared("GPU-1", known, at)
+        store.set_note(PASSED_NOTE, repr(NOW))
+        store.prune(NOW)
+        assert {key.probe for key in store.compared("GPU-1", 0.0)} == {"exact_matmul"}
