@@ -94,13 +94,19 @@ class Counts:
         days: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         tallies: dict[str, tuple[Tallied, ...]] | None = {} if store.ever_wrong else None
         compared: dict[str, dict[SameKey, Same]] = {}
+        repaired = {uuid: at for uuid in known if (at := self._acks.evidence_since(uuid))}
         for uuid in known:
-            cut = self._acks.evidence_since(uuid)
+            cut = repaired.get(uuid, 0.0)
             for probe, day in store.tested(uuid, max(now - SEEN, cut)):
                 days[uuid][probe].add(day)
             if tallies is not None:
                 tallies[uuid] = tuple(t for t in store.tallies(uuid) if t.first > cut)
                 compared[uuid] = store.compared(uuid, cut)
+                for other, at in repaired.items():
+                    # What a sibling gave before its repair shows nothing shared any more.
+                    for key in compared[uuid].keys() - store.compared(uuid, at).keys():
+                        same = compared[uuid][key]
+                        compared[uuid][key] = same._replace(alike=same.alike - {other})
         stacks = store.stacks() if tallies is not None else {}
         if store.unreadable and self._known:
             return  # what was read before still holds

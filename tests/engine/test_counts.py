@@ -282,3 +282,27 @@ def test_runs_dated_ahead_are_no_clean_trials(config):
     _, clean = record(case, among.accusing[CPU.uuid])
     assert clean.results == 2
     engine.store.close()
+
+
+def test_what_a_sibling_gave_before_its_repair_is_not_shared(config):
+    """Two of three are wrong alike, one of them is repaired and right from then on: the other one is at fault."""
+    fleet = Fleet(config, 3)
+
+    def rounds(count, *bad):
+        for _ in range(count):
+            fleet.now += QUARTER
+            for gpu in range(3):
+                data = int(fleet.now)
+                fleet.run(gpu, compared("x", data, wrong=10 * (gpu in bad)), compared("y", data))
+            fleet.engine.decide()
+        return fleet.cause(0, "x")
+
+    assert rounds(10, 0, 1) == {Cause.SOFTWARE}
+    assert rounds(20, 0) == {Cause.SOFTWARE}
+    fleet.engine.store.add_ack(Ack(device="GPU-1", kind="repaired", at=fleet.now + 60.0, reason="new board"))
+    fleet.engine._acks.read()
+    assert rounds(20, 0) == {Cause.HARDWARE}
+    fleet.engine.store.close()
+    fleet.start()
+    assert fleet.cause(0, "x") == {Cause.HARDWARE}
+    fleet.engine.store.close()
