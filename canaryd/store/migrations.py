@@ -91,10 +91,11 @@ def migrate(db: sqlite3.Connection, version: int) -> None:
 def _count(db: sqlite3.Connection) -> None:
     """Count the runs that are there, and the days whose runs are gone."""
     for device, body in db.execute("SELECT device, body FROM days").fetchall():
-        summary = _read(Day, body)
-        for probe in summary.tested if summary else ():
-            lane = Lane(probe, 0, stack_id({}), "", "", whole=True, completed=True, erred=False)
-            _add(db, device, Tallied(lane, summary.day * DAY, summary.day * DAY, runs=0, tested=1))
+        if (summary := _read(Day, body)) is not None:
+            at = summary.day * DAY
+            for probe in summary.tested:
+                lane = Lane(probe, 0, stack_id({}), "", "", whole=True, completed=True, erred=False)
+                _add(db, device, Tallied(lane, at, at, runs=0, tested=1))
     of = "device, probe, probe_version, stack_id, instruction_set, intensity, started, results, uploads"
     # A body is read only where the columns do not tell all: a second for 10,000 runs.
     plain = "failed = 0 AND outcome = 'completed' AND whole = 1 AND results > 0"
