@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from canaryd.cli.arguments import USAGE, Commands, duration
 from canaryd.cli.common import complain, one_device, open_record, say
 from canaryd.config.settings import Config
+from canaryd.engine.counts import known_of
 from canaryd.engine.evidence import NEWEST
 from canaryd.formatting import format_time, time_zone
 from canaryd.judge import acks, software
@@ -102,15 +103,16 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
     """Return the judge's case for a device: stored runs, on all devices, of the probes that failed on this device."""
     given = acks.heeded(store.acks(), now)
     probes = sorted({r.probe for r in store.runs(device.uuid, failed=True) if r.wrong})
+    cuts = {uuid: acks.cut(of, [a for a in given if a.device == uuid]) for uuid, of in known.items()}
     runs, counted = {}, {}
-    for uuid, of in known.items():
-        cut = acks.cut(of, [a for a in given if a.device == uuid])
+    for uuid, cut in cuts.items():
         found = list(store.runs(uuid, failed=True))
         for probe in probes:
             found += map(fold, store.runs(uuid, probe, failed=False, limit=NEWEST))
         runs[uuid] = [r for r in found if r.started > cut]
         counted[uuid] = [t for t in store.tallies(uuid) if t.first > cut]
-    among = node(known, runs, now, counted=counted, stacks=store.stacks())
+    before = {uuid: known_of(store, uuid, cuts) for uuid in known}
+    among = node(known, runs, now, counted=counted, stacks=store.stacks(), known=before)
     return Case(device=device, node=among, wanted={}, policy=settings.judge, now=now)
 
 

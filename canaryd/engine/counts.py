@@ -13,6 +13,7 @@ from canaryd.judge.cause import Same, SameKey
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.tally import Tallied, edges, merged, tally
 from canaryd.model import Run
+from canaryd.store.store import Store
 
 SEEN = 90 * DAY
 """Age in seconds up to which days of tests are read; the rules in docs/judgement.md need less."""
@@ -101,12 +102,7 @@ class Counts:
                 days[uuid][probe].add(day)
             if tallies is not None:
                 tallies[uuid] = tuple(t for t in store.tallies(uuid) if t.first > cut)
-                compared[uuid] = store.compared(uuid, cut)
-                for other, at in repaired.items():
-                    # What a sibling gave before its repair shows nothing shared any more.
-                    for key in compared[uuid].keys() - store.compared(uuid, at).keys():
-                        same = compared[uuid][key]
-                        compared[uuid][key] = same._replace(alike=same.alike - {other})
+                compared[uuid] = known_of(store, uuid, repaired)
         stacks = store.stacks() if tallies is not None else {}
         if store.unreadable and self._known:
             return  # what was read before still holds
@@ -120,3 +116,13 @@ class Counts:
             # What is dated in the future is no clean trial, so it stays apart.
             at = frozenset({self._host.clock() + AHEAD}).union(*map(edges, self._tallies.values()))
             self._tallies = {uuid: merged(found, at) for uuid, found in self._tallies.items()}
+
+
+def known_of(store: Store, uuid: str, repaired: Mapping[str, float]) -> dict[SameKey, Same]:
+    """Return how siblings computed what a device computed wrong; `repaired`: device → its last repair (epoch s)."""
+    found = store.compared(uuid, repaired.get(uuid, 0.0))
+    for other, at in repaired.items():
+        # What a sibling gave before its repair shows nothing shared any more.
+        for key in found.keys() - store.compared(uuid, at).keys():
+            found[key] = found[key]._replace(alike=found[key].alike - {other})
+    return found

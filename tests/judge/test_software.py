@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from canaryd.judge.case import Case
+from canaryd.judge.cause import Right, Same, SameKey
 from canaryd.judge.node import node
 from canaryd.judge.software import missing
 from canaryd.judge.verdict import decide
@@ -114,3 +115,20 @@ def test_the_command_refuses_in_a_sentence_and_keeps_the_word(tmp_path):
     assert [(a.kind, a.reason) for a in store.acks()] == [("software", "driver 580.95 is bad")]
     history = canaryd("history", "cuda:0", "--state-dir", tmp_path / "state", "--since", "400d")
     assert "wrong results put down to software by" in " ".join(history.out.split())
+
+
+def test_what_siblings_computed_in_runs_that_are_gone_counts_for_the_command(tmp_path):
+    """A sibling was right on data on which this device is always wrong: the command judges as the daemon does."""
+    store = Store.open(tmp_path / "state", now=lambda: NOW)
+    twin = run(8 * DAY, right(seed=99), of=TWIN)
+    for device in (GPU, TWIN):
+        store.see_device(device, NOW)
+    for each in (*WRONG, *since(), twin):
+        store.add_run(each)
+    wrong_on = WRONG[0]
+    key = SameKey(wrong_on.probe, wrong_on.probe_version, wrong_on.stack_id, own=True)
+    gone = Right(4, ("bfloat16/wide", "M=32", 7))
+    store.set_compared(GPU.uuid, {key: Same(right={TWIN.uuid: gone})}, wrong_on.started)
+    done = canaryd("ack", "cuda:0", "--reason", "bad", "--software", "--state-dir", tmp_path / "state")
+    assert (done.code, store.acks()) == (64, [])
+    assert "the cause is hardware" in " ".join(done.err.split())
