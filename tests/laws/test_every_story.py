@@ -4,7 +4,7 @@ import pytest
 
 from tests.laws.fleet import accused, innocent
 from tests.laws.properties import broken, courses, names
-from tests.laws.sample import BROKEN, pairs
+from tests.laws.sample import pairs
 from tests.story.playing import play
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,6 @@ def test_a_law_holds_in_every_story(story, law):
     assert not (found := broken(story, law, courses(story))), "\n".join(found)
 
 
-@pytest.mark.xfail(reason=BROKEN["healthy-fleet", "innocence"], strict=True, raises=AssertionError)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_healthy_fleet_is_never_accused(seed):
     """Upgrades, reboots, dips of the power, jobs that crash and noise in the log make no device suspect."""
