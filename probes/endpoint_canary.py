@@ -10,13 +10,12 @@ prompts, lengths or batches trigger; which of several devices is at fault. See d
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from functools import partial
 from pathlib import Path
 
 from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Skip, Skipped
 from canaryd.worker.endpoint.canary import Endpoint, wanted
 from canaryd.worker.endpoint.prompts import Prompt, load
-from canaryd.worker.endpoint.recorder import Item, Recorder, names
+from canaryd.worker.endpoint.recorder import Item, Progress, Recorder, names
 from canaryd.worker.endpoint.settings import Settings
 
 SPEC = ProbeSpec(
@@ -37,8 +36,6 @@ LOADS = (2, 4, 8)
 """Numbers of equal requests sent together: 14 per case. With 2 that are sent beside another case, 16 requests of each
 case are under load."""
 DEEP_ROUNDS = 5
-Asking = Generator[Fact, None, bool]
-MORE = "the time of this run was over before all was asked; more to come"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
@@ -82,54 +79,58 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
 
 
 def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
-    """Ask every item about 32 times to learn a baseline: alone, then beside another item, then with equal items.
-
-    With an odd seed load comes first, so that a server too slow for both in one run is asked in both ways after a few.
-    """
-    reasons: list[str] = []
-    alone, loaded = partial(_alone, ALONE - 1), _loaded
-    for way in (partial(_alone, 1), *((loaded, alone) if ctx.seed % 2 else (alone, loaded))):
-        if not (yield from way(ctx, recorder, items, reasons)):
-            break
-    if reasons:
-        yield Skipped(case="baseline", reason="; ".join(reasons))
-
-
-def _alone(rounds: int, ctx: Context, recorder: Recorder, items: list[Item], reasons: list[str]) -> Asking:
-    """Ask every item `rounds` times alone; return whether to go on, and add the reason to `reasons` if not."""
-    for number, item in enumerate(items * rounds):
-        if recorder.recorded and recorder.spent:
-            reasons.append(MORE)
-            return False
-        ctx.progress(number / len(items) / ALONE / 2, f"learning {names(item)[0]}, alone")
+    """Ask every item about 32 times to learn a baseline: alone, then beside another item, then with equal items."""
+    progress = Progress("" if ctx.drill else ctx.memory, recorder.endpoint)
+    before = progress.rounds()
+    alone = [item for _ in range(before, ALONE) for item in items]
+    if before >= ALONE:  # find out alone what is refused and how prompts are rendered
+        alone = items
+    for number, item in enumerate(alone):
+        if number and recorder.spent:
+            progress.keep(before + number // len(items))
+            reason = f"{number} of {len(alone)} requests alone and none under load in this run; more to come"
+            yield Skipped(case="baseline", reason=reason)
+            return
+        ctx.progress(number / len(alone) / 2, f"learning {names(item)[0]}, alone")
         try:
             yield from recorder.alone(item)
         except Skip as error:
-            if item in recorder.answers:
-                recorder.strained = str(error)
-                reasons.append(f"a request alone: {error}")
-                return False
-            yield from recorder.alone(item)  # what never answers ends the run as skipped, one bad answer does not
-    return True
+            if item not in recorder.answers:  # what never answers ends the run as skipped, one bad answer does not
+                yield from recorder.alone(item)
+                continue
+            recorder.strained = str(error)
+            progress.keep(before + number // len(items))
+            yield Skipped(case="baseline", reason=f"{number} of {len(alone)} requests alone: {error}")
+            return
+    progress.keep(ALONE)
+    reasons = yield from _loaded(ctx, recorder, [item for item in items if item not in recorder.refused])
+    if reasons:
+        yield Skipped(case="baseline", reason="; ".join(reasons))
+    if not recorder.spent or recorder.strained:
+        progress.keep(0)
 
 
-def _loaded(ctx: Context, recorder: Recorder, every: list[Item], reasons: list[str]) -> Asking:
-    """Ask every item with one other and with equal ones, half as many if that is too much; add the reasons for it."""
-    items = [item for item in every if item not in recorder.refused]
+def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fact, None, list[str]]:
+    """Ask every item together with one other item and with equal items; return the reasons for loads left out.
+
+    If the server cannot take so many requests at once, continue with half of them.
+    """
     groups = [[item, items[(index + 1) % len(items)]] for index, item in enumerate(items)]
     groups += [[item] * many for many in LOADS for item in items]
     most = max(LOADS)
+    reasons: list[str] = []
     for number, group in enumerate(groups):
         ctx.progress((1 + number / len(groups)) / 2, f"learning {names(group[0])[0]}, {len(group)} at once")
         rest = group
-        while len(rest) > 1 and most > 1:  # a single request is not load
+        while len(rest) > 1:  # a single request is not load
             if recorder.spent:
-                reasons.append(MORE)
-                return False
+                return [*reasons, f"{number} of {len(groups)} loads in this run; more to come"]
             now, rest = rest[:most], rest[most:]
             failed = yield from recorder.together(now)
             rest = [*failed, *rest]
             if failed:
                 most = (len(now) + 1) // 2
                 reasons.append(recorder.strained)
-    return True
+            if most < 2:
+                return reasons
+    return reasons

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from canaryd.facts import ENDPOINT_REPEATS, ENDPOINT_SERVER, ENDPOINT_STARTED, reading_key
+from canaryd.files import keep, recall
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
 from canaryd.worker.endpoint.canary import Endpoint, new_salt, wanted
 from canaryd.worker.endpoint.client import Refused
-from canaryd.worker.endpoint.dialects import GENERIC
+from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
@@ -153,6 +154,31 @@ class Recorder:
                 self._positions += len(answer.positions)
                 self.nonfinite += answer.nonfinite
                 yield self.endpoint.recording(name, *item, answer, condition)
+
+
+class Progress:
+    """The stored number of rounds that an interrupted run has done to learn a baseline; the file outlives the worker.
+
+    A later run continues from there if the endpoint reports the same version and configuration. If the file cannot be
+    read or written, a run starts again, which only costs time.
+    """
+
+    def __init__(self, memory: str, endpoint: Endpoint) -> None:
+        settings = endpoint.settings
+        self._kept = memory, f"baselining-{digest([settings.url, endpoint.model])}"
+        self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
+
+    def rounds(self) -> int:
+        """Return the number of rounds that an interrupted run has done, or 0 if no run was interrupted."""
+        try:
+            about, rounds = recall(*self._kept)
+        except (ValueError, TypeError):
+            return 0
+        return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
+
+    def keep(self, rounds: int) -> None:
+        """Store the number of rounds that a run has done when it ends early; 0 removes the stored number."""
+        keep(*self._kept, [self._about, rounds] if rounds else None)
 
 
 def injected(answer: Answer, fault: str) -> Answer:

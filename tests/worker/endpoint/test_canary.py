@@ -135,7 +135,7 @@ def test_a_baseline_ends_with_its_budget():
     with served(routes_of("vllm")) as server:
         facts = run(server.url, baselining=True, budget=1e-6)
     assert len(recordings(facts)) >= 1
-    assert skipped(facts) == [("baseline", "the time of this run was over before all was asked; more to come")]
+    assert skipped(facts) == [("baseline", "1 of 96 requests alone and none under load in this run; more to come")]
 
 
 class Turns:
@@ -149,19 +149,30 @@ class Turns:
         return 0.0 if self.looks >= 0 else 1000.0
 
 
-def test_a_baseline_that_takes_several_runs_has_both_conditions():
-    """Alone first with an even seed, round by round over every case; with an odd one once alone, then under load."""
-    wanted = {"baselining": True, "budget": 100.0, "settings": {"apis": ["chat"]}}
+def test_a_baseline_goes_on_where_an_earlier_run_ended(tmp_path):
+    """Alone first, round by round over every case; then under load; and from the start when all is done or changed."""
+    memory = str(tmp_path / "memory")
+    wanted = {"baselining": True, "budget": 100.0, "memory": memory, "settings": {"apis": ["chat"]}}
 
-    def conditions(looks: int, seed: int) -> list[tuple[int, int]]:
-        found = recordings(run(server.url, clock=Turns(looks), seed=seed, **wanted))
+    def conditions(looks: int) -> list[tuple[int, int]]:
+        found = recordings(run(server.url, clock=Turns(looks), **wanted))
         every = [[recording.condition for recording in each] for each in found.values()]
         return sorted({(each.count("idle"), each.count("loaded")) for each in every})
 
     with served(routes_of("llama-server")) as server:
-        assert conditions(20, 0) == [(10, 0)]
-        assert conditions(6, 1) == [(1, 4)]
-        assert conditions(10**6, 1) == [(16, 16)]
+        assert conditions(20) == [(10, 0)]
+        assert conditions(16) == [(6, 4)]
+        assert conditions(10**6) == [(1, 16)]
+        assert conditions(20) == [(10, 0)]
+        server.routes["GET /props"] = {**server.routes["GET /props"], "build_info": "b2"}
+        assert conditions(28) == [(14, 0)]
+        (file,) = (tmp_path / "memory").iterdir()
+        for damage in ("", "[]", "[1, 2, 3]", "7", "{}"):
+            file.write_text(damage)
+            assert conditions(4) == [(2, 0)]
+        file.unlink()
+        file.mkdir()
+        assert conditions(4) == [(2, 0)]
 
 
 BUSY = (429, {"Retry-After": "3600"}, {"error": {"message": "queue is full"}})
@@ -420,8 +431,9 @@ def test_a_stream_that_breaks_off_is_an_absent_part(stream, said):
     assert len(recordings(facts)) == 5
 
 
-def test_a_baseline_keeps_what_it_has_when_a_request_fails():
-    """What was recorded is learnt, the reason is said, and nothing more is asked."""
+def test_a_baseline_keeps_what_it_has_when_a_request_fails(tmp_path):
+    """What was recorded is learnt, the reason is said, and the next run goes on with the rounds that are left."""
+    wanted = {"baselining": True, "budget": 100.0, "memory": str(tmp_path), "settings": {"apis": ["chat"]}}
     routes = recorded("llama-server")
     answer = routes["POST /v1/chat/completions"]
     left = [40]
@@ -431,11 +443,14 @@ def test_a_baseline_keeps_what_it_has_when_a_request_fails():
         return answer if left[0] >= 0 else (500, {}, {"error": "EngineCore died"})
 
     with served({**routes, "POST /v1/chat/completions": dying}) as server:
-        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"]})
-    ((case, text),) = skipped(facts)
-    assert (case, text[:16]) == ("baseline", "a request alone:")
-    assert "EngineCore died" in text
-    assert {len(each) for each in recordings(facts).values()} == {10}
+        facts = run(server.url, **wanted)
+        ((case, text),) = skipped(facts)
+        assert (case, text[:21]) == ("baseline", "20 of 32 requests alo")
+        assert "EngineCore died" in text
+        assert {len(each) for each in recordings(facts).values()} == {10}
+        left[0] = 10**6
+        again = run(server.url, **wanted)
+    assert {sum(r.condition == "idle" for r in each) for each in recordings(again).values()} == {6}
 
 
 def test_a_server_that_nobody_knows_is_negotiated_with_and_said_to_be_unknown():
