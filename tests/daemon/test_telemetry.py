@@ -816,7 +816,7 @@ FINDINGS = {
 """GPU → rule → how much it weighs; `provoke` brings each about."""
 STATES = {
     **dict.fromkeys((0, 1), ("faulty", "hardware")),
-    3: ("suspect", "hardware"),
+    3: ("suspect", "undetermined"),  # its count rose between the same polls as the memory of GPU 0 failed
     7: ("suspect", "undetermined"),  # lost with GPU 1
     **dict.fromkeys((2, 4, 6), ("degraded", "hardware")),
     5: ("degraded", "environment"),
