@@ -102,8 +102,7 @@ NO_POLL = Failure("canaryd did not read it", "Check whether the daemon is overlo
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
     """No poll has given readings for too long; one failed poll alone shows nothing, nor polls that never gave any.
 
-    Of a device that is gone, silence is nothing new. It is said beside what is known, and hides nothing: only numbers
-    are `unknown`.
+    The finding hides nothing beside it, because only numbers are `unknown`. A device that is gone may be silent.
     """
     if signs.gone:
         return

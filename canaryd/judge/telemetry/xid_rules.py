@@ -98,7 +98,8 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
         if incident.grade not in ("reset", "reboot"):
             continue
         cuts = signs.boots if incident.grade == "reboot" else signs.resets
-        life = next(i for i in signs.life.incidents if (i.code, i.grade) == (incident.code, incident.grade))
+        same = (i for i in signs.life.incidents if (i.code, i.grade) == (incident.code, incident.grade))
+        life = next(same, incident)
         trouble = signs.life.of_codes([incident.events[-1].code])
         occasions = [(at.last, company(trouble, at)) for at in spans(life.events)]
         again = recurrence(occasions, signs.life.resets, signs.now - HELD)
@@ -252,8 +253,7 @@ def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
     """Return when an Xid came last, its line, its class and whose advice that is."""
     newest = max(incident.events, key=lambda e: e.last)
     grades = {"inspect": "inspection", "rma": "RMA", "none": "", xids.UNKNOWN: ""}
-    grade = grades.get(incident.grade, incident.grade)
-    found = _company(signs, newest)
+    grade, found = grades.get(incident.grade, incident.grade), _company(signs, newest)
     source = "telemetry.xids" if str(incident.xid.code) in signs.policy.xids else "NVIDIA's Xid catalogue"
     return (
         f"Last at {signs.moment(incident.last)}.",
