@@ -66,7 +66,7 @@ def products(context: Context) -> Iterator[Maker]:
     for source, target in FORMAT_PAIRS:
         if exact_matmul.unsupported(context.device, source, target):
             continue
-        kinds, layouts = shapes_of(source)
+        kinds, layouts = shapes_of(context.device, source)
         for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
     for left, name in int8_pairs(context.device):

@@ -111,9 +111,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def interleave(first: Callable[[], object], second: Callable[[], object], pairs: int) -> list[tuple[float, float]]:
-    """Return (seconds of `first`, seconds of `second`) for each pair. They alternate, so a slow phase affects both."""
-    return [(seconds(first), seconds(second)) for _ in range(pairs)]
+def interleave(sides: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Return the seconds of each of the `sides` for each round. They alternate, so a slow phase affects all of them."""
+    return [[seconds(side) for side in sides] for _ in range(rounds)]
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:

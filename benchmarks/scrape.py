@@ -52,7 +52,7 @@ def serve(devices: int, pipe: Any) -> None:
     sys.setswitchinterval(daemon.SWITCH)
     snapshot = node(devices)
     pages = [families.page_of(snapshot)]
-    route = lambda headers: pages[0].answer(headers)  # noqa: E731, PLW0108  the page is replaced
+    route = lambda request: pages[0].answer(request.headers)  # noqa: E731  the page is replaced
     server = Server("127.0.0.1", 0, {"/metrics": route})
     server.start()
     pipe.send(server.port)

@@ -4,6 +4,10 @@ Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per tria
 every result with the golden on the device, and new operands and golden, which the device gathers for every eighth
 product. A GPU repeats both sides itself, as in exact_matmul. The cost per upload (the pools are made twice and
 uploaded, the host compares the first result) is measured separately, and so is the digest, which only fixed cases need.
+
+On a CPU each way of `benchmarks.digest` is measured too, in turn with both sides: instead of a golden the device makes
+the digests that the rows must have, and every result is read once. Results are spoilt all the same: eight products of
+one gather have equal results, so no digest shows that one of them was not written.
 """
 
 from __future__ import annotations
@@ -18,14 +22,15 @@ from typing import Any
 from canaryd_lab.worker.characterise.speed import Repetition
 
 from benchmarks import common
+from benchmarks.digest import WAYS, Digest, Digesting, Way
 from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric import stack, verify
-from canaryd.worker.numeric.cases import product_case
+from canaryd.worker.numeric.cases import Case, product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.making import make_twice
-from canaryd.worker.numeric.operands import gather, make_pools
+from canaryd.worker.numeric.operands import Problem, Product, gather, make_pools
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
 
@@ -77,6 +82,8 @@ class Row:
     others: float
     """Fraction of the processor time that other processes used during the measurement."""
     account: Account
+    digests: dict[str, tuple[common.Ratio, common.Ratio]]
+    """Way → (throughput verified by its digest over unverified, the same over verified by comparison); {} on a GPU."""
 
     @property
     def judged(self) -> str:
@@ -88,6 +95,66 @@ class Row:
         return f"{'not resolved, disturbed' if disturbed else self.ratio.against(target)} (≥ {target})"
 
 
+def undoubted(session: Session, case: Case, product: Product, seed: int) -> Any:
+    """Return the pools of a product; exit the program if its golden is in doubt."""
+    pools, doubts = make_twice(session, replace(case, build=partial(make_pools, product)), seed, None, "")
+    if doubts:
+        raise SystemExit(f"the golden of {case.name} is in doubt: {doubts[0]}")
+    return pools
+
+
+def verifying(
+    session: Session,
+    case: Case,
+    buffers: list[Any],
+    gatherer: Gatherer,
+    agree: Callable[[list[Any], Any], list[bool]],
+) -> Callable[[int], None]:
+    """Return a function that verifies so many bursts in `buffers`, each step started by the host.
+
+    `agree` says of each result whether it agrees with the golden, or whatever `gatherer` gives in its place.
+    """
+    bursts, turns, fresh = itertools.count(), itertools.count(), list[Any]()
+
+    def verified(repeats: int) -> None:
+        for _ in range(repeats):
+            if next(bursts) * len(buffers) % PRODUCTS == 0:
+                fresh[:] = gatherer.gather(next(turns))
+            results = [case.compute(fresh[0], buffer) for buffer in buffers]
+            for result in results:
+                session.injector.after(case.name, result)
+            if not all(agree(results, fresh[1])):
+                raise SystemExit(f"a result of {case.name} is wrong on this machine")
+            session.runtime.spoil(results)
+
+    return verified
+
+
+def by_digest(
+    session: Session, case: Case, pools: Problem, seed: int, buffers: list[Any], way: Way
+) -> Callable[[int], None]:
+    """Return what `verifying` returns, with digests of rows instead of a golden."""
+    assert case.product is not None
+    digested = Digest(way, case.product.N, buffers[0].element_size(), seed)
+    gatherer = Digesting(digested, session.runtime, session.ctx.device, case.product, pools, seed)
+
+    def agree(results: list[Any], expected: Any) -> list[bool]:
+        return [torch.equal(digested.rows(result), expected) for result in results]
+
+    return verifying(session, case, buffers, gatherer, agree)
+
+
+def repeated(session: Session, case: Case, pools: Problem, seed: int) -> list[Callable[[int], object]]:
+    """Return functions that let a GPU do so many bursts by itself: unverified, and verified."""
+    repetition = Repetition(session, case, pools, seed)
+
+    def verified(repeats: int) -> None:
+        if wrong := repetition.verified(repeats):
+            raise SystemExit(f"{wrong} products of {case.name} with seed {seed} are wrong on this machine")
+
+    return [repetition.unverified, verified]
+
+
 def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     """Measure one size with `pairs` pairs; exit the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
@@ -96,53 +163,34 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     seed = verify.case_seed(context, case)
     product = case.product
     assert product is not None
-    of_pools = replace(case, build=partial(make_pools, product))
     made: list[Any] = []
-    making = common.seconds(lambda: made.append(make_twice(session, of_pools, seed, None, "")))
-    pools, doubts = made[0]
-    if doubts:
-        raise SystemExit(f"the golden of {case.name} is in doubt: {doubts[0]}")
-    gatherer = Gatherer(session.runtime, device, product, pools, seed)
+    making = common.seconds(lambda: made.append(undoubted(session, case, product, seed)))
+    pools = made[0]
     problem = gather(product, pools, seed, 0)
     operands = upload(problem.operands, device)
     (golden,) = upload((problem.golden,), device)
-    bursts, turns = itertools.count(), itertools.count()
-    fresh: list[Any] = []
     burst = session.runtime.burst(golden)
     buffers = [torch.empty_like(golden) for _ in range(burst)]
-    repeats = 1
 
-    def unverified() -> None:
+    def unverified(repeats: int) -> None:
         for _ in range(repeats):
             for buffer in buffers:
                 torch.matmul(*operands, out=buffer)
             synchronize(device)
 
-    def verified() -> None:
-        for _ in range(repeats):
-            if next(bursts) * burst % PRODUCTS == 0:
-                fresh[:] = gatherer.gather(next(turns))
-            results = [case.compute(fresh[0], buffer) for buffer in buffers]
-            for result in results:
-                session.injector.after(case.name, result)
-            if not all(session.runtime.agree(results, fresh[1])):
-                raise SystemExit(f"{case.name} with seed {seed} is wrong on this machine")
-            session.runtime.spoil(results)
-
-    sides: tuple[Callable[[], None], Callable[[], None]] = (unverified, verified)
+    ways: list[str] = []
     if session.runtime.repeats(device):
-        repetition = Repetition(session, case, pools, seed)
-
-        def repeated() -> None:
-            if wrong := repetition.verified(repeats):
-                raise SystemExit(f"{wrong} products of {case.name} with seed {seed} are wrong on this machine")
-
-        sides = (lambda: repetition.unverified(repeats), repeated)
+        sides = repeated(session, case, pools, seed)
+    else:
+        gatherer = Gatherer(session.runtime, device, product, pools, seed)
+        sides = [unverified, verifying(session, case, buffers, gatherer, session.runtime.agree)]
+        sides += [by_digest(session, case, pools, seed, buffers, way) for way in WAYS]
+        ways = [way.name for way in WAYS]
     for side in sides:
-        side()
-    repeats = max(1, round(SAMPLE / common.seconds(sides[0])))
+        side(1)
+    repeats = max(1, round(SAMPLE / common.seconds(partial(sides[0], 1))))
     with common.Bystanders() as bystanders:
-        times = common.interleave(*sides, pairs)
+        times = common.interleave([partial(side, repeats) for side in sides], pairs)
     tries = 3 if size >= 4096 else 9
 
     def median(work: Callable[[], object]) -> float:
@@ -152,10 +200,10 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
         upload((*problem.operands, problem.golden), device)
         synchronize(device)
 
-    unverified()  # what was verified is spoilt: the account compares right results
+    unverified(1)  # what was verified is spoilt: the account compares right results
     spare = [torch.empty_like(golden) for _ in range(burst)]
     account = Account(
-        product=statistics.median(first for first, _ in times) / (repeats * burst),
+        product=statistics.median(first for first, *_ in times) / (repeats * burst),
         comparison=median(lambda: session.runtime.agree(buffers, golden)) / burst,
         spoiling=median(lambda: session.runtime.spoil(spare)) / burst,
         making=making,
@@ -163,7 +211,12 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
         host=median(lambda: host_same_bits(buffers[0].cpu(), problem.golden)),
         digest=median(lambda: digest(buffers[0])),
     )
-    return Row(size, repeats * burst, common.ratio(times), bystanders.share, account)
+
+    def ratio(first: int, second: int) -> common.Ratio:
+        return common.ratio([(each[first], each[second]) for each in times])
+
+    digests = {name: (ratio(0, at), ratio(1, at)) for at, name in enumerate(ways, 2)}
+    return Row(size, repeats * burst, ratio(0, 1), bystanders.share, account, digests)
 
 
 def report(rows: list[Row]) -> str:
@@ -210,12 +263,24 @@ def report(rows: list[Row]) -> str:
             for r in rows
         ],
     )
+    header = ["size", "digest", "verified / unverified (95 %)", "over comparison (95 %)", "faster than comparison"]
+    faster = {"reached": "yes", "missed": "no"}
+    digests = common.table(
+        header,
+        [
+            [r.size, way, raw, today, faster.get(today.against(1.0), "not resolved")]
+            for r in rows
+            for way, (raw, today) in r.digests.items()
+        ],
+    )
+    about = "\nVerified by digests of the rows instead; `benchmarks.digest` says what each can miss.\n\n"
     return (
         f"{speed}\nOthers: the share of all processor time that other processes took meanwhile. Gflop/s: unverified.\n"
         "\nThe account. Comparison and spoiling (overwriting a compared result, so that a kernel that writes nothing\n"
         "does not find it right) are part of every trial and of the ratio above; making, upload and host compare\n"
         "happen once per upload, the digest for fixed cases only. The last column: how many trials over one\n"
         f"upload bring its own costs below 5 % of the time.\n\n{costs}"
+        f"{about + digests if any(r.digests for r in rows) else ''}"
     )
 
 

@@ -114,13 +114,10 @@ def _object(kind: Any) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind)
     fields = {name: _decoder(hint) for name, hint in hints.items()}
     exact = {name: hint for name, hint in hints.items() if hint in (int, float, bool)}
-    upgrade = getattr(kind, "upgrade_json", None)
 
     def decode(data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise _UnfitError(f"wanted an object, got {type(data).__name__}")
-        if upgrade is not None:  # what an older release wrote
-            data = upgrade(data)
         if not data.keys() <= fields.keys():
             raise _UnfitError(f"unknown field {min(data.keys() - fields.keys())!r}")
         decoded = {}

@@ -67,6 +67,11 @@ SELF_TEST = "vendor_selftest"
 """Name of the reading with the result of one test of a vendor's own self-test."""
 DEVICE_SECONDS, HOST_SECONDS = "device_seconds", "host_seconds"
 """Names of readings: seconds for which a run used its device; seconds of processor time while the device waited."""
+ALIGNED = 64
+"""A product is "aligned" if its strides are multiples of this many elements, else "ragged": kernels that load tiles
+want 16 bytes."""
+GRAPH = "g"
+"""End of the name of a case that the device computed in a graph, without the host: "name#7g"."""
 SPEEDS = "speed_"
 """Prefix of the names of all readings that measure a speed."""
 
@@ -456,6 +461,11 @@ def reading_key(name: str, labels: Mapping[str, str]) -> str:
     """Return the key of a reading: its name with its labels, e.g. "temperature_celsius{sensor=core}"."""
     inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
     return f"{name}{{{inside}}}" if inside else name
+
+
+def is_of_graph(case: str) -> bool:
+    """Return whether a case's name says that the device computed it in a graph, without the host: "name#7g"."""
+    return case.partition("#")[2].endswith(GRAPH)
 
 
 def stack_id(stack: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
@@ -20,6 +21,12 @@ SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "bytes per second": "B/s"
 """Unit that is printed with a prefix such as "G" ("1.98 GHz") → its symbol."""
 PLAIN = {"celsius": "°C", "watts": "W", "1": ""}
 """Unit that is printed without a prefix → its symbol. Any other unit is its own symbol."""
+
+
+def command(name: str, *options: tuple[str, str]) -> str:
+    """Return the canaryd command `name` for a shell, with those of these (option, value) that have a value."""
+    words = (word for option, value in options if value for word in (f"--{option.replace('_', '-')}", value))
+    return shlex.join(["canaryd", name, *words])
 
 
 def columns() -> int:
@@ -52,7 +59,8 @@ def folded(text: str, width: int) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown `word`: '; did you mean "cpu:0"?', or "" if no word is similar."""
-    near = difflib.get_close_matches(word, list(known), 1)
+    known = list(known)
+    near = difflib.get_close_matches(word, known, 1, 0.65) or [k for k in known if word and k.startswith(word)]
     return f'; did you mean "{near[0]}"?' if near else ""
 
 

@@ -129,6 +129,17 @@ class Device:
     """The uuid under which torch or the vendor's driver reports the same physical part; "" if that is this device's own
     uuid, or if the part is not known."""
 
+    computes_here = True
+    """Whether its tests compute on this host: they take its time and memory, and can load it for a retest."""
+    is_hardware = True
+    """Whether it is a part that can vanish, be at fault and be returned."""
+    has_witnesses = True
+    """Whether devices of its kind are evidence on it; else its recordings are, once they are complete and confirmed."""
+
+    def __new__(cls, *, backend: str = "", **_: Any) -> Device:  # noqa: PYI034 - typing.Self needs Python 3.11
+        """Return a device, or a `ModelServer` if the backend says so: stored rows and messages name no class."""
+        return super().__new__(ModelServer if backend == ENDPOINT else cls)
+
     @property
     def kind(self) -> tuple[str, str]:
         """The pair (backend, model). Devices of equal kind are compared with each other."""
@@ -167,22 +178,46 @@ class Device:
         return "cuda" if self.backend == "rocm" else self.backend, index
 
     @property
-    def is_endpoint(self) -> bool:
-        """Whether this is a server and not a part of this host."""
-        return self.backend == ENDPOINT
+    def is_accelerator(self) -> bool:
+        """Whether it is neither a processor nor a server."""
+        return self.unit not in ("cpu", ENDPOINT)
 
     @property
-    def tested_as(self) -> str:
-        """The word that a probe must list among its backends to test this device: its backend, or `EXACT_ENDPOINT`."""
-        return EXACT_ENDPOINT if self.is_endpoint and self.detail.get("exact") else self.backend
+    def is_reached(self) -> bool:
+        """Whether probes can run on it. A processor always counts: its runs report that torch is missing."""
+        return self.unit == "cpu" or self.runtime != TORCH or self.torch_index is not None
+
+    @property
+    def tested_as(self) -> tuple[str, ...]:
+        """The words of which `ProbeSpec.backends` must have one, so that the probe tests it."""
+        return self.backend, "*"
 
     @property
     def name(self) -> str:
         """The name that people type: "cpu:0", "cuda:3", "cuda:3.1" for a device's instance, "endpoint:main"."""
-        if self.is_endpoint:
-            return self.uuid
         instance = self.detail.get("instance", "")
         return f"{self.backend}:{self.index}" + (f".{instance}" if instance else "")
+
+
+class ModelServer(Device):
+    """A model server of the configuration. It is tested like a device, and computes on devices of this host or not."""
+
+    computes_here, is_hardware, has_witnesses, is_reached = False, False, False, True
+
+    @property
+    def tested_as(self) -> tuple[str, ...]:
+        """The word that `ProbeSpec.backends` must have; "*" means the backends of this host."""
+        return (EXACT_ENDPOINT if self.detail.get("exact") else ENDPOINT,)
+
+    @property
+    def name(self) -> str:
+        """The name that people type: "endpoint:main"."""
+        return self.uuid
+
+
+def is_served(uuid: str) -> bool:
+    """Return whether a uuid is that of an endpoint."""
+    return uuid.startswith(f"{ENDPOINT}:")
 
 
 class EventKind:
@@ -194,6 +229,19 @@ class EventKind:
     """Kinds of events: the device was reset; the host booted; the software changed; canaryd released the devices."""
     OFF_BUS = "off-bus"
     """The device does not answer on its bus, according to the driver or the kernel log."""
+    FILES = "files"
+    """The files of the software (`Event.name`: its `Run.stack_id`) were compared with what was installed: `Files`."""
+
+
+class Files(enum.Enum):
+    """Whether the compiled files of the software under test are those that pip installed."""
+
+    AS_INSTALLED = "as installed"
+    ALTERED = "altered"
+    MISREAD = "misread"
+    """A file held other bytes at the first reading only: memory or disk."""
+    NOT_COMPARED = "not compared"
+    """There is no record of them, or the comparison did not end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +290,9 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 class _Known:
     """Slots that cache values computed from a run. An instance dictionary would take more memory than the run."""
 
-    __slots__ = ("_stack_id", "_wrong")
+    __slots__ = ("_stack_id", "_trials", "_wrong")
     _stack_id: str
+    _trials: int
     _wrong: tuple[Comparison, ...]
 
 
@@ -290,7 +339,7 @@ class Run(_Known):
     repro: str = ""
     """A command that repeats this run on any machine with such a device."""
     drill: str = ""
-    """Name of the injected fault if this run is a drill, else "". Drills never mix with real runs."""
+    """Name of the injected fault if this run is a drill, else ""."""
     confirms: str = ""
     """Id of the run whose mismatch this run must confirm, or ""."""
     trigger: str = ""
@@ -312,11 +361,6 @@ class Run(_Known):
         return not (self.confirms or self.cases or self.intensity)
 
     @property
-    def repeat(self) -> str:
-        """The command that repeats this run: `repro`."""
-        return self.repro
-
-    @property
     def wrong(self) -> tuple[Comparison, ...]:
         """The comparisons that found a wrong bit."""
         try:
@@ -333,7 +377,11 @@ class Run(_Known):
     @property
     def trials(self) -> int:
         """Number of the device's results that were compared in this run."""
-        return sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE)
+        try:
+            return self._trials
+        except AttributeError:
+            object.__setattr__(self, "_trials", sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE))
+            return self._trials
 
     @property
     def uploads(self) -> int:
@@ -396,6 +444,8 @@ class Rival:
     """The kind of evidence: against the explanation if it is rejected, for it if it is still open."""
     by: tuple[str, ...] = ()
     """Names of the devices that gave the evidence."""
+    of: int = 0
+    """For `Shown.RARER`: number of the results of these devices if none was ever wrong; else 0."""
 
 
 class Ground(str, enum.Enum):
@@ -443,7 +493,7 @@ class ProbeTally:
 
     wrong: int
     of: int
-    """Number of results up to and including the newest wrong one, from runs under the same conditions."""
+    """Number of results of this probe since the fault was first seen, those of clean runs too."""
     runs: int
     """Number of runs with a wrong result, including retests."""
     retests: Tally
@@ -453,13 +503,16 @@ class ProbeTally:
     known."""
     bits: tuple[int, ...] = ()
     """Positions of all bits that were seen flipped (0 = lowest), ascending."""
+    bits_by_type: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Number type of wrong results ("bfloat16", or its width, "32 bits"; "not known") → those of its flipped bits.
+    Empty without bits, and in records of releases that did not note it."""
     cells: tuple[Cell, ...] = ()
     """Kinds of fault of the wrong words of memory, in the order of `Cell`; empty if memory was not under test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Options of `canaryd check` that repeat a wrong result on another device."""
+    """Options of `canaryd check` that repeat a fault, on the device itself or on another one."""
 
     device: str
     """Name of a sound identical device of this node, or a backend (such as "cuda") for a device of another node."""
@@ -472,6 +525,8 @@ class Elsewhere:
     seconds: float = 0.0
     """Seconds for which to repeat the test. A fault as frequent as here then shows with a probability of 95 %. The time
     is 0.0 if one run is enough."""
+    here: str = ""
+    """Name of the device on which the test was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,13 +541,17 @@ class WrongResults:
     """The confirmations; empty while the fault is not confirmed."""
     to_come: int = 0
     """Number of automatic retests that have not run yet."""
+    doubt: str = ""
+    """Reason to doubt goldens that this CPU made, a value of `Doubt`, if that is a part of the fault; else ""."""
     elsewhere: Elsewhere | None = None
-    """Options that repeat the test on another device to find the cause; None if that would not help."""
+    """Options that repeat the fault. They are chosen once and stay the same, but for the other device and the time."""
+    files: Files | None = None
+    """Whether the software's files are those that were installed; None if nobody has looked yet."""
 
     @property
     def all(self) -> Tally:
         """Number of results of all probes together, and of wrong ones among them."""
-        return _sum(self.probes.values())
+        return added(self.probes.values())
 
     @property
     def runs(self) -> int:
@@ -502,7 +561,7 @@ class WrongResults:
     @property
     def retests(self) -> Tally:
         """Tally of the completed retests of all probes' runs: how many there were, and how many failed too."""
-        return _sum(t.retests for t in self.probes.values())
+        return added(t.retests for t in self.probes.values())
 
     @property
     def places(self) -> tuple[PlaceTally, ...]:
@@ -510,7 +569,7 @@ class WrongResults:
         at: dict[Place, list[PlaceTally]] = {}
         for found in (p for t in self.probes.values() for p in t.places):
             at.setdefault(found.place, []).append(found)
-        sums = ((place, _sum(found)) for place, found in at.items())
+        sums = ((place, added(found)) for place, found in at.items())
         listed = (PlaceTally(place=place, wrong=t.wrong, of=t.of) for place, t in sums)
         return tuple(sorted(listed, key=lambda p: (p.place.unit, p.place.numbers)))
 
@@ -526,7 +585,8 @@ class WrongResults:
         return tuple(c for c in Cell if c in found) if all(t.cells for t in self.probes.values()) else ()
 
 
-def _sum(tallies: Iterable[Tally | ProbeTally | PlaceTally]) -> Tally:
+def added(tallies: Iterable[Tally | ProbeTally | PlaceTally]) -> Tally:
+    """Return the sum of tallies."""
     every = list(tallies)
     return Tally(wrong=sum(t.wrong for t in every), of=sum(t.of for t in every))
 
@@ -541,6 +601,35 @@ class Characterised:
     """The kind of proof, such as "shipped" or "sibling": a value of `By` in canaryd/judge/characterised.py."""
     devices: tuple[str, ...] = ()
     """Uuids of the devices that gave the class's golden; empty for "shipped"."""
+
+
+class Whose(str, enum.Enum):
+    """What a finding points to: the device, or something behind it."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SHARED = "shared part"
+    SOFTWARE = "software"
+    ENDPOINT = "endpoint"
+
+
+class Part(str, enum.Enum):
+    """A part that several devices of a host share."""
+
+    SUPPLY = "power supply"
+    COOLING = "cooling"
+    RISER = "riser"
+    SWITCH = "PCIe switch"
+    FABRIC = "NVLink fabric"
+    HIVE = "XGMI hive"
+    DRIVER = "driver"
+    MEMORY = "host memory"
+
+
+class Remedy(str, enum.Enum):
+    """A remedy that can reach more than one device: a reset, another driver or its new start, a reboot."""
+
+    RESET, DRIVER, REBOOT = "reset", "driver", "reboot"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,6 +661,16 @@ class Finding:
     """Start of the first run of the evidence, in seconds since the epoch; 0.0 if there is no such run."""
     wrong: WrongResults | None = None
     """The summary of the wrong results; None if the finding is about something else."""
+    subject: Whose | None = None
+    """What the finding points to; None if that is nothing, or in findings that an older release stored."""
+    parts: tuple[Part, ...] = ()
+    """For a shared part: which parts may be at fault."""
+    shared_by: tuple[str, ...] = ()
+    """For a shared part or the host: names of the devices that have the trouble together, this one among them."""
+    remedy: Remedy | None = None
+    """The kind of remedy that `action` asks for; None if it reaches this device alone."""
+    reach: tuple[str, ...] = ()
+    """Names of all devices that the action reaches, this one among them; empty if there is nothing to do."""
 
 
 class AckKind:

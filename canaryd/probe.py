@@ -68,6 +68,8 @@ class ProbeSpec:
     endpoints)."""
     telemetry: bool = False
     """True: the probe reads what the device reports. It is polled with all other telemetry; not every run is stored."""
+    settings: tuple[str, ...] = ()
+    """Names of the probe's own settings, which `canaryd config check` compares with those that are configured."""
     opt_in: bool = False
     """True: the probe runs only if the configuration enables it."""
     group: bool = False

@@ -23,6 +23,7 @@ SPEC = ProbeSpec(
     numeric=False,
     telemetry=True,
     order=10,
+    settings=("sysfs", "amdsmi"),
 )
 
 

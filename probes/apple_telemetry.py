@@ -22,6 +22,7 @@ SPEC = ProbeSpec(
     numeric=False,
     telemetry=True,
     order=10,
+    settings=("sysctl", "ioreg", "pmset", "system_profiler"),
 )
 
 

@@ -54,7 +54,7 @@ def run(ctx: Context) -> Iterator[Fact]:
         raise Skip("; ".join(dict.fromkeys(recorder.refused.values())))
     yield from recorder.readings()
     if not ctx.cases:
-        for api in dict.fromkeys(api for api, _ in recorder.answers if api != "forced"):
+        for api in dict.fromkeys(api for api, _ in recorder.answers):
             yield from recorder.latencies(api)
 
 
@@ -64,8 +64,7 @@ def every_item(ctx: Context, endpoint: Endpoint, prompts: tuple[Prompt, ...]) ->
     rotated = prompts[turn:] + prompts[:turn]
     if ctx.level == "quick" and not (ctx.baselining or ctx.cases):
         rotated = rotated[:1]
-    apis = (*endpoint.settings.apis, *(("forced",) if endpoint.scores_prompts else ()))
-    return [(api, prompt) for prompt in rotated for api in apis]
+    return [(api, prompt) for prompt in rotated for api in endpoint.settings.apis]
 
 
 def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:

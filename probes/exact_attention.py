@@ -32,6 +32,7 @@ SPEC = ProbeSpec(
     runtimes=("torch", "mlx", "onnx", "jax"),  # WGSL leaves the error of exp open: WebGPU has no one right answer
     every_instruction_set=True,
     order=20,
+    settings=("shapes_of",),
 )
 
 # (B, H, G, L, S, D): G < H is grouped-query, L ≪ S decodes, a long S forces rescaling over many blocks.

@@ -5,7 +5,7 @@ activations of which nearly none is 0; by prefill and decode; with one row and s
 every attention kernel of the runtime. A mixture of experts with its router, with eager attention.
 
 Cannot see: what rounding would show (recorded_kernels), large matrices and full load, most faults in rotated or masked
-parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch and MLX.
+parts of q and k (benchmarks/results/observability-keys.md has the shares), kernels outside torch and MLX.
 """
 
 from __future__ import annotations

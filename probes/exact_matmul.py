@@ -35,6 +35,7 @@ SPEC = ProbeSpec(
     budget={"quick": 3.0, "standard": 30.0, "deep": 240.0},
     every_instruction_set=True,
     order=10,
+    settings=("shapes_of",),
 )
 
 FIXED = (96, 80, 256)

@@ -1,7 +1,7 @@
 """The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
 
 Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore.
-docs/readings.md says which readings come from which file, and what a missing file means.
+docs/readings.md says which readings come from which file.
 
 Cannot see: memory errors where no EDAC driver is loaded, as in most virtual machines.
 
@@ -25,6 +25,7 @@ SPEC = ProbeSpec(
     numeric=False,
     telemetry=True,
     order=10,
+    settings=("sysfs", "proc"),
 )
 
 

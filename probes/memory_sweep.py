@@ -21,6 +21,7 @@ SPEC = ProbeSpec(
     summary="memory read back under patterns: cells, addresses and transfers",
     budget={"quick": 0.3, "standard": 5.0, "deep": 120.0},
     order=60,
+    settings=("mebibytes",),
 )
 
 MIB = 1 << 20

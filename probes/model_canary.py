@@ -36,6 +36,7 @@ SPEC = ProbeSpec(
     timeout=900.0,
     opt_in=True,
     order=40,
+    settings=("directory", "dtype", "prompts"),
 )
 PROMPTS = Path(__file__).parent / "endpoint" / "prompts.json"
 REPEATS = 30

@@ -27,6 +27,7 @@ SPEC = ProbeSpec(
     numeric=False,
     opt_in=True,
     order=90,
+    settings=("command", "suite"),
 )
 
 

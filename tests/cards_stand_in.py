@@ -4,7 +4,9 @@
     Series(WorkerSpec(env=cards.environment))      # its workers see eight cards, and compute on the host
     cards.contexts()                               # on which cards workers have opened a context, by process
 
-Only listing, contexts, streams, events and memory are those of cards; numbers come from the real torch on a CPU.
+Only listing, contexts, streams, events and memory are those of cards; numbers come from the real torch on a CPU. Of a
+card that is `counted` every allocation counts: each new peak of a process is in the log (`asked`), and what is beyond
+the card's free memory or the process's limit is refused as CUDA refuses it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Cards:
                 "bus": 16 + n,
                 "memory": 80 << 30,
                 "used": 0,
+                "counted": False,
                 "event_ms": None,  # between any two events; None: as the host's clock says
                 "exclusive": False,
                 "named_whole": False,  # an instance has the uuid of its card, as the first MIG runtimes gave it
@@ -90,6 +93,12 @@ class Cards:
             if what == "context":
                 found.setdefault(pid, set()).add(uuid)
         return found
+
+    def asked(self) -> tuple[int, int]:
+        """Return the most bytes that a process had of a counted card at a time, and the most that it was refused."""
+        said = [what.partition(":") for _, what, _ in self.log()]
+        had, refused = ([int(size) for name, _, size in said if name == word] for word in ("peak", "refused"))
+        return max(had, default=0), max(refused, default=0)
 
     def hold(self, card: int) -> None:
         """Let this process have a context on a card, as another user of it would."""

@@ -106,15 +106,83 @@ class Answer(NamedTuple):
         return json.loads(self.out)
 
 
+WAITS = re.compile("^canaryd: waiting for torch of .*\n", re.MULTILINE)
+"""A line that only a busy machine prints."""
+STARTED = """
+import json, os, runpy, signal, socket, sys
+from canaryd.cli.main import parser
+parser()
+asked = socket.socket(fileno=int(sys.argv.pop()))
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait are reaped
+while True:
+    said, fds, *_ = socket.recv_fds(asked, 1 << 20, 3)
+    if not said:
+        os._exit(0)
+    if not os.fork():
+        break
+    list(map(os.close, fds))
+asked.close()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+if child := os.fork():
+    try:
+        os.write(fds[0], b"%d " % child)
+        os.write(fds[0], b"%d" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    finally:
+        os._exit(0)  # nobody may wait any more
+os.close(fds[0])
+for number, fd in enumerate(fds[1:], 1):
+    os.dup2(fd, number)
+    os.close(fd)
+words, variables = json.loads(said)
+os.environ.clear()
+os.environ.update(variables)
+sys.argv = ["canaryd", *words]
+runpy.run_module("canaryd", run_name="__main__", alter_sys=True)
+"""
+"""A Python that has loaded canaryd's command line, and runs each command that it is told in a process of its own."""
+OF_A_START = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "TZ")
+"""Variables that a Python reads when it starts."""
+
+
+@functools.cache
+def started(*variables: tuple[str, str]) -> socket.socket:
+    """Start such a Python, and return where it is told commands; it ends with this process."""
+    asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    argv = [sys.executable, "-c", STARTED, str(theirs.fileno())]
+    process = subprocess.Popen(argv, cwd=ROOT, env=environment(**dict(variables)), pass_fds=[theirs.fileno()])
+    theirs.close()
+    atexit.register(lambda: (asked.close(), process.wait(PATIENCE)))
+    return asked
+
+
 def canaryd(*arguments: object, timeout: float = 120.0, **extra: str) -> Answer:
-    """Run one command to its end. Whatever it is given, no traceback may show."""
-    argv = [sys.executable, "-m", "canaryd", *map(str, arguments)]
-    done = subprocess.run(
-        argv, cwd=ROOT, env=environment(**extra), capture_output=True, text=True, timeout=timeout, check=False
-    )
+    """Run one command to its end, in a process of its own. Whatever it is given, no traceback may show.
+
+    Most of a short command is the start of its Python, so each is forked from one that has loaded the command line.
+    """
+    variables = environment(**extra)
+    of_start = sorted(item for item in variables.items() if item[0].startswith(OF_A_START))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        here, there = socket.socketpair()
+        with here:
+            with there:
+                said = json.dumps([list(map(str, arguments)), variables]).encode()
+                fds = [there.fileno(), out.fileno(), err.fileno()]
+                socket.send_fds(started(*of_start), [said], fds)
+            here.settimeout(timeout)
+            told = b""
+            try:
+                while more := here.recv(100):
+                    told += more
+            except TimeoutError as error:
+                os.kill(int(told.split()[0]), signal.SIGKILL)
+                raise subprocess.TimeoutExpired([*map(str, arguments)], timeout) from error
+        out.seek(0)
+        err.seek(0)
+        answer = Answer(int(told.split()[1]), out.read().decode(), WAITS.sub("", err.read().decode()))
     # That of a probe is data, and indented in a document.
-    assert not re.search("^Traceback", done.stdout + done.stderr, re.MULTILINE), done.stdout + done.stderr
-    return Answer(done.returncode, done.stdout, done.stderr)
+    assert not re.search("^Traceback", answer.out + answer.err, re.MULTILINE), answer.out + answer.err
+    return answer
 
 
 IN_TURN = """
@@ -148,11 +216,18 @@ def in_turn(*commands: Sequence[object], user: int | None = None, timeout: float
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return [Answer(*json.loads(line)) for line in done.stdout.splitlines()]
+    said = (json.loads(line) for line in done.stdout.splitlines())
+    return [Answer(code, out, WAITS.sub("", err)) for code, out, err in said]
+
+
+def soon(seconds: float) -> float:
+    """Return how long may take what takes `seconds` at most on an idle machine: four times that where others run."""
+    return seconds * (4 if "PYTEST_XDIST_WORKER" in os.environ or os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
 def eventually(what: Callable[[], Any], within: float = PATIENCE, every: float = 0.25) -> Any:
-    """Ask `every` so many seconds until the answer is true and return it; fail after `within` seconds."""
+    """Ask `every` so many seconds until the answer is true and return it; fail after `within` seconds, or `soon`."""
+    within = soon(within)
     end = time.monotonic() + within
     while not (answer := what()):
         assert time.monotonic() < end, f"not within {within} s: {what}"
@@ -229,7 +304,7 @@ class Daemon(Process):
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body."""
         try:
-            with urllib.request.urlopen(self.address + path, timeout=10) as answer:
+            with urllib.request.urlopen(self.address + path, timeout=PATIENCE) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

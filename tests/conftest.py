@@ -43,7 +43,7 @@ LONGEST = (
 )
 """The files that take longest, longest first: begun last, one of them alone would leave the other workers idle."""
 for name in list(os.environ):  # what the user has set for canaryd is not for the canaryd under test
-    if name in ("COLUMNS", "NO_COLOR", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED") or (
+    if name in ("COLUMNS", "NO_COLOR", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "SUDO_USER") or (
         name.startswith("CANARYD_") and not name.startswith(OURS)
     ):
         del os.environ[name]

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canaryd_lab.worker.exact_canary.construct import construct
+from canaryd_lab.worker.exact_canary.export import export
 from canaryd_lab.worker.safetensors import read_safetensors
 
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
 from canaryd.worker.exact_canary.run import Runner
+from canaryd.worker.exact_canary.shape import TINY
 
 GENERATED: dict[tuple[object, ...], dict[tuple[int, ...], list[tuple[int, Any]]]] = {}
 """What a model is → prompt → the words that follow it: a server that computes as one before it need not do so again."""
@@ -252,6 +255,19 @@ def legacy(scores: list[dict[str, Any]]) -> dict[str, Any]:
         "token_logprobs": [s["logprob"] for s in scores],
         "top_logprobs": [{t["token"]: t["logprob"] for t in s["top_logprobs"]} for s in scores],
     }
+
+
+@contextlib.contextmanager
+def exported(path: Path) -> Iterator[Path]:
+    """Export a tiny exact canary into a directory; until the end of the block torch computes in one thread.
+
+    A pool of threads waits for its cores more than it computes.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    export(construct(TINY, 3), path)
+    yield path
+    torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from canaryd.facts import Comparison, Exactness, Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.judge.telemetry.signals import Poll
-from canaryd.metrics.families import COMPONENTS, FAMILIES, XIDS, BudgetView, DeviceView, Snapshot
+from canaryd.metrics.families import COMPONENTS, FAMILIES, XIDS, DeviceView, Snapshot
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 
 NOW = 1_790_000_000.0
@@ -156,9 +156,9 @@ def view(part: Device, text: str = "") -> tuple[DeviceView, dict]:
             for probe, kind in kinds
         ],
         polls={"nvidia_telemetry": Poll(period=15.0, newest=runs[PROBES[0]], completed=runs[PROBES[0]])},
-        budget=BudgetView(
-            spent=dict.fromkeys(budget.PURPOSES, 12345.678), skipped=dict.fromkeys(budget.REASONS, 7), withheld="heat"
-        ),
+        spent=dict.fromkeys(budget.PURPOSES, 12345.678),
+        skipped=dict.fromkeys(budget.REASONS, 7),
+        withheld="heat",
         readings=[*readings(), Reading(name="made_up", value=text)],
     )
     counters: dict = {}

@@ -74,7 +74,7 @@ def echo(case: Case) -> Case:
 
 
 def http(body: bytes, *lines: str, status: str = "200 OK") -> bytes:
-    unknown = ("Transfer-Encoding", "Content-Length", "text/event-stream")
+    unknown = ("Transfer-Encoding", "Content-Length")
     length = [] if any(word in line for line in lines for word in unknown) else [f"Content-Length: {len(body)}"]
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, *length, "Connection: close", "", ""]).encode() + body
 
@@ -444,15 +444,6 @@ def in_tokens(request: Request) -> dict[str, Any] | None:
 
 
 @echo
-def in_a_stream(request: Request) -> bytes | dict[str, Any] | None:
-    if request.body["stream"]:
-        return http(f'data: {{"error": "no {request.key}"}}\n\n'.encode(), "Content-Type: text/event-stream")
-    if "seed" in request.body:
-        return http(json.dumps({"error": f"seed {encoded(request.key)}"}).encode(), status="400 no")
-    return answer()
-
-
-@echo
 def in_disguise(request: Request) -> dict[str, Any] | None:
     key = request.key
     wide = "".join(chr(ord(c) + 0xFEE0) for c in key)  # FULLWIDTH forms (Unicode, Halfwidth and Fullwidth Forms)
@@ -466,30 +457,6 @@ def in_disguise(request: Request) -> dict[str, Any] | None:
 @echo
 def beside_many_prompt_tokens(request: Request) -> dict[str, Any] | None:
     return answer(system_fingerprint=request.key, prompt_token_ids=list(range(100_000)))
-
-
-@echo
-def stream_without_end(request: Request) -> dict[str, Any] | None:
-    if request.body["stream"]:
-        event = {"choices": [{"text": request.key}]}
-        drip(request, http(b"", "Content-Type: text/event-stream"), f"data: {json.dumps(event)}\n\n".encode(), 0.1)
-    return answer()
-
-
-@echo
-def stream_of_one_line(request: Request) -> dict[str, Any] | None:
-    if request.body["stream"]:
-        drip(
-            request, http(b"", "Content-Type: text/event-stream", "Transfer-Encoding: chunked"), b"1\r\nx\r\n" * 9999, 0
-        )
-    return answer()
-
-
-@echo
-def stream_that_hurries(request: Request) -> dict[str, Any] | None:
-    if request.body["stream"]:
-        drip(request, http(b"", "Content-Type: text/event-stream"), b"data: {}\n" * 9999, 0)
-    return answer()
 
 
 # --- The server ------------------------------------------------------------------------------------------------------

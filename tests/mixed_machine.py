@@ -47,6 +47,7 @@ def tally(wrong, of, **changes):
         PlaceTally(place=Place(unit="sm", numbers=(n,)), wrong=wrong * (n == 37), of=of // 2) for n in (36, 37)
     )
     fields = {"runs": 4, "retests": Tally(wrong=3, of=3), "bits": (11,), "places": places}
+    fields["bits_by_type"] = {"bfloat16": changes.get("bits", (11,))}
     return ProbeTally(wrong=wrong, of=of, **fields | changes)
 
 

@@ -15,3 +15,8 @@ def place(text: str) -> Place:
 def line(number: int) -> Span:
     """Return the span of wrong indices that are all one."""
     return Span(first=number, last=number, distinct=1)
+
+
+def lane(first: int) -> Span:
+    """Return the span of three wrong indices of one lane of sixteen, from this one on."""
+    return Span(first=first, last=first + 32, distinct=3, period=16)

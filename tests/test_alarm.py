@@ -261,7 +261,11 @@ def test_the_alarm_arrives_once_stands_and_ends(tmp_path):
         eventually(chain.scraped)
 
         # A drill reaches its own receiver and nobody else.
-        assert canaryd("drill", "--probe", "records", "--config", config, "--state-dir", state).code == 2
+        common = "--config", config, "--state-dir", state
+        drilled = canaryd("drill", "--probe", "records", *common)
+        assert drilled.code == 2
+        (end,) = re.findall("the alert CanarydDrill ends at about .+", " ".join(drilled.err.split()))
+        assert end in " ".join(canaryd("status", *common).out.split())  # one time on both
         (drill, *_) = eventually(lambda: hook.told("/drill", "CanarydDrill"), WITHIN)
         assert drill["labels"]["severity"] == "drill"
         assert [m["alerts"] for to, m in hook.arrived if to != "/drill"] == []
@@ -275,6 +279,9 @@ def test_the_alarm_arrives_once_stands_and_ends(tmp_path):
         assert page["labels"]["severity"] == "critical"
         assert page["startsAt"] > suspect["startsAt"]
         assert "exact-mismatch-confirmed (faulty" in page["annotations"]["findings"]
+        told = page["annotations"]["wrong"] + page["annotations"]["repeat"]
+        repeat = f"canaryd check --probe records --device {page['labels']['device']}"
+        assert re.fullmatch(rf"records: [1-9]\d* of \d+ results wrong since its first test\. {repeat}", told)
 
         # The suspicion still stands and would be told every two seconds, but the page speaks for it.
         eventually(lambda: chain.inhibited("CanarydHostSuspect"), WITHIN)

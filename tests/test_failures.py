@@ -34,6 +34,7 @@ from canaryd.model import Outcome
 from canaryd.store.locks import Busy
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
+from canaryd.web.server import Request
 from tests.command import (
     MARK,
     ROOT,
@@ -46,6 +47,7 @@ from tests.command import (
     exchange,
     in_turn,
     running,
+    soon,
 )
 from tests.daemon.test_telemetry import Site
 
@@ -170,7 +172,8 @@ def test_a_full_disk_is_named_by_a_command_that_would_write(tmp_path):
         assert canaryd("check", *common).code == 0
         fill(disk / "filler")
         answer = canaryd("ack", "cpu:0", "--reason", "seen", *common)
-        assert (answer.code, "bytes are free on its disk" in answer.err) == (3, True), answer
+        assert (answer.code, "its disk is full (" in answer.err) == (3, True), answer
+        assert "sudo" not in answer.err, "it gives no room"
 
 
 @pytest.mark.slow
@@ -217,7 +220,7 @@ def test_a_full_disk_costs_no_stop(tmp_path):
             eventually(lambda: daemon.value("canaryd_store_problem") == 1)
             code, seconds = daemon.end()
             assert code == 0
-            assert seconds < STOP
+            assert seconds < soon(STOP)
         (disk / "filler").unlink()
         assert len(nothing_twice(state)) >= 1
 
@@ -248,7 +251,7 @@ def test_a_disk_that_failed_still_tells_what_was_faulty(tmp_path):
             assert store.changes() == store.changes()  # although it tries to write for each look
         with running(Daemon(configure(tmp_path, "passes", each=QUICK), state)) as daemon:
             eventually(lambda: runs(daemon) >= 2)
-            assert is_in(daemon, "faulty")
+            eventually(lambda: is_in(daemon, "faulty"))
             assert daemon.value("canaryd_store_problem") == 1
             daemon.line("nothing can be stored, what is found waits in memory: ")
         assert "FAULTY" in canaryd("status", "--config", tmp_path / "canaryd.yaml", "--state-dir", state).out
@@ -538,13 +541,13 @@ def test_a_daemon_that_hangs_serves_no_old_page(tmp_path):
         hung = RealDaemon(Config(state_dir=tmp_path / "state"), None, store)
         hung._publisher.changed()
         routes = hung._routes()
-        assert routes["/metrics"]({}).status == 200
+        assert routes["/metrics"](Request({})).status == 200
         hung._watchdog.looked -= watchdog.SILENT + 1
         for route in routes.values():
-            assert route({}).status == 503
-            assert re.match(rb"canaryd hangs: its last good look at the store was 12\d s ago", route({}).body)
+            assert route(Request({})).status == 503
+            assert re.match(rb"canaryd hangs: its last good look at the store was 12\d s ago", route(Request({})).body)
         hung._refresh()
-        assert routes["/metrics"]({}).status == 200
+        assert routes["/metrics"](Request({})).status == 200
 
 
 def test_a_look_that_fails_is_no_look(tmp_path, monkeypatch):
@@ -555,7 +558,7 @@ def test_a_look_that_fails_is_no_look(tmp_path, monkeypatch):
         monkeypatch.setattr(hung, "_look", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hung._refresh()
-        assert hung._routes()["/healthz"]({}).status == 503
+        assert hung._routes()["/healthz"](Request({})).status == 503
         hung._watchdog.pulse(None)
         assert not hung._watchdog.pulsed
         monkeypatch.undo()
@@ -574,7 +577,7 @@ def test_a_storm_of_sighups_is_a_few_reloads_and_holds_up_no_stop(tmp_path, stat
         assert daemon.get("/healthz")[0] == 200
         code, seconds = daemon.end()
         assert code == 0
-        assert seconds < STOP
+        assert seconds < soon(STOP)
         assert 1 <= sum("configuration reloaded" in line for line in daemon.lines) < 500
         assert not any("Traceback" in line for line in daemon.lines)
     nothing_twice(state)
@@ -592,7 +595,7 @@ def test_sigterm_at_any_moment_of_the_start_leaves_a_sound_record(tmp_path, stat
             time.sleep(dice.uniform(0.0, 1.0))
             code, seconds = daemon.end()
             codes.add(code)
-            assert seconds < STOP
+            assert seconds < soon(STOP)
             eventually(lambda daemon=daemon: daemon.others() == [], 10)
             assert not any("Traceback" in line for line in daemon.lines), daemon.lines
     assert codes <= {0, -signal.SIGTERM}
@@ -843,7 +846,7 @@ def test_a_hundred_scrapers_and_fifty_slow_clients(tmp_path, state):
         for _ in range(5):
             begun = time.monotonic()
             try:
-                link = http.client.HTTPConnection(host, timeout=30)
+                link = http.client.HTTPConnection(host, timeout=soon(30))
                 link.request("GET", "/metrics")
                 answer = link.getresponse()
                 assert (answer.status, answer.read()[-1:]) == (200, b"\n")
@@ -867,7 +870,7 @@ def test_a_hundred_scrapers_and_fifty_slow_clients(tmp_path, state):
         assert failed == []
         times.sort()
         print(f"p50 {1e3 * times[len(times) // 2]:.0f} ms, p99 {1e3 * times[int(0.99 * len(times))]:.0f} ms")
-        assert times[-1] < 20
+        assert times[-1] < soon(20)
         before = runs(daemon)
         eventually(lambda: runs(daemon) > before)
         assert daemon.end()[0] == 0
@@ -940,34 +943,35 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
         daemon._jobs.scheduler.start(paused=True)
 
         def look(away=0.0):
-            """Take one inventory; return the seconds to the next, and whether each GPU is there."""
-            daemon._inventories._missing_since -= away
+            """Take one inventory; return the whole minutes to the next, and whether each GPU is there."""
+            if away:
+                daemon._inventories._missing_since = time.monotonic() - away
             daemon._inventories.discover()
             interval = daemon._jobs.scheduler.get_job("discover").trigger.interval.total_seconds()
-            return round(interval, -1), [uuid in daemon.engine.present for uuid in site.uuids]
+            return interval // 60, [uuid in daemon.engine.present for uuid in site.uuids]
 
         def leave(gpus):
             site.machine.set(None, "count", gpus)
             site.seen_by_torch.write_text(",".join(site.uuids[:gpus]))
 
         try:
-            assert look() == (3600, [True, True])
-            leave(1)
-            assert look() == (60, [True, False])
-            assert look() == (60, [True, False])  # asked for out of turn: it was not away for longer
-            assert look(away=120) == (120, [True, False])
-            assert look(away=480) == (600, [True, False])
-            assert look(away=5000) == (3600, [True, False])
-            leave(2)
-            assert look() == (3600, [True, True])
-            site.seen_by_torch.write_text(site.uuids[0])  # the other's fabric is not ready yet, as after a boot
             assert look() == (60, [True, True])
-            assert look(away=120) == (120, [True, True])
+            leave(1)
+            assert look() == (1, [True, False])
+            assert look() == (1, [True, False])  # asked for out of turn: it was not away for longer
+            assert look(away=120) == (2, [True, False])
+            assert look(away=600) == (10, [True, False])
+            assert look(away=5000) == (60, [True, False])
             leave(2)
-            assert look() == (3600, [True, True])
+            assert look() == (60, [True, True])
+            site.seen_by_torch.write_text(site.uuids[0])  # the other's fabric is not ready yet, as after a boot
+            assert look() == (1, [True, True])
+            assert look(away=120) == (2, [True, True])
+            leave(2)
+            assert look() == (60, [True, True])
             site.machine.fail(None, "nvmlInitWithFlags", 9)  # the driver is not loaded
             site.seen_by_torch.write_text("")
-            assert look() == (60, [False, False])
+            assert look() == (1, [False, False])
         finally:
             daemon._jobs.scheduler.shutdown()
             daemon.engine.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from canaryd.cli.check import FAULTS
 from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
-from tests.conftest import LONGEST, OURS
+from tests.conftest import LONGEST
 from tests.servers import KINDS, UNKNOWN
 
 MODULES = sorted(path for package in ("canaryd", "lab/canaryd_lab") for path in (ROOT / package).rglob("*.py"))
@@ -91,6 +90,13 @@ def test_every_module_says_what_it_is_and_only_the_command_line_prints():
         assert not prints or path.parent.name == "cli" or path == ROOT / "canaryd/__main__.py", path
 
 
+def test_one_function_takes_the_lock_of_a_device():
+    """By its card: two runtimes never use a card at once. `canaryd release` only waits for it."""
+    taking = re.compile(r"store\.lock\((?!\w*_LOCK\b)")
+    found = {name(path) for path in MODULES if taking.search(path.read_text())}
+    assert found == {"canaryd/engine/engine.py", "canaryd/cli/daemon.py"}
+
+
 def test_every_test_states_a_behaviour():
     """In a docstring: a failing test then says what is broken."""
     for path in TESTS:
@@ -136,18 +142,6 @@ def test_the_readme_names_every_command():
 def test_the_files_that_are_begun_first_are_there():
     """A file that was renamed would silently be begun last."""
     assert {(ROOT / "tests" / name).resolve() for name in LONGEST} <= {*TESTS}
-
-
-def test_what_a_newcomer_has_set_for_canaryd_does_not_reach_the_tests():
-    """CANARYD_TORCH as the README has it, and an unbuffered Python: tests were red with one, blind with the other."""
-    mine = {name for name in os.environ if name.startswith("CANARYD_") and not name.startswith(OURS)}
-    assert not {*mine, *({"PYTHONUNBUFFERED"} & os.environ.keys())}
-    if "CANARYD_TEST_CHILD" not in os.environ:
-        test = f"{__file__}::test_what_a_newcomer_has_set_for_canaryd_does_not_reach_the_tests"
-        theirs = {"CANARYD_TORCH": "torch==2.13.0", "PYTHONUNBUFFERED": "1", "CANARYD_TEST_CHILD": "1"}
-        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-        done = subprocess.run(argv, cwd=ROOT, env=environment(**theirs), capture_output=True, text=True, check=False)
-        assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_long_gate_installs_every_server_that_the_tests_know():

@@ -18,7 +18,7 @@ from canaryd.facts import (
     Subject,
     beginning,
 )
-from canaryd.model import Outcome, Reason, Run
+from canaryd.model import Device, ModelServer, Outcome, Reason, Run
 from tests.places import line
 
 
@@ -148,3 +148,20 @@ def test_a_text_that_is_cut_ends_after_a_word(text, length, told):
     """On one line, with a sign that more followed; a single long word is cut where it must be."""
     assert beginning(text, length) == told
     assert len(told) <= length
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "name", "tested_as"),
+    [
+        ("endpoint", ModelServer, "endpoint:main", ("exact_endpoint",)),
+        ("cuda", Device, "cuda:0", ("cuda", "*")),
+    ],
+)
+def test_a_stored_row_says_by_its_backend_what_it_is(backend, kind, name, tested_as):
+    """Rows and messages name no class, so those of before load, and both kinds write the same fields."""
+    row = to_json(Device(uuid="endpoint:main", backend=backend, index=0, model="m", detail={"exact": "/x"}))
+    assert list(row) == [field.name for field in dataclasses.fields(Device)]
+    loaded = from_json(Device, json.loads(json.dumps(row)))
+    assert type(loaded) is kind
+    assert to_json(loaded) == row
+    assert (loaded.name, loaded.tested_as, loaded.is_reached) == (name, tested_as, backend == "endpoint")

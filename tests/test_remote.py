@@ -23,7 +23,7 @@ def test_an_agent_sends_series(tmp_path):
     """Every series arrives under the node's name with the agent's labels."""
     page = families.page_of(node(1))
     lines = [line for line in page.text.decode().splitlines() if line.startswith("canaryd_")]
-    server = Server("127.0.0.1", 0, {"/metrics": page.answer})
+    server = Server("127.0.0.1", 0, {"/metrics": lambda request: page.answer(request.headers)})
     server.start()
     try:
         with prometheus(tmp_path / "receiver", {}, "--web.enable-remote-write-receiver") as receiver:

@@ -30,6 +30,8 @@ SLACK = 200
 """Lines by which a part can be below its figure, so that not every commit has to change tools/weight.json."""
 COMPLEX = 12
 """Cyclomatic complexity above which a function is counted."""
+ASKS = re.compile(r"isinstance\([^()]*ModelServer\)|is_served\(|backend [!=]= (ENDPOINT|\"endpoint\")")
+"""Questions whether something is a model server: the class `ModelServer` should answer what differs."""
 RULE = re.compile(r"[a-z]+(-[a-z]+)+")
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
@@ -97,6 +99,7 @@ def figures() -> dict[str, int]:
     found[f"functions of a complexity above {COMPLEX}"] = sum(complexity(f) > COMPLEX for f in functions)
     found["public class names with several definitions"] = sum(count > 1 for count in classes.values())
     found['numbers marked "(ours"'] = sum(path.read_text().count("(ours") for path in ours)
+    found["questions for a model server"] = sum(len(ASKS.findall(p.read_text())) for p in files("canaryd"))
     found["lines docs"] = sum(len(path.read_text().splitlines()) for path in (ROOT / "docs").rglob("*.md"))
     return found
 

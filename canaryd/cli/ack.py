@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from canaryd.cli.arguments import USAGE, Commands, duration
 from canaryd.cli.common import complain, one_device, open_record, say
@@ -106,13 +107,11 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
     cuts = {uuid: acks.cut(of, [a for a in given if a.device == uuid]) for uuid, of in known.items()}
     runs, counted = {}, {}
     for uuid, cut in cuts.items():
-        found = list(store.runs(uuid, failed=True))
-        for probe in probes:
-            found += map(fold, store.runs(uuid, probe, failed=False, limit=NEWEST))
-        runs[uuid] = [r for r in found if r.started > cut]
+        clean = (fold(r) for probe in probes for r in store.runs(uuid, probe, failed=False, limit=NEWEST))
+        runs[uuid] = [r for r in (*store.runs(uuid, failed=True), *clean) if r.started > cut]
         counted[uuid] = [t for t in store.tallies(uuid) if t.first > cut]
-    before = {uuid: known_of(store, uuid, cuts) for uuid in known}
-    among = node(known, runs, now, counted=counted, stacks=store.stacks(), known=before)
+    among = node(known, runs, now, counted)
+    among = replace(among, stacks=store.stacks(), known={uuid: known_of(store, uuid, cuts) for uuid in known})
     return Case(device=device, node=among, wanted={}, policy=settings.judge, now=now)
 
 

@@ -11,6 +11,9 @@ from typing import NoReturn, TypeVar
 
 from canaryd.cli.common import say
 from canaryd.config import values
+from canaryd.formatting import format_duration
+from canaryd.probe import LEVELS
+from canaryd.store.locks import WAIT
 
 T = TypeVar("T")
 USAGE = 64
@@ -23,7 +26,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a mistake as one sentence and exit. The usage is not printed: --help shows it."""
-        say(f'{self.prog}: {message}; type "{self.prog} --help"', sys.stderr)
+        word = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+        if word in LEVELS:
+            advice = f"did you mean --level {word}?"
+        elif word.endswith((".yaml", ".yml")) and message.startswith("unrecognized"):
+            advice = f"did you mean --config {word}?"
+        else:
+            advice = f'type "{self.prog} --help"'
+        say(f"{self.prog}: {message}; {advice}", sys.stderr)
         self.exit(USAGE)
 
 
@@ -69,9 +79,9 @@ def add_wait(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--wait",
         type=duration,
-        default=600.0,
+        default=WAIT,
         metavar="10m",
-        help="how long to wait for a device that is in use by another test (default: 10m)",
+        help=f"how long to wait for a device that is in use by another test (default: {format_duration(WAIT)})",
     )
 
 

@@ -22,8 +22,7 @@ from canaryd.facts import printable, whole
 from canaryd.formatting import columns, did_you_mean, format_time
 from canaryd.judge.characterised import Met
 from canaryd.judge.clock import AHEAD
-from canaryd.judge.recordings import cases
-from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, empty_baseline, key_of
+from canaryd.judge.recordings.baseline import IDLE, LEARN, Baseline, Key, accept, empty_baseline, is_within, key_of
 from canaryd.judge.recordings.changed import witnesses
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, State
@@ -80,7 +79,7 @@ class Selection:
     def picks(self, device: Device, probe: str, case: str) -> bool:
         """Return whether the selection includes this case of this probe on this device."""
         named = self.device in ("", device.uuid, device.name)
-        return named and self.probe in ("", probe) and (not self.case or cases.is_within(case, self.case))
+        return named and self.probe in ("", probe) and (not self.case or is_within(case, self.case))
 
 
 class Listed(NamedTuple):
@@ -262,7 +261,7 @@ def _row(one: Listed) -> dict[str, str]:
         "probe": b.probe,
         "case": b.case,
         "results": str(len(b.known)),
-        "samples": f"{b.learnt.get(EVERY, 0)} of {LEARN}",
+        "samples": f"{b.samples} of {LEARN}",
         "repeats": f"{repeats if b.complete else 'unknown yet'}{', text alone' * b.is_text_only}",
         "confirmed by": one.witness,
         "last seen": format_time(b.last, seconds=False),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, seed
 from canaryd.cli.common import (
-    MAKE_WRITABLE,
     ProgressPrinter,
     complain,
     device_names,
     is_released,
+    make_writable,
     may_write,
     open_store,
     refuse_beside_daemon,
@@ -26,13 +26,15 @@ from canaryd.config.settings import Config
 from canaryd.engine import check
 from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
+from canaryd.engine.host import Options
 from canaryd.files import write_whole
 from canaryd.formatting import did_you_mean
 from canaryd.judge.verdict import exit_code
 from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, State
 from canaryd.probe import LEVELS
-from canaryd.report.advice import NO_ALERT
+from canaryd.report.advice import NO_ALERT, raised_until
 from canaryd.report.check import as_json, as_text
+from canaryd.report.status import newest_drill
 from canaryd.store.notes import daemon_runs
 from canaryd.supervisor.environment import INSTRUCTION_SETS
 
@@ -139,37 +141,43 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     complain(*store.problems)
     if is_released(options.command, store):
         return exit_code(State.UNKNOWN)
-    printer = ProgressPrinter()
-    engine = Engine(settings, store, listener=printer, drained=options.drained)
+    printer = ProgressPrinter(options.seconds)
+    engine = Engine(settings, store, listener=printer)
     stop_on_signals(engine, options.command)
     with stopped_by_release(engine):
         result = _tested(options, engine, printer)
-    alone = bool(options.fault) and not daemon_runs(store)
+    daemon = bool(options.fault) and daemon_runs(store)
     store.close()
     if isinstance(result, int):
         return result
-    if store.waiting:  # closing has tried once more what was refused before
-        result.problems.append(f"what this check found is not kept: {store.refused}; {MAKE_WRITABLE}")
+    if (kept := store.drills if options.fault else store).waiting:  # closing has tried once more what was refused
+        result.problems.append(f"what this check found is not kept: {make_writable(kept.refused)}")
     code = _told(options, result, printer, stopped=bool(engine.stopping))
-    if alone and check.alarmed(result):
-        complain(f"drill: the fault was caught; {NO_ALERT} ({settings.state_dir})")
+    if options.fault and check.alarmed(result):
+        complain(f"drill: the fault was caught; {_raised(result, settings, daemon=daemon)}")
     return code
+
+
+def _raised(result: Result, settings: Config, *, daemon: bool) -> str:
+    """Return when the alert of a caught drill ends, or why there is none, as a clause."""
+    ends = (drill.until for runs in result.runs.values() if (drill := newest_drill(runs)) and drill.caught)
+    return raised_until(max(ends)) if daemon else f"{NO_ALERT} ({settings.state_dir})"
 
 
 def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinter) -> Result | int:
     """Test the requested devices; return the result, or the exit code if an option is wrong and nothing was tested."""
-    engine.discover(complain, keep=True)
+    printer.moving(0.0, "looking for devices")
+    engine.discover(printer.complain, keep=True)
+    printer.clear()
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
         complain(*engine.problems, *mistakes)
         unsure = engine.failing or engine.unloaded & {*options.probe}
         return exit_code(State.UNKNOWN) if unsure else USAGE
     if options.fault and not options.device:
-        devices = [d for d in devices if not d.is_endpoint]
+        devices = [d for d in devices if d.computes_here]
     refuse_beside_daemon(engine.store, devices)
-    wanted = _engine_options(options, devices)
-    engine.only, engine.cases, engine.intensity = frozenset(wanted.probes), wanted.cases, wanted.intensity
-    return check.run(engine, wanted, devices, printer.waiting)
+    return check.run(engine, _engine_options(options, devices), devices, printer.waiting, printer.expect)
 
 
 def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter, *, stopped: bool) -> int:
@@ -196,19 +204,20 @@ def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter,
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
     """Return one sentence for each requested device that is missing, and each probe that is missing or not loaded."""
     host, there = device_names(engine.devices), sorted(engine.entries)
+    listed = "; to list them, type canaryd probes"
     return [
         *(f"--device {name}: no such device; this host has {host}" for name in missing),
         *(f"--probe {name}: it could not be loaded" for name in probes if name in engine.unloaded),
         *(
-            f"--probe {name}: no such probe; choose from {', '.join(there)}{did_you_mean(name, there)}"
+            f"--probe {name}: no such probe{did_you_mean(name, there) or listed}"
             for name in probes
             if name not in engine.entries.keys() | engine.unloaded
         ),
     ]
 
 
-def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> check.Options:
-    return check.Options(
+def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> Options:
+    return Options(
         level=options.level,
         probes=tuple(options.probe) or (_drill_probes(devices) if options.fault else ()),
         cases=tuple(options.case),
@@ -225,7 +234,7 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
 def _drill_probes(devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the probes that a drill runs by default."""
     probes = {ENDPOINT: "endpoint_canary", EXACT_ENDPOINT: "exact_endpoint"}
-    return tuple(dict.fromkeys(probes.get(d.tested_as, "exact_matmul") for d in devices)) or ("exact_matmul",)
+    return tuple(dict.fromkeys(probes.get(d.tested_as[0], "exact_matmul") for d in devices)) or ("exact_matmul",)
 
 
 def _write_files(result: Result, report: Path | None, textfile: Path | None) -> bool:

@@ -22,13 +22,15 @@ from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.phrases import reason_of
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import UNBROKEN, typed
-from canaryd.store.locks import Unreadable, user_name
+from canaryd.store.locks import DISK_FULL, Unreadable, user_name
 from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
-MAKE_WRITABLE = "use sudo, make room, or name another directory with --state-dir"
-"""Advice for a command that cannot store its results."""
+BAR = 10
+"""Characters of a progress bar."""
+KNOWN = 0.2
+"""Share of the parts that must be done before their own time says how long the rest takes."""
 RELEASE_PERIOD = 1.0
 """Seconds between two checks for a `canaryd release`."""
 
@@ -100,6 +102,12 @@ def open_store(settings: Config, *, for_reading: bool = False) -> Store:
     )
 
 
+def make_writable(refused: str) -> str:
+    """Return why results were not stored, and what helps."""
+    remedy = "make room" if DISK_FULL in refused else "use sudo" if os.geteuid() else "make it writable"
+    return f"{refused}; {remedy}, or name another directory with --state-dir"
+
+
 class Unstored(Exception):
     """Raised if a command could not store its change on disk; the message is the reason."""
 
@@ -113,7 +121,7 @@ def open_to_change(settings: Config) -> Iterator[Store]:
     with open_store(settings) as store:
         yield store
     if store.waiting:
-        raise Unstored(f"not stored: {store.refused}; {MAKE_WRITABLE}")
+        raise Unstored(f"not stored: {make_writable(store.refused)}")
 
 
 @contextlib.contextmanager
@@ -139,7 +147,7 @@ def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]
 
 def refuse_beside_daemon(store: Store, devices: Sequence[Device]) -> None:
     """Raise `Unreadable` if a daemon runs and this user has no permission for the lock files of the devices."""
-    if daemon_runs(store) and (names := [d.name for d in devices if not store.may_lock(d.uuid)]):
+    if daemon_runs(store) and (names := [d.name for d in devices if not store.may_lock(d.physical)]):
         raise Unreadable(f"cannot lock {', '.join(names)} beside the daemon as user {user_name()}: use sudo")
 
 
@@ -175,10 +183,19 @@ def stopped_by_release(engine: Engine) -> Iterator[None]:
 
 
 class ProgressPrinter:
-    """Prints a line for each finished run to standard error, and on a terminal also a progress bar."""
+    """Prints a line per run to standard error, and on a terminal how far all is; `least`: its least seconds."""
 
-    def __init__(self) -> None:
-        self.terminal = sys.stderr.isatty()
+    def __init__(self, least: float = 0.0) -> None:
+        self.terminal, self.least = sys.stderr.isatty(), least
+        self.parts = self.finished = 0
+        self.seconds, self.started = 0.0, time.monotonic()
+        self.furthest = 0.0  # parts that come to the plan later do not send the bar back
+
+    def expect(self, parts: int, seconds: float) -> None:
+        """Count further parts, which usually take so many seconds."""
+        if not self.parts:
+            self.started = time.monotonic()
+        self.parts, self.seconds = self.parts + parts, self.seconds + seconds
 
     def __call__(self, progress: Progress) -> None:
         """Show progress, or the result of a finished run."""
@@ -186,17 +203,31 @@ class ProgressPrinter:
         if progress.instruction_set:
             name += f" [{progress.instruction_set}]"
         if progress.done is None:
-            self.moving(progress.fraction, f"{name} {progress.text}")
+            part, passed = min(self.finished + 1, self.parts), time.monotonic() - self.started
+            share = min(
+                (self.finished + progress.fraction) / max(1, self.parts), passed / max(passed, self.least, 1e-9)
+            )
+            # By the estimate at first, and by what has passed later.
+            left = max(self.seconds, self.least) - passed if share < KNOWN else passed * (1 - share) / share
+            about = f", about {max(1, round(left))} s left" if left > 0 else ""
+            self.furthest = max(self.furthest, share)
+            self.moving(self.furthest, f"part {part} of {self.parts}{about}: {name} {progress.text}")
         else:
+            self.finished += 1
+            self.parts = max(self.parts, self.finished + bool(progress.done.confirms))
             self._line(f"{name}{' (retest)' if progress.done.confirms else ''}: {_summary(progress.done)}")
 
     def moving(self, fraction: float, text: str) -> None:
         """Show a progress bar, on a terminal only."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            filled = round(20 * fraction)
-            line = f"[{'#' * filled}{'.' * (20 - filled)}] {text}"
+            line = f"[{'#' * round(BAR * fraction):.<{BAR}}] {text}"
             print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+
+    def complain(self, *lines: str) -> None:
+        """Print lines as `complain` does, in place of the progress bar."""
+        self.clear()
+        complain(*lines)
 
     def waiting(self, holder: str) -> None:
         """Show which process holds the device for which this command waits."""
@@ -215,10 +246,9 @@ class ProgressPrinter:
 
 def _summary(run: Run) -> str:
     """Return the outcome of a run as one line."""
-    wrong = f", {sum(c.wrong_trials for c in run.comparisons):,} WRONG" if run.wrong else ""
     why = f": {reason_of(run)}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
     ended = "completed" if run.outcome is Outcome.COMPLETED else OUTCOMES[run.outcome][1]
-    return f"{ended}, {gave(run)}{wrong} in {run.seconds:.1f} s{why}"
+    return f"{ended}, {gave(run)} in {run.seconds:.1f} s{why}"
 
 
 def device_names(devices: Mapping[str, Device]) -> str:

@@ -60,7 +60,7 @@ def _check_config(loaded: Config) -> int:
             [f"{loaded.file}: worker.python: {loaded.worker.python} cannot be run here; name another one"]
         )
     with Store.open(loaded.state_dir, for_reading=True) as store:
-        ignored = [*load.missing_files(loaded), *Engine(loaded, store).ignored_probes(complain)]
+        ignored = [*load.missing_files(loaded), *Engine(loaded, store).discovery.ignored(complain)]
     file = loaded.file or "no configuration file, defaults are used"
     complain(*(f"{file}: {line}" for line in ignored))
     if not ignored:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 from canaryd import __version__
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, Parser
@@ -29,12 +30,14 @@ EPILOG = EXIT_STATUS.replace("exit status", "exit status of check and status") +
 MODULES = {
     "check": "check",
     "drill": "check",
+    "prove": "prove",
     "run": "daemon",
     "release": "daemon",
     "status": "status",
     "history": "status",
     "gate": "status",
     "report": "report",
+    "demo": "demo",
     "ack": "ack",
     "baseline": "baseline",
     "devices": "listing",
@@ -71,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     capabilities.withdraw()
     type_with(())
-    words = sys.argv[1:] if arguments is None else arguments
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if words and words[0] in LAB and words[0] not in _modules(words[0]):
         complain(f'"canaryd {words[0]}" is part of the lab; install it: pip install "canaryd[lab]"')
         return USAGE
@@ -97,8 +102,8 @@ def _run(options: argparse.Namespace) -> int:
         return int(options.function(options))
     loaded = load.load(options.config)
     try:
-        type_with(_own(options, loaded))
         settings = replace(loaded, **overrides(options))
+        type_with(_own(options, loaded), sudo=_needs_sudo(options.command, settings.state_dir))
     except FileNotFoundError:  # of Path.absolute
         complain("the working directory does not exist: change to another one, or name paths from /")
         return USAGE
@@ -117,3 +122,9 @@ def _own(options: argparse.Namespace, loaded: Config) -> list[str]:
     if options.state_dir and options.state_dir.absolute() != loaded.state_dir:
         own += ["--state-dir", str(options.state_dir.absolute())]
     return own
+
+
+def _needs_sudo(command: str, state_dir: Path) -> bool:
+    """Return whether readers must type sudo: systemd or sudo started this process, or it cannot write the record."""
+    started = "SUDO_USER" in os.environ or (command == "run" and "NOTIFY_SOCKET" in os.environ)
+    return started or (os.path.exists(state_dir) and not os.access(state_dir, os.W_OK))  # noqa: PTH110  never raises

@@ -128,6 +128,9 @@ def _add_gate(commands: Commands) -> None:
         metavar="2h",
         help="treat a device as unknown if its newest test is older than this",
     )
+    command.add_argument(
+        "--proven", action="store_true", help="treat a device as unknown unless canaryd prove has proven it as it is"
+    )
     add_json(command)
 
 
@@ -142,6 +145,7 @@ def gate_command(options: argparse.Namespace, settings: Config) -> int:
         causes=tuple(Cause(c) for c in options.cause or [c.value for c in gate.CAUSES]),
         devices=devices,
         max_age=options.max_age,
+        proven=options.proven,
     )
     answer, silence = gate.ask(settings, question), gate.silenced(settings, os.environ)
     if options.json:

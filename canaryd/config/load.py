@@ -13,7 +13,7 @@ from typing import Any
 from canaryd.config import permissions
 from canaryd.config.schema import Each, Notes, Section, document, example_lines
 from canaryd.config.settings import Config
-from canaryd.config.values import PATH
+from canaryd.config.values import KEY_FILE, PATH
 
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 MAX_FILE_BYTES = 1 << 20
@@ -132,7 +132,7 @@ def _named_files(section: Any, where: str) -> Iterator[tuple[str, Path]]:
                 yield from _named_files(settings, f"{where}{each}.")
         elif isinstance(kind, Section):
             yield from _named_files(value, f"{name}.")
-        elif kind is PATH and value and value != getattr(default, setting.name) and name not in MADE:
+        elif kind in (PATH, KEY_FILE) and value and value != getattr(default, setting.name) and name not in MADE:
             yield name, value
 
 

@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -300,7 +300,7 @@ class Section:
             f"{', and ' if known else ''}{each.metadata['kind'].of} by name (a-z, 0-9, _)" if each is not None else ""
         )
         if any(isinstance(f.metadata["kind"], Free) for f in settings.values()):
-            beyond = "; put settings of this probe alone under settings"
+            beyond = ", and under settings the probe's own"
         values: dict[str, Any] = {}
         named: dict[str, Any] = {}
         for key, key_node, value in notes.items(node, where):
@@ -312,7 +312,9 @@ class Section:
                 notes.lines[place] = key_node.start_mark.line + 1
                 named[key] = each.metadata["kind"].read(value, place, notes) or each.metadata["kind"].cls()
             else:
-                hint = did_you_mean(key, known) or f"; known settings: {', '.join(known)}{beyond}"
+                inside = [name for name in known if key in _inside(settings[name].metadata["kind"])]
+                hint = f"; indent it below {' or '.join(inside)}" if inside else did_you_mean(key, known)
+                hint = hint or f"; known settings: {', '.join(known)}{beyond}"
                 gone = getattr(self.cls, "GONE", {}).get(key)
                 notes.add(key_node, place, gone or f"unknown setting{hint}")
         return self.cls(**values, **({each.name: named} if each is not None else {}))
@@ -340,6 +342,10 @@ class Each(Section):
     of: str = "probes"
     """Word for messages that says what the names stand for, such as "probes"."""
     name = "[a-z][a-z0-9_]{0,62}"
+
+
+def _inside(kind: Any) -> Collection[str]:
+    return _settings(kind.cls) if isinstance(kind, Section) else ()
 
 
 def _settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:

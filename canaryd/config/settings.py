@@ -21,6 +21,7 @@ from canaryd.config.values import (
     FILLED,
     GRADE,
     HOURS,
+    KEY_FILE,
     LEVEL,
     LISTEN,
     MEMORY,
@@ -196,7 +197,7 @@ class EndpointConfig:
         sample="always",
     )
     key_file: Path | None = setting(
-        PATH, "null", "A file that contains only the API key. Default: no key is sent.", sample='"/etc/canaryd/key"'
+        KEY_FILE, "null", "A file that contains only the API key. Default: no key is sent.", sample='"/etc/canaryd/key"'
     )
     ca_file: Path | None = setting(
         PATH, "null", "CA certificates to trust for https. Default: the system's.", sample='"/etc/ssl/serving.pem"'
@@ -232,7 +233,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """Limits on what `canaryd run` takes from a device that serves. docs/budget.md has the reason for each number."""
+    """Limits on what `canaryd run` takes from a device that serves. docs/budget.md explains each."""
 
     share: float = setting(
         SHARE, "0.005", "Largest fraction of an hour of device time, or of a CPU's cores, that rounds may use."
@@ -317,7 +318,7 @@ class TlsConfig:
         PATH, "null", "The certificate with its chain, PEM. Default: no TLS.", sample='"/etc/canaryd/server.crt"'
     )
     key_file: Path | None = setting(
-        PATH, "null", "Its key, PEM without a password. Default: none.", sample='"/etc/canaryd/server.key"'
+        KEY_FILE, "null", "Its key, PEM without a password. Default: none.", sample='"/etc/canaryd/server.key"'
     )
     client_ca_file: Path | None = setting(
         PATH,

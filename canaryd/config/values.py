@@ -35,7 +35,7 @@ def parse_duration(text: str) -> float:
     if float(match[1]) <= 0:
         raise ValueError(f'{quoted(text)} is not a positive duration; write e.g. "15m"')
     if not match[2]:
-        raise ValueError(f"{quoted(text)} has no unit; write {quoted(text + 's')}")
+        raise ValueError(f"{quoted(text)} of what? write {text}d for days, {text}h for hours, {text}m or {text}s")
     seconds = float(match[1]) * _UNITS[match[2]]
     if not 0 < seconds <= MAX_SECONDS:
         raise ValueError(f'{quoted(text)} is longer than a century; write at most "36500d"')
@@ -203,10 +203,11 @@ class _Secret(Scalar):
         value = super().read(node, where, notes)
         if notes.problems[noted:]:
             del notes.problems[noted:]
-            notes.add(node, where, f"not text; wanted {self.wanted}")
+            notes.add(node, where, f"wanted {self.wanted}; what is there is not shown, as it may be secret")
         return value
 
 
+KEY_FILE = _Secret("the absolute path of a file with the key", _absolute, {"type": "string", "pattern": "^/"})
 VARIABLE = _Secret("text (in quotes)", str, {"type": "string"})
 URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
 _APIS = ("completions", "chat")

@@ -146,7 +146,7 @@ class Daemon:
         if self.manager.watchdog:
             self._jobs.every(self.manager.watchdog / 4, lambda: self._watchdog.pulse(address), "pulse", now=True)
         self._jobs.every(PRUNE, lambda: self.store.prune(time.time()), "prune")
-        self._jobs.every(SUM_UP, self.engine.sum_up, "days")
+        self._jobs.every(SUM_UP, self.engine.days.sum_up, "days")
 
     def _routes(self) -> dict[str, Route]:
         return {path: self._watchdog.guard(route) for path, route in self._publisher.routes().items()}
@@ -256,7 +256,7 @@ class Daemon:
         self._watchdog.looked = time.monotonic()  # not where the look raises: then the pages must not seem fresh
 
     def _look(self) -> None:
-        seen, self._seen = self._seen, self.store.changes()
+        seen, self._seen = self._seen, (self.store.changes(), self.store.drills.changes())
         if self.engine.unread:
             self.engine.recall()
         if self.engine.devices and not self.store.problem and self.store.generation != self._generation:

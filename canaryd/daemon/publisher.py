@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from canaryd.daemon import snapshot
 from canaryd.daemon.snapshot import Health, device_view, newest_evidence, sum_counts
+from canaryd.engine import endpoints
 from canaryd.engine.engine import Engine
 from canaryd.facts import printable
-from canaryd.judge import acks
 from canaryd.judge.findings import NO_EVIDENCE
 from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition
-from canaryd.model import State, Verdict
-from canaryd.report import status, status_page
+from canaryd.model import ENDPOINT, State, Verdict
+from canaryd.report import gate, status, status_page
+from canaryd.report.replica import replica
 from canaryd.report.terminal import state_note
 from canaryd.store.locks import Flag
 from canaryd.store.store import Store
 from canaryd.supervisor import process
-from canaryd.web.server import PLAIN_TEXT, Answer, Route
+from canaryd.web.server import PLAIN_TEXT, Answer, Request, Route
 from canaryd.web.tls import Tls
 
 log = logging.getLogger("canaryd")
@@ -46,6 +49,10 @@ class Publisher:
         self._page = Exposition(b"")
         self._status: status.Status
         self._health = Health()
+        self._replicas: dict[str, tuple[str, ...]] = {}
+        """Name of an endpoint → its uuid and those of the devices that serve it."""
+        self._silence = ""
+        """Why enforcement is off, or "" if it is on."""
         self._logged: dict[str, Verdict] = {}
         """Device → the verdict that was logged last."""
         self._counting = threading.Lock()
@@ -70,7 +77,10 @@ class Publisher:
         engine, store, now = self._engine, self._store, time.time()
         if self.tls:
             self.tls.refresh()
-        verdicts, statements = status.in_force(store.verdicts(), now), acks.heeded(store.acks(), now)
+        evidence = {uuid: newest_evidence(engine, uuid) for uuid in engine.devices}
+        found = status.gather(store, engine.config, now, daemon=True, evidence=evidence, itself=True)
+        shown = {d.device.uuid: d for d in found.devices}
+        verdicts = {uuid: d.verdict for uuid, d in shown.items() if d.judged}
         self._log_changes(verdicts)
         self.summary = self._status_line(verdicts)
         self._health = snapshot.health(engine, now)
@@ -88,14 +98,19 @@ class Publisher:
             "canaryd_budget_share_ratio": engine.config.budget.share,
             **({} if expected is None else {"canaryd_devices_expected": expected}),
         }
+        rehearsed = engine.decisions.rehearse(store.drilled(now))
         devices = [
-            device_view(engine, device, verdicts.get(uuid), statements, now)
+            replace(device_view(engine, device, shown.get(uuid), now), drill_verdict=rehearsed.get(uuid))
             for uuid, device in sorted(engine.devices.items())
         ]
-        counters = sum_counts(store.counters(), engine.watch.uncounted())
+        counters = sum_counts(store.counters(), store.drills.counters(), engine.watch.uncounted())
         self._page = families.page_of(families.Snapshot(values=values, devices=devices, counters=counters))
-        evidence = {uuid: newest_evidence(engine, uuid) for uuid in engine.devices}
-        self._status = status.gather(store, engine.config, now, daemon=True, evidence=evidence, itself=True)
+        self._status = found
+        self._silence = gate.silenced(engine.config, os.environ)
+        self._replicas = {
+            name: (f"{ENDPOINT}:{name}", *(d.uuid for d in endpoints.behind(endpoint, engine.devices.values())))
+            for name, endpoint in endpoints.named(engine.config).items()
+        }
 
     def _status_line(self, verdicts: Mapping[str, Verdict]) -> str:
         problem = "" if self.config_ok else "the new configuration is bad, the old one is in force"
@@ -136,10 +151,25 @@ class Publisher:
 
         return {
             "/": lambda _: Answer(200, status_page.CONTENT_TYPE, status_page.render(self._status)),
-            "/metrics": lambda headers: self._page.answer(headers),  # noqa: PLW0108  the page is replaced
+            "/metrics": lambda request: self._page.answer(request.headers),
             "/healthz": health,
             "/readyz": ready,
+            "/endpoints/": self._replica,
         }
+
+    def _replica(self, request: Request) -> Answer:
+        """Answer /endpoints/NAME/ready, and /endpoints/NAME/agent in the words of HAProxy's agent checks."""
+        name, _, what = request.path.removeprefix("/endpoints/").rpartition("/")
+        if name not in self._replicas or what not in ("ready", "agent"):
+            there = ", ".join(f"/endpoints/{each}/ready" for each in self._replicas) or "no endpoint is configured"
+            return Answer(404, PLAIN_TEXT, f"not found: {there}\n".encode())
+        try:
+            ready, reason = replica(self._status, self._replicas[name], request.query, self._silence)
+        except ValueError as error:
+            return Answer(400, PLAIN_TEXT, f"{error}\n".encode())
+        if what == "agent":
+            return Answer(200, PLAIN_TEXT, b"up\n" if ready else f"down #{reason}\n".encode(), bare=True)
+        return Answer(200 if ready else 503, PLAIN_TEXT, f"{reason}\n".encode())
 
 
 def _level(state: State) -> int:

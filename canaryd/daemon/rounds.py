@@ -12,11 +12,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from canaryd.engine import budget, schedule
 from canaryd.engine.check import gave
 from canaryd.engine.engine import Engine, Progress
+from canaryd.engine.polling import poll_tasks
 from canaryd.judge import case, clock
 from canaryd.model import Device, Outcome
 from canaryd.probe import LEVELS
@@ -70,7 +72,7 @@ class Rounds:
         """Run the probes that are due on one device."""
         engine = self._engine
         device = engine.devices.get(uuid)
-        if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
+        if device is None or uuid not in engine.present or engine.halted or not device.is_reached:
             self._stop_waiting(uuid)
             return
         if self._at_work.setdefault(device.physical, uuid) != uuid:
@@ -84,9 +86,11 @@ class Rounds:
         engine, uuid = self._engine, device.uuid
         if not self._loading(engine.periods(device)):
             self._stop_waiting(uuid)
+        if self._is_unpolled(device):
+            return
         try:
-            self.run_aside(device, engine.owed(uuid), budget.DOUBT)
-            self.run_aside(device, engine.retests(uuid), budget.RETEST)
+            self.run_aside(device, engine.experiments.owed(uuid), budget.DOUBT)
+            self.run_aside(device, engine.experiments.retests(uuid), budget.RETEST)
         except Busy as busy:
             log.info("%s: retests wait: %s", device.name, busy)
             return
@@ -97,6 +101,14 @@ class Rounds:
     def _loading(self, names: Mapping[str, float]) -> list[str]:
         """Return the names of the probes that load the device."""
         return [name for name in names if self._engine.entries[name].spec.numeric]
+
+    def _is_unpolled(self, device: Device) -> bool:
+        """Return whether an accelerator was not polled yet: a context alone may take what memory a server has left."""
+        if not device.is_accelerator:
+            return False
+        polls = self._engine.watch.polls(device.physical)  # also those that the store holds
+        done = {name for name, poll in polls.items() if poll.newest is not None}
+        return any(t.request.spec.name not in done for t in poll_tasks(self._engine, {device.physical}))
 
     def _choose(self, device: Device, periods: Mapping[str, float]) -> _Round:
         """Return the round to run now: an extra test after an event, or the due probes that the budget allows."""
@@ -187,7 +199,7 @@ class Rounds:
         process runs anyway too, because a verdict is needed soon after a start.
         """
         engine, policy = self._engine, self._engine.config.budget
-        loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
+        loading = [n for n in names if engine.entries[n].spec.numeric and device.computes_here]
         if not loading:
             return names, budget.ROUND
         facts = self._facts(device, self._expected(device.uuid, tuple(names)))
@@ -200,6 +212,9 @@ class Rounds:
             and self._since(device.uuid, n) < budget.COVERAGE * case.freshness(engine.config.judge, periods[n])
         }
         purpose = budget.FORCED if young < set(loading) else budget.ROUND
+        left = min((1 - budget.COVERAGE) * case.freshness(engine.config.judge, periods[n]) for n in loading)
+        if facts.starting >= left:  # the evidence would become too old
+            facts = replace(facts, newest=None)
         if self._waits(device, purpose, facts):
             return [n for n in names if n not in loading], budget.ROUND
         return [n for n in names if n not in young], purpose
@@ -215,9 +230,9 @@ class Rounds:
         engine, now = self._engine, time.time()
         for run in engine.evidence(uuid):
             age, entry = max(0.0, clock.age(run, now)), engine.entries.get(run.probe)
-            of_round = not (run.drill or run.confirms or run.intensity)
+            of_round = not (run.confirms or run.intensity)
             if age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
-                engine.account.recall(uuid, budget.worked(run.seconds), age)
+                engine.account.recall(engine.devices[uuid].physical, budget.worked(run.seconds), age)
 
     def _is_first(self, uuid: str, probe: str) -> bool:
         """Return whether a probe runs at level quick and has not run on a device in this process yet."""
@@ -225,7 +240,7 @@ class Rounds:
 
     def _since(self, uuid: str, probe: str) -> float:
         """Return the age in seconds of a probe's newest run with any outcome, or infinity if the probe never ran."""
-        runs = (r for r in self._engine.evidence(uuid) if r.probe == probe and r.whole and not r.drill)
+        runs = (r for r in self._engine.evidence(uuid) if r.probe == probe and r.whole)
         now = time.time()
         return min((clock.age(r, now) for r in runs), default=math.inf)
 
@@ -234,12 +249,12 @@ class Rounds:
         engine = self._engine
         if cost := engine.account.cost(uuid, names):
             return cost
-        newest = {r.probe: r.seconds for r in engine.evidence(uuid) if r.whole and not r.drill}
+        newest = {r.probe: r.seconds for r in engine.evidence(uuid) if r.whole}
         return budget.worked(sum(newest.get(n, 0.0) for n in names if engine.entries[n].spec.numeric))
 
     def _facts(self, device: Device, expected: float = 0.0) -> budget.Conditions:
         engine, now = self._engine, time.time()
-        return budget.facts(
+        facts = budget.facts(
             device,
             engine.watch.readings(device.physical, now),
             engine.watch.readings(device.parent, now) if device.parent else (),
@@ -247,6 +262,7 @@ class Rounds:
             spent=engine.account.spent(device.physical),
             expected=expected,
         )
+        return replace(facts, starting=engine.account.starting(device.uuid, facts.newest))
 
     def _waits(self, device: Device, purpose: str, facts: budget.Conditions | None = None) -> bool:
         """Return whether the budget postpones tests of this `purpose`; if so, log, count and publish the reason."""
@@ -281,9 +297,8 @@ def log_run(progress: Progress) -> bool:
     if run is None:
         return False
     level = logging.INFO if run.outcome is Outcome.COMPLETED and not run.wrong else logging.WARNING
-    wrong = f", {len(run.wrong)} comparisons WRONG" if run.wrong else ""
     first = run.detail.splitlines()[0] if run.detail else ""
     detail = f": {first}" if first and run.outcome is not Outcome.COMPLETED else ""
     what = f"{progress.device.name} {run.probe}{' (retest)' if run.confirms else ''}"
-    log.log(level, "%s %s %s: %s%s%s", run.id, what, run.outcome.value, gave(run), wrong, detail)
+    log.log(level, "%s %s %s: %s%s", run.id, what, run.outcome.value, gave(run), detail)
     return True

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from canaryd.engine import budget
 from canaryd.engine.engine import Engine
 from canaryd.facts import FINGERPRINT, Reading, printable, stack_id
-from canaryd.judge import acks, case, clock
+from canaryd.judge import case, clock
 from canaryd.judge.phrases import count
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.judge.watch import has_looked
 from canaryd.metrics import families
 from canaryd.model import Ack, Cause, Device, Outcome, Run, State, Verdict
+from canaryd.report.status import DeviceStatus
 from canaryd.store.store import Store
 
 STEADY = 5
@@ -35,32 +35,32 @@ class Health:
     """The reasons why the daemon is not healthy, one sentence each."""
 
 
-def device_view(
-    engine: Engine, device: Device, verdict: Verdict | None, statements: Sequence[Ack], now: float
-) -> families.DeviceView:
-    """Return the metrics page's data about a device; `statements` are all operators' statements on any device."""
-    uuid = device.uuid
-    runs = list(engine.evidence(uuid))
-    plain = [r for r in runs if not r.drill]
-    newest = {(r.probe, r.instruction_set): r for r in plain}.values()
-    ack = acks.standing(device, [a for a in statements if a.device == uuid], now)
+def device_view(engine: Engine, device: Device, shown: DeviceStatus | None, now: float) -> families.DeviceView:
+    """Return the metrics page's data about a device; `shown` is what status says about it."""
+    uuid, verdict = device.uuid, shown.verdict if shown and shown.judged else None
+    runs = engine.evidence(uuid)
+    newest = {(r.probe, r.instruction_set): r for r in runs}.values()
+    ack = shown.acknowledgement if shown else None
+    spent, skipped = engine.account.totals(uuid) if device.computes_here else ({}, {})
+    held = engine.account.withheld(uuid)
     return families.DeviceView(
         device=device,
         present=uuid in engine.in_place and not engine.watch.lost(uuid),
         verdict=verdict,
-        drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
-        last_runs={r.probe: r for r in plain},
-        last_success=last_success(plain),
-        fault_rate=fault_rate_bound(plain),
-        fingerprints=fingerprints(plain),
+        last_runs={r.probe: r for r in runs},
+        last_success=last_success(runs),
+        fault_rate=fault_rate_bound(runs),
+        fingerprints=fingerprints(runs),
         periods=engine.periods(device),
         stacks={r.stack_id: r.stack for r in newest if r.stack},
         acknowledged=is_acknowledged(ack, verdict, engine.store),
         acknowledged_at=ack.at if ack else None,
         polls=engine.watch.polls(uuid),
-        readings=(*engine.watch.readings(uuid, now), *newest_readings(device, plain)),
-        drifts=engine.drifts(uuid),
-        budget=None if device.is_endpoint else budget_view(engine.account, uuid),
+        readings=(*engine.watch.readings(uuid, now), *newest_readings(device, runs)),
+        drifts=engine.decisions.drifts(uuid),
+        spent=spent,
+        skipped=skipped,
+        withheld=held.wait.reason if held else "",
     )
 
 
@@ -84,12 +84,12 @@ def health(engine: Engine, now: float) -> Health:
         reason
         for uuid, device in sorted(engine.devices.items())
         if uuid in engine.present
-        for reason in stale(engine, device, [r for r in engine.evidence(uuid) if not r.drill], now)
+        for reason in stale(engine, device, engine.evidence(uuid), now)
     ]
-    known = {u for u, d in engine.devices.items() if not d.is_endpoint and any(r.trials for r in engine.evidence(u))}
+    known = {u for u, d in engine.devices.items() if d.computes_here and any(r.trials for r in engine.evidence(u))}
     waiting = {uuid for uuid in engine.devices if engine.account.withheld(uuid)}
     done = engine.tried | (engine.ran - known) | waiting
-    wanted = {uuid for uuid, device in engine.devices.items() if uuid in engine.present and engine.reached(device)}
+    wanted = {uuid for uuid, device in engine.devices.items() if uuid in engine.present and device.is_reached}
     wanted |= engine.unreached() & known
     ready = bool(engine.present and done) and wanted <= done
     unstored = f"cannot store: {printable(engine.store.problem)}" if engine.store.problem else ""
@@ -130,17 +130,10 @@ def newest_evidence(engine: Engine, uuid: str) -> dict[str, float | None]:
     """Return probe → time (epoch s) of its newest evidence on a device, or None for a probe that gave none."""
     found: dict[str, float | None] = dict.fromkeys(engine.periods(engine.devices[uuid]))
     for run in engine.evidence(uuid):
-        if run.outcome is Outcome.COMPLETED and run.whole and not run.drill:
+        if run.outcome is Outcome.COMPLETED and run.whole:
             found[run.probe] = max(found.get(run.probe) or 0.0, run.started)
     polls = engine.watch.polls(uuid)
     return found | {name: poll.completed.started if poll.completed else None for name, poll in polls.items()}
-
-
-def budget_view(account: budget.Account, uuid: str) -> families.BudgetView:
-    """Return the metrics page's data about a device's budget."""
-    spent, skipped = account.totals(uuid)
-    held = account.withheld(uuid)
-    return families.BudgetView(spent=spent, skipped=skipped, withheld=held.wait.reason if held else "")
 
 
 def sum_counts(*counts: families.Counters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -6,9 +6,8 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Mapping
 
-from canaryd.web.server import PLAIN_TEXT, Answer, Route
+from canaryd.web.server import PLAIN_TEXT, Answer, Request, Route
 
 log = logging.getLogger("canaryd")
 
@@ -34,8 +33,8 @@ class Watchdog:
     def pulse(self, address: tuple[str, int] | None) -> None:
         """Set `pulsed` to now if the store was read lately and the HTTP server answers at `address`, unless it is None.
 
-        The scheduler calls this function, so the watchdog notices a hung scheduler too. docs/install.md lists the parts
-        that can hang unnoticed, and why.
+        The scheduler calls this function, so the watchdog notices a hung scheduler too. Workers and drivers can hang
+        unnoticed, because a restart would not help them.
         """
         since = time.monotonic() - self.looked
         if since > STARVED:
@@ -48,10 +47,10 @@ class Watchdog:
     def guard(self, route: Route) -> Route:
         """Return `route`, but with the answer 503 while the daemon hangs: the prepared page is then out of date."""
 
-        def guarded(headers: Mapping[str, str]) -> Answer:
+        def guarded(request: Request) -> Answer:
             since = time.monotonic() - self.looked
             if since <= SILENT:
-                return route(headers)
+                return route(request)
             text = f"canaryd hangs: its last good look at the store was {since:.0f} s ago; read its log, restart it\n"
             return Answer(503, PLAIN_TEXT, text.encode())
 

@@ -44,20 +44,14 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
 }
 """Backend → what to do with a faulty part, according to the vendor's publications (docs/dossier.md)."""
 OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
-NOTHING_TO_DO = xids.BUCKETS["IGNORE"]
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 
 
 def commands(facts: Facts, failures: Sequence[Json]) -> list[Json]:
-    """Return entries {"command": a command, "what": the failing case or finding that it repeats}, the worst first."""
-    worst = [f for f in failures[:EXHIBITS] if f["repro"]]
-    by_command: dict[str, str] = {}
-    for failure in worst:
-        by_command.setdefault(failure["repro"], f"{failure['probe']} {failure['case']}")
-    for finding in facts.verdict.findings:
-        if finding.repro and finding.state is not State.HEALTHY and not facts.drill:
-            by_command.setdefault(finding.repro, finding.rule)
-    return [{"command": command, "what": what} for command, what in by_command.items()][: EXHIBITS + 3]
+    """Return entries {"command": a command, "what": the rule or, without an incident, the case that it repeats}."""
+    found = [(i.repeat, i.lead.rule) for i in incidents.incidents(facts.verdict)]
+    found = found or [(f["repro"], f"{f['probe']} {f['case']}") for f in failures[:1]]
+    return [{"command": command, "what": what} for command, what in found if command]
 
 
 def next_step(facts: Facts, kind: str, failures: Sequence[Json]) -> Iterator[str]:
@@ -71,7 +65,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Json]) -> Iterator[str
         return
     if kind == "health":
         yield "Nothing to do."
-    elif verdict.cause is Cause.HARDWARE and device.backend != "endpoint":
+    elif verdict.cause is Cause.HARDWARE and device.is_hardware:
         if verdict.state is not State.FAULTY:
             yield "Do not return the part yet: the fault is not confirmed. Let canaryd finish its retests."
         if device.weak_identity:
@@ -87,7 +81,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Json]) -> Iterator[str
             yield f"No test has run on this device: run canaryd check --device {device.name} first."
     for code in sorted({e.code for e in facts.events if e.kind == "xid" and e.code is not None}):
         known = xids.catalogue().get(code)
-        if known and known.advice != NOTHING_TO_DO:
+        if known and known.advice != xids.advice_of("IGNORE"):
             yield f"Xid {code} ({known.title}). NVIDIA's catalogue: {known.advice}."
 
 
@@ -110,5 +104,5 @@ def not_checked(facts: Facts) -> list[str]:
     if not facts.polls:
         gaps.append("temperature, power and error counters: no telemetry of this device is on record")
     if not facts.runs:
-        gaps.append(f"computation: no {'drill' if facts.drill else 'run'} of this device is on record")
+        gaps.append("computation: no run of this device is on record")
     return gaps

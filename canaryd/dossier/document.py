@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from canaryd.config.settings import Config
+from canaryd.judge.characterised import Claims
 from canaryd.model import Device, Event, Run, Verdict
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
@@ -39,13 +40,14 @@ class Facts:
     device: Device
     record: DeviceRecord | None
     runs: Sequence[Run]
-    """Runs of this device, either drills or real runs, in the order of their start."""
+    """Runs of this device, in the order of their start."""
     polls: Sequence[Run]
     events: Sequence[Event]
     verdict: Verdict
     note: str
     """A sentence about results that do not count any more, or ""."""
-    drill: bool
+    drill: str
+    claims: Claims
 
     @cached_property
     def measured(self) -> list[Run]:

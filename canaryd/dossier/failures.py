@@ -11,12 +11,15 @@ from typing import Any
 from canaryd.dossier.document import Facts, Json
 from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
-from canaryd.judge.characterised import Claims, Proof
+from canaryd.judge.characterised import Proof
+from canaryd.judge.incidents import incidents
 from canaryd.judge.node import Node
 from canaryd.judge.phrases import describe_repeats
 from canaryd.judge.statistics import RULE_OF_THREE, interval
+from canaryd.judge.tally import counted
 from canaryd.judge.verdict import fault_rate_bound
-from canaryd.model import Device, Outcome, Run
+from canaryd.judge.wrong import WIDTH, prominence, type_of
+from canaryd.model import Device, Outcome, Run, Verdict
 
 FAILURES = 50
 """Largest number of failing cases that are described: a broken part fails in every case."""
@@ -29,7 +32,6 @@ COPIED = 10
 copying; the runs between two copies keep the device busy, which other faults need."""
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 """Format → bits of its mantissa (IEEE 754-2019 table 3.5; bfloat16: the upper half of float32)."""
-WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 64, "int32": 32}
 
 
 def rate(wrong: int, total: int) -> Json:
@@ -51,16 +53,6 @@ def bit_name(form: str, bit: int) -> str:
     return "lowest of the mantissa" if bit == 0 else "mantissa"
 
 
-def result_format(probe: str, case: str, digits: int) -> str:
-    """Return the number format that a case names ("float32"), else the width of results with `digits` hex digits."""
-    label = case.partition("/")[0]
-    form = label.partition(">")[2] or label
-    form = {"tfloat32": "float32"}.get(form, form)
-    if probe == "exact_integer" and case.startswith("int64/embedding/"):
-        form = "int32"
-    return form if form in WIDTH else f"{digits * 4} bits" if digits else "not known"
-
-
 KEY = ("probe", "version", "instruction_set", "case", "shape", "seed", "subject")
 """Fields of a failing case that name its operands."""
 Key = tuple[str, int, str, str, str, int, str]
@@ -71,10 +63,17 @@ def _key(run: Run, c: Comparison) -> Key:
     return run.probe, run.probe_version, run.instruction_set, c.case, c.shape, c.seed, c.subject.value
 
 
+def counted_runs(verdict: Verdict, runs: Iterable[Run]) -> list[Run]:
+    """Return the runs that the verdict counts: of a probe that shows a fault, those since the fault was first seen."""
+    wrong = [(i.probes, min(f.since for f in i.findings if f.wrong)) for i in incidents(verdict) if i.wrong]
+    since = {probe: began for probes, began in wrong for probe in probes}
+    return [r for r in runs if r.started >= since.get(r.probe, 0.0)]
+
+
 def find_failures(facts: Facts, spots: Sequence[Json], probes: Sequence[Json]) -> tuple[list[Json], int]:
     """Return the failing cases, the worst first, at most `FAILURES`; and the number of failing cases left out.
 
-    Cases in which the device's own results were wrong come before cases with a wrong golden or comparison.
+    The case that the verdict's command repeats is the first.
     """
     by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
     for run in (*facts.runs, *_runs_with_wrong_reference(facts)):
@@ -82,11 +81,13 @@ def find_failures(facts: Facts, spots: Sequence[Json], probes: Sequence[Json]) -
             by_key[_key(run, c)].append((run, c))
     failing = {k: v for k, v in by_key.items() if any(c.wrong for _, c in v)}
 
+    chosen = [i.wrong.elsewhere for i in incidents(facts.verdict) if i.wrong and i.wrong.elsewhere]
+    repeated = {(each.probe, each.case, each.seed) for each in chosen}
+
     def worst_first(key: Key) -> Any:
         wrong = [(r, c) for r, c in failing[key] if c.wrong]
-        size = next((c.evidence.total for _, c in wrong if c.evidence), 0)
-        trials = sum(c.wrong_trials for _, c in wrong)
-        return key[6] != Subject.DEVICE.value, -len({r.id for r, _ in wrong}), -trials, size, key
+        is_repeated = any((r.probe, c.case, r.seed) in repeated for r, c in wrong)
+        return not is_repeated, prominence(wrong), key
 
     ordered = sorted(failing, key=worst_first)
     proofs, found = _proofs(facts), []
@@ -122,13 +123,13 @@ def enough_runs(*tallies: Json) -> int:
 def _proofs(facts: Facts) -> dict[int, Proof]:
     """Return the `id` of a wrong comparison → proof that its class is exact. Comparisons without proof are left out."""
     device = facts.device
-    among = Node(devices={device.uuid: device}, runs={device.uuid: tuple(facts.runs)}, claims=Claims(facts.store.met()))
+    among = Node(devices={device.uuid: device}, runs={device.uuid: tuple(facts.runs)}, claims=facts.claims)
     return {id(m.comparison): m.proof for m in among.missed[device.uuid] if m.proof is not None}
 
 
 def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
     """Return runs of other devices with a wrong golden made by this processor; only comparisons of goldens are kept."""
-    if facts.device.backend != "cpu" or facts.drill:
+    if facts.device.backend != "cpu":
         return []
     found = []
     for uuid in (r.device.uuid for r in facts.store.devices() if r.device.uuid != facts.device.uuid):
@@ -145,7 +146,6 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
     evidence = [c.evidence for _, c in wrong if c.evidence]
     best = max(evidence, key=lambda e: (bool(e.repeats), e.wrong), default=None)
     elements = [(r.id, *element) for r, c in wrong if c.evidence for element in c.evidence.first]
-    digits = len(elements[0][2].removeprefix("0x")) if elements else 0
     bits: Counter[int] = Counter()
     for e in evidence:
         bits.update({int(bit): n for bit, n in e.bits.items()})
@@ -169,7 +169,7 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], proofs: Mapping[
         wrong_elements=sum(e.wrong for e in evidence),
         elements_of_result=best.total if best else 0,
         elements=[{"run": r, "index": i, "expected": want, "observed": got} for r, i, want, got in elements],
-        format=result_format(probe, case, digits),
+        format=type_of(probe, case, evidence),
         bits={str(bit): bits[bit] for bit in sorted(bits)},
         repro=max((r for r, _ in wrong), key=lambda r: (bool(r.cases), r.started)).repro,
         exhibit="",
@@ -250,16 +250,19 @@ def bit_totals(failures: Sequence[Json]) -> list[Json]:
 
 def probe_totals(facts: Facts) -> list[Json]:
     """Return for each probe the counts of its results, and the upper bound of the fault rate if all were right."""
-    bounds = fault_rate_bound(facts.runs, drill=facts.drill)
+    bounds = fault_rate_bound(facts.runs)
     by_probe: dict[str, list[Run]] = defaultdict(list)
     for run in facts.runs:
         by_probe[run.probe].append(run)
+    told = {probe: t for i in incidents(facts.verdict) if i.wrong for probe, t in i.wrong.probes.items()}
+    results = {probe: told.get(probe) or counted(runs) for probe, runs in by_probe.items()}
     return [
         dict(
             probe=probe,
             runs=len(runs),
             not_completed=sum(r.outcome is not Outcome.COMPLETED for r in runs),
-            **_counted(c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE),
+            **_counted(c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE)
+            | {"results": {"wrong": results[probe].wrong, "total": results[probe].of}},
             rules_out=bounds.get(probe),
             recordings=sum(len(r.recordings) for r in runs),
             unknown=sum(len(r.unknown) for r in runs),
@@ -272,13 +275,13 @@ def probe_totals(facts: Facts) -> list[Json]:
 
 def peer_results(facts: Facts, peers: Iterable[Device], failures: Sequence[Json]) -> list[Json]:
     """Return for each peer (identical device) the counts of its results in the same probes and on the same operands."""
-    verdicts = {} if facts.drill else facts.store.verdicts()
+    verdicts = facts.store.verdicts()
     probes = {f["probe"] for f in failures} or {r.probe for r in facts.runs}
     keys = {tuple(f[name] for name in KEY) for f in failures}
     own_stack = facts.runs[-1].stack_id if facts.runs else ""
     found = []
     for peer in sorted(peers, key=lambda d: d.name):
-        by_probe = (facts.store.runs(peer.uuid, p, drill=facts.drill, limit=PEER_RUNS) for p in sorted(probes))
+        by_probe = (facts.store.runs(peer.uuid, p, limit=PEER_RUNS) for p in sorted(probes))
         runs = [run for of_probe in by_probe for run in of_probe]
         results = [(_key(r, c), c) for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
         same = [c for key, c in results if key in keys]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from canaryd import __version__
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier.advice import commands, next_step, not_checked
 from canaryd.dossier.document import SCHEMA, DossierError, Facts, Json
-from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
+from canaryd.dossier.failures import bit_totals, counted_runs, find_failures, peer_results, placed, probe_totals
 from canaryd.dossier.timeline import timeline
 from canaryd.facts import SELF_TEST
 from canaryd.formatting import format_utc
@@ -18,7 +19,7 @@ from canaryd.judge import acks, selftest
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
 from canaryd.judge.findings import ACKNOWLEDGED
-from canaryd.judge.node import DRILL_EXPIRY, node
+from canaryd.judge.node import node
 from canaryd.judge.phrases import count
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
@@ -26,7 +27,7 @@ from canaryd.report import status
 from canaryd.report.incidents import incidents_json
 from canaryd.report.terminal import state_note, verdict_note
 from canaryd.store.devices import DeviceRecord
-from canaryd.store.store import Store
+from canaryd.store.store import DRILL_EXPIRY, Store
 
 POLLS = 20_000
 """Number of newest polls that are read."""
@@ -44,13 +45,13 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
     records = {r.device.uuid: r for r in store.devices()}
     facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill)
     peers = [r.device for r in records.values() if r.device.uuid != device.uuid and _alike(r.device, device)]
-    places, probes = placed(facts), probe_totals(facts)
-    failures, omitted = find_failures(facts, places, probes)
+    found = replace(facts, runs=counted_runs(facts.verdict, facts.runs))
+    places, probes = placed(found), probe_totals(found)
+    failures, omitted = find_failures(found, places, probes)
     entries, entries_omitted = timeline(facts)
     kind, why_not = _kind(facts)
     identity, verdict = _identity(facts, records.values()), _verdict(facts)
-    fault = ", ".join(sorted({r.drill for r in facts.runs if r.drill}))
-    summary = _summary(identity, verdict, fault)
+    summary = _summary(identity, verdict, facts.drill)
     if not any(incident["wrong"] for incident in verdict["incidents"]):
         resolved = " Earlier failures are resolved (see the timeline):" * (facts.verdict.state is State.HEALTHY)
         cases = count(len(failures) + omitted, "case")
@@ -64,7 +65,7 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
         "title": _title(kind, identity),
         "summary": summary,
         "why_not_rma": why_not,
-        "drill": fault,
+        "drill": facts.drill,
         "verdict": verdict,
         "identity": identity,
         "failures": failures,
@@ -87,20 +88,19 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
 def _gather_facts(
     store: Store, config: Config, device: Device, record: DeviceRecord | None, *, now: float, drill: bool
 ) -> Facts:
-    before = 0.0 if drill else acks.cut(device, acks.heeded(store.acks(device.uuid), now))
-    runs = sorted(
-        (r for r in store.runs(device.uuid, drill=drill) if r.started > before), key=lambda r: (r.started, r.id)
-    )
+    results, claims = store.drills if drill else store, Claims(store.met())
+    before = acks.cut(device, acks.heeded(results.acks(device.uuid), now))
+    runs = sorted((r for r in results.runs(device.uuid) if r.started > before), key=lambda r: (r.started, r.id))
     if drill and not runs:
         raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
     note = f"Results before its repair or replacement, recorded {format_utc(before)}, do not count and are left out."
     if drill:
         runs = [r for r in runs if r.started >= runs[-1].started - DRILL_EXPIRY]  # those that its verdict counts
-        verdict = _drilled(device, runs, config, now, Claims(store.met()))
+        verdict = _drilled(device, runs, config, now, claims)
     else:
         verdict = _judged(store, config, device, now)
     return Facts(
-        store=store,
+        store=results,
         config=config,
         device=device,
         record=record,
@@ -109,7 +109,8 @@ def _gather_facts(
         events=store.events(device=device.uuid),
         verdict=verdict,
         note=note if before else "",
-        drill=drill,
+        drill=", ".join(sorted({r.drill for r in runs if drill})),
+        claims=claims,
     )
 
 
@@ -130,8 +131,8 @@ def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, cl
     """Return the verdict from the drill runs alone, as it was after the last of them: drills expire after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
-    among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True, claims=claims)
-    return decide(Case(device=device, node=among, wanted=wanted, policy=config.judge, now=last, drill=True))
+    among = replace(node({device.uuid: device}, {device.uuid: runs}, last), claims=claims)
+    return decide(Case(device=device, node=among, wanted=wanted, policy=config.judge, now=last))
 
 
 def _kind(facts: Facts) -> tuple[str, str]:
@@ -141,7 +142,7 @@ def _kind(facts: Facts) -> tuple[str, str]:
         return "drill", "this is a drill: canaryd changed results in software, and the part is not at fault"
     if verdict.state is State.HEALTHY:
         return "health", "the device is healthy"
-    if device.backend == "endpoint":
+    if not device.is_hardware:
         return "evidence", "this is a model server, not a hardware part"
     if device.weak_identity:
         return "evidence", (
@@ -244,7 +245,7 @@ def _server(facts: Facts, records: Iterable[DeviceRecord]) -> dict[str, str]:
     detail: Mapping[str, str] = {}
     if facts.device.unit == "cpu":
         detail = facts.device.detail
-    elif hosts and not facts.device.is_endpoint:  # a machine of before may be on record
+    elif hosts and facts.device.is_hardware:  # a machine of before may be on record
         detail = max(hosts, key=lambda r: (r.present, r.last_seen)).device.detail
     return {key: detail[key] for key in SERVER if detail.get(key)}
 

@@ -16,8 +16,10 @@ from canaryd.dossier.document import DossierError
 from canaryd.dossier.gather import ranges
 from canaryd.formatting import format_utc, quantity
 from canaryd.judge.exact import PROVEN
-from canaryd.judge.phrases import count
-from canaryd.model import Cause, Rival
+from canaryd.judge.phrases import count, listed
+from canaryd.judge.statistics import interval
+from canaryd.judge.wrong import NO_TYPE
+from canaryd.model import Cause, Rival, State
 from canaryd.report.terminal import rival_words, state_note
 
 TEMPLATE = Path(__file__).parent / "dossier.html.j2"
@@ -43,7 +45,15 @@ def page(document: Mapping[str, Any]) -> str:
     made = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     made.filters |= {"utc": format_utc, "share": share, "counted": counted, "rated": rated, "joined": joined}
     made.filters |= {"rival": _rival, "conditions": _conditions, "places": failing_places, "bits": flipped_bits}
-    made.globals |= {"proven": UNNAMED, "words": WORDS, "state": state_note, "count": count, "once": _once}
+    made.filters |= {"by_case": by_case}
+    made.globals |= {
+        "asked": asked,
+        "proven": UNNAMED,
+        "words": WORDS,
+        "state": state_note,
+        "count": count,
+        "once": _once,
+    }
     return made.from_string(TEMPLATE.read_text(encoding="utf-8")).render(d=document)
 
 
@@ -70,6 +80,59 @@ def joined(named: Mapping[str, str]) -> str:
     return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in sorted(named.items()) if v not in ("", "none"))
 
 
+def by_case(failures: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each case, in the order of its first failure: name, results, uploads and runs that were wrong.
+
+    Then the places, the flipped bits and when it was seen last. Failures are one for each set of operands.
+    """
+    of_case: dict[str, list[Mapping[str, Any]]] = {}
+    for f in failures:
+        path = f" [{f['instruction_set']}]" if f["instruction_set"] else ""
+        of_case.setdefault(f"{f['probe']} {f['case']}{path}", []).append(f)
+    rows: list[tuple[str, ...]] = []
+    for name, found in of_case.items():
+        results, uploads, runs = (
+            {"wrong": sum(f[of]["wrong"] for f in found), "total": sum(f[of]["total"] for f in found)}
+            for of in ("results", "uploads", "runs")
+        )
+        low, high = interval(uploads["wrong"], uploads["total"])
+        where = failing_places({"places": _added([place for f in found for place in f["places"]])})
+        shares = rated(uploads | {"low": low, "high": high})
+        seen = where, flipped_bits(*found), format_utc(max(f["last"] for f in found))
+        rows.append((name, counted(results), shares, counted(runs), *seen))
+    return rows
+
+
+def _added(places: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return each place once, with the sum of its results."""
+    found: dict[str, dict[str, int]] = {}
+    for place in places:
+        at = found.setdefault(place["place"], {"wrong": 0, "total": 0})
+        for name in at:
+            at[name] += place["results"][name]
+    return [{"place": name, "results": results} for name, results in found.items()]
+
+
+def asked(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what vendors ask for before they take a part back → what of it is here, or how to get it."""
+    part, report = document["identity"], "nvidia-bug-report.log.gz"
+    same, wrong = (sum(peer[key] for peer in document["peers"]) for key in ("same_bytes", "same_bytes_wrong"))
+    confirmed = document["verdict"]["state"] == State.FAULTY.value
+    failed = [test["test"] for test in document["selftests"] if test["result"] == "fail"]
+    diagnostic = f"failed: {', '.join(failed)}" if failed else "passed, which disproves no wrong result that repeats"
+    found = [
+        ("Serial number", part["serial"] or "missing: read it from the label or the BMC"),
+        ("Fails again", "yes, confirmed" if confirmed else "not confirmed yet"),
+        ("Identical part", f"compared: {wrong:,} of {same:,} wrong there" if same else "missing: none was compared"),
+        ("Vendor's diagnostic", diagnostic if document["selftests"] else "missing: not on record"),
+        ("Other slot or host", "missing: try it by hand, once this archive is made"),
+    ]
+    if part["backend"] == "cuda":
+        why = next((each["why"] for each in document["absent"] if each["file"] == report), "")
+        found.append(("Bug report", f"missing: {why}" if why else f"in this archive: {report}"))
+    return found
+
+
 def failing_places(failure: Mapping[str, Any]) -> str:
     """Return the places where a case failed, worst first, as text: "core 3: 8 of 32 (25 %)", or "not known"."""
     wrong = sorted((p for p in failure["places"] if p["results"]["wrong"]), key=lambda p: -p["results"]["wrong"])
@@ -80,9 +143,11 @@ def failing_places(failure: Mapping[str, Any]) -> str:
     return ", ".join([*named, *([f"{len(wrong) - 4} more"] if len(wrong) > 4 else [])]) or "not known"
 
 
-def flipped_bits(failure: Mapping[str, Any]) -> str:
-    """Return the positions of the bits that a failing case flipped, as text: "0 to 3, 7", or "not recorded"."""
-    return ranges([int(bit) for bit in failure["bits"]]) or "not recorded"
+def flipped_bits(*failures: Mapping[str, Any]) -> str:
+    """Return the bits that failing cases flipped, with their number type: "0 to 3, 7 of float32"; or "not recorded"."""
+    bits = ranges(sorted({int(bit) for f in failures for bit in f["bits"]}))
+    types = sorted({f["format"] for f in failures if f["bits"]} - {NO_TYPE})
+    return " of ".join(filter(None, (bits, listed(types)))) if bits else "not recorded"
 
 
 def flipped(expected: str, observed: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import platform
 import re
 import secrets
@@ -113,9 +114,9 @@ class Redactor:
                 self._know(module.rpartition(": ")[2], "serial")
         self._know(host, "host")
         self._know(platform.node(), "host")
-        for record in store.devices():
-            uuid = record.device.uuid
-            for run in (*store.runs(uuid, drill=None, limit=NAMED), *store.polls(uuid, limit=NAMED)):
+        uuids = [record.device.uuid for record in store.devices()]
+        for uuid, kept in itertools.product(uuids, (store, store.drills)):
+            for run in (*kept.runs(uuid, limit=NAMED), *kept.polls(uuid, limit=NAMED)):
                 self._know(run.environment.get("hostname", ""), "host")
         # A part's long number is replaced anywhere, a host's name only as a whole word.
         whole: list[str] = []

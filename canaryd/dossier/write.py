@@ -66,8 +66,8 @@ def write(
     """
     document = gather(store, config, device, now=now, drill=drill)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-    slug = "endpoint" if redact and device.backend == "endpoint" else re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
-    name = f"canaryd-dossier-{slug}-{stamp}"
+    shown = device.backend if redact and device.name == device.uuid else device.name  # the dossier hides the uuid
+    name = f"canaryd-dossier-{re.sub(r'[^A-Za-z0-9.]+', '-', shown)}-{stamp}"
     target, archive = out / name, out / f"{name}.tar.gz"
     try:
         out.mkdir(parents=True, exist_ok=True)

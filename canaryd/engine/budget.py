@@ -2,7 +2,7 @@
 
 A round of tests waits in quiet hours, while the device is busy or hot, and while the hourly share of device time is
 used up. When the newest evidence would become too old, the round runs anyway, no larger than usual. Nothing runs if
-memory is short or the compute mode forbids it. docs/budget.md has the reasons.
+memory is short or the compute mode forbids it. docs/budget.md says what waits for what.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """Purposes of a series of runs: a round of probes that are due; a round that is forced because the evidence would
 become too old; a retest of a suspect; and a confirmation of a mismatch or a test after an event."""
 PURPOSES = (ROUND, FORCED, RETEST, DOUBT)
-REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "load", "share")
+REASONS = ("compute_mode", "memory", "starting", "quiet_hours", "heat", "load", "share")
 """Reasons to postpone a test, in the order in which they are checked."""
 _REASONS_FOR: Mapping[str, tuple[str, ...]] = {
     ROUND: REASONS,
-    FORCED: ("compute_mode", "memory"),
-    RETEST: ("compute_mode", "memory", "quiet_hours", "heat"),
-    DOUBT: ("compute_mode", "memory"),
+    FORCED: ("compute_mode", "memory", "starting"),
+    RETEST: ("compute_mode", "memory", "starting", "quiet_hours", "heat"),
+    DOUBT: ("compute_mode", "memory", "starting"),
 }
 """Purpose → the reasons that can postpone a series of that purpose. Retests have their own share
 (`schedule.RETEST_SHARE`), and they should run under load."""
@@ -46,7 +46,17 @@ kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, a
 BURST = 0.05
 """Seconds of work after which a run pauses, so that a server's request waits no longer than this."""
 FREE = 512 << 20
-"""Bytes of memory that a test always leaves free for the server."""
+"""Bytes of memory that a test leaves free for the server."""
+SMALL = 256 << 20
+"""Bytes that a small run takes on an accelerator where a server left too little for `budget.memory`; it leaves as
+many free (ours)."""
+STARTING = 600.0
+"""Seconds for which tests wait after a process began to compute on an accelerator: it may be a server that loads its
+model. vLLM ends at its start if memory becomes free while it measures (vllm-project/vllm, issue 56830), as it does when
+a test ends. Deployments allow ten minutes and more for a start (ours)."""
+STARTS = 2 * STARTING
+"""Seconds for which processes that begin one after the other make tests wait; then a server that starts again and again
+is no reason to know nothing of its device (ours)."""
 HEADROOM = 5.0
 """Degrees Celsius below a device's throttle point at which rounds begin to wait."""
 REST = 3.0
@@ -82,6 +92,10 @@ class Conditions:
     """Compute mode as NVML names it, or "" if the device has none."""
     processes: int | None = None
     """Number of processes that compute on the device."""
+    newest: float | None = None
+    """Seconds since the newest of these processes began."""
+    starting: float = 0.0
+    """Seconds for which tests have been waiting for new processes."""
     held: int | None = None
     """Bytes of device memory in use, without the driver's part; None also if used memory reveals no process
     (`TELL_USE`)."""
@@ -127,11 +141,25 @@ def _compute_mode(_: BudgetConfig, facts: Conditions) -> str:
     return ""  # another process holds it: the worker tries, and succeeds if that is MPS
 
 
+def room(policy: BudgetConfig, facts: Conditions) -> int:
+    """Return the bytes that a run takes on a device: `policy.memory`, or `SMALL` where an accelerator lacks memory."""
+    short = facts.accelerator and facts.free is not None and facts.free < policy.memory + FREE + CONTEXT
+    return min(policy.memory, SMALL) if short else policy.memory
+
+
 def _memory(policy: BudgetConfig, facts: Conditions) -> str:
-    wanted = policy.memory + FREE + (CONTEXT if facts.accelerator else 0)
+    wanted = policy.memory + FREE
+    if facts.accelerator:
+        wanted = min(wanted, 2 * SMALL) + CONTEXT
     if facts.free is None or facts.free >= wanted:
         return ""
     return f"{facts.free >> 20:,} MiB of memory free, {wanted >> 20:,} MiB needed"
+
+
+def _starting(_: BudgetConfig, facts: Conditions) -> str:
+    if facts.newest is None or facts.newest >= STARTING or facts.starting >= STARTS:
+        return ""
+    return f"a process began {facts.newest:.0f} s ago, and a server gets {STARTING / 60:g} min to load its model"
 
 
 def _quiet_hours(policy: BudgetConfig, facts: Conditions) -> str:
@@ -168,6 +196,7 @@ def _share(policy: BudgetConfig, facts: Conditions) -> str:
 _CHECKS: Mapping[str, Callable[[BudgetConfig, Conditions], str]] = {
     "compute_mode": _compute_mode,
     "memory": _memory,
+    "starting": _starting,
     "quiet_hours": _quiet_hours,
     "heat": _heat,
     "load": _load,
@@ -205,6 +234,7 @@ def facts(
         margin=_margin(heat),
         mode=next((r.labels.get("mode", "") for r in mine.get("compute_mode", shared.get("compute_mode", ()))), ""),
         processes=None if processes is None else int(processes),
+        newest=_one(mine, "compute_process_age_seconds"),
         held=None if used is None or device.unit not in TELL_USE else int(used - reserved),
     )
 
@@ -240,9 +270,9 @@ def allowance(policy: BudgetConfig) -> dict[str, float]:
     """Return the limits of a run that shares its device with a server, by name.
 
     "burst": seconds of work before each pause. "rest": length of a pause, in bursts. "memory": bytes that the run can
-    use. "free": bytes that it must leave free.
+    use. "free": bytes that it must leave free. "small": bytes of both for a run where an accelerator's memory is short.
     """
-    return {"burst": BURST, "rest": REST, "memory": policy.memory, "free": FREE}
+    return {"burst": BURST, "rest": REST, "memory": policy.memory, "free": FREE, "small": min(policy.memory, SMALL)}
 
 
 def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:
@@ -294,6 +324,7 @@ class Account:
         self._skipped: Counter[tuple[str, str]] = Counter()
         self._withheld: dict[str, Withheld] = {}
         self._cost: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._starting: dict[str, float] = {}
 
     def spend(self, device: str, seconds: float, purpose: str) -> None:
         """Add `seconds` of device time to the total of `purpose`; rounds also count towards the hourly share."""
@@ -314,6 +345,17 @@ class Account:
             kept = deque(each for each in recent if each[0] > since)
             self._recent[device] = kept
             return sum(seconds for _, seconds in kept)
+
+    def starting(self, device: str, newest: float | None) -> float:
+        """Return for how many seconds new processes have begun on a device; `newest`: the newest one's age in seconds.
+
+        0 if no process is new.
+        """
+        with self._mutex:
+            if newest is None or newest >= STARTING:
+                self._starting.pop(device, None)
+                return 0.0
+            return self._clock() - self._starting.setdefault(device, self._clock() - newest)
 
     def cost(self, device: str, probes: tuple[str, ...]) -> float:
         """Return the device seconds that the newest round of these probes took, or 0 if no such round has run."""

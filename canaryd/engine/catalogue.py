@@ -116,6 +116,19 @@ def unknown(named: Iterable[str], files: Iterable[ProbeFile]) -> list[str]:
     ]
 
 
+def unknown_settings(entry: Entry, given: Iterable[str]) -> list[str]:
+    """Return a line for each configured setting that a probe lacks; one of a third party may declare none."""
+    name, known = entry.spec.name, entry.spec.settings
+    if not known and entry.file.source != "builtin":
+        return []
+    has = f"; {name} has {', '.join(known) or 'none'}"
+    return [
+        f"probes.{name}.settings.{each}: no such setting{did_you_mean(each, known) or has}"
+        for each in given
+        if each not in known
+    ]
+
+
 ABSENT = "there is no such directory; create it, or correct probes.directories"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,12 +11,15 @@ from typing import NamedTuple
 
 from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry
-from canaryd.engine.engine import Engine
+from canaryd.engine.engine import Engine, ShortError
+from canaryd.engine.host import Options
 from canaryd.engine.schedule import Plan
 from canaryd.facts import Skipped
+from canaryd.formatting import command
 from canaryd.judge.coverage import least_results
 from canaryd.judge.findings import NO_EVIDENCE, conclusion
 from canaryd.judge.phrases import count
+from canaryd.judge.tally import counted
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound, worst
 from canaryd.judge.watch import has_looked
@@ -70,6 +72,10 @@ EXACT = ("exact_attention", "exact_integer", "exact_matmul", "exact_units")
 """Probes that run again if a check has too few results; they give nearly all results."""
 LONGEST = 3
 """Maximum time of a check with repeated tests, in multiples of the time of its first round."""
+SHORTEST = 0.02
+"""Least share of its usual time that a test under load gets: some seconds for the longest (ours)."""
+START = 4.0
+"""Seconds that a worker takes to load torch: a guess for who waits, which the time that passes soon replaces."""
 ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives": "links"}
 """Probe → the part of a device that only this probe tests."""
 
@@ -106,26 +112,6 @@ def all_gaps(level: str, found: Sequence[Gap], tested: Iterable[Device]) -> tupl
     if not any(len(device.instruction_sets) > 1 for device in tested):
         left_out.add(OTHER_SETS)
     return (*found, *(g for g in NOT_CHECKED[level] if g.what not in left_out), *NEVER_CHECKED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a check or a drill."""
-
-    level: str = "standard"
-    probes: tuple[str, ...] = ()
-    cases: tuple[str, ...] = ()
-    intensity: str = ""
-    """Intensity of the tests, as for a retest: one of `INTENSITIES`, or "" for normal runs."""
-    seed: int | None = None
-    instruction_set: str = ""
-    seconds: float = 0.0
-    """Seconds for which rounds are repeated; 0 means one round."""
-    drill: str = ""
-    drained: bool = False
-    """Whether the operator says that no server uses the devices, even if processes are seen on them."""
-    wait: float = 600.0
-    """Seconds to wait for a device that another canaryd process is testing."""
 
 
 @dataclass(kw_only=True)
@@ -171,20 +157,40 @@ class Result:
         return [] if self.having_case or self.missed else [r for runs in self.runs.values() for r in runs]
 
 
-def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Callable[[str], None]) -> Result:
-    """Carry out one check on `devices` and return its result. A device that cannot be used is unknown, not healthy."""
+def run(
+    engine: Engine,
+    options: Options,
+    devices: Sequence[Device],
+    on_wait: Callable[[str], None],
+    on_plan: Callable[[int, float], None] = lambda _, __: None,
+) -> Result:
+    """Carry out one check on `devices` and return its result. A device that cannot be used is unknown, not healthy.
+
+    `on_plan` is told what comes: the number of further parts, and the seconds that they usually take.
+    """
     begun = time.monotonic()
+    engine.asked = options
     result = Result(level=options.level, started=engine.clock(), drill=options.drill, devices=list(devices))
     entries = [e for name, e in engine.entries.items() if _is_asked(options, e)]
     groups = [e for e in entries if e.spec.group]
     engine.together = _in_groups(engine, options, groups, _here(engine, devices))
     turn = 0
 
-    def test(entries: Sequence[Entry], devices: Sequence[Device], longer: float = 1.0) -> None:
-        for group in _side_by_side(_here(engine, devices)):
-            plans = [_plans(engine, options, entries, device, turn, longer) for device in group]
-            with ThreadPoolExecutor(len(group)) as pool:
-                for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
+    def test(
+        entries: Sequence[Entry], devices: Sequence[Device], longer: float = 1.0, groups: Sequence[Entry] = ()
+    ) -> None:
+        ahead = [
+            [_plans(engine, options, entries, device, turn, longer) for device in group]
+            for group in _side_by_side(_here(engine, devices), at_once=options.at_once)
+        ]
+        ahead += [[_plans_of_groups(engine, options, entry, devices)] for entry in groups]
+        on_plan(
+            sum(len(plan.steps) for group in ahead for plans in group for plan in plans),
+            sum(max((_usual(plans) for plans in group), default=0.0) for group in ahead),
+        )
+        for group in ahead:
+            with ThreadPoolExecutor(max(1, len(group))) as pool:
+                for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in group]:
                     ended.result()
 
     if not any(device.backend == "cpu" for device in devices):
@@ -194,9 +200,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.read_log(until_end=True)
         engine.sweep(hold=True, record=True)
     while True:
-        test(entries, devices)
-        for entry in groups:
-            _carry_out(engine, _plans_of_groups(engine, options, entry, devices), result, options.wait, on_wait)
+        test(entries, devices, _shorter(engine, options, entries, _here(engine, devices)), groups)
         turn += 1
         over = time.monotonic() - begun >= options.seconds or not _here(engine, devices)
         if engine.stopping or result.without_case or over:
@@ -211,7 +215,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.watch.history.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
     engine.together -= _skipped_together(engine, result)
     if options.cases and (having := result.having_case):
-        engine.only = having
+        engine.asked = replace(options, probes=tuple(having))
     _conclude(engine, options, result)
     if not options.drill:
         engine.settle()
@@ -281,20 +285,19 @@ def ended(result: Result) -> bool:
 
 def _here(engine: Engine, devices: Iterable[Device]) -> list[Device]:
     """Return the devices that were found by the last discovery and that probes can reach."""
-    return [d for d in devices if d.uuid in engine.in_place and engine.reached(d)]
+    return [d for d in devices if d.uuid in engine.in_place and d.is_reached]
 
 
-def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
+def _side_by_side(devices: Sequence[Device], *, at_once: bool) -> list[list[Device]]:
     """Return groups of devices in the order of their tests; the devices of one group are tested at the same time.
 
     All accelerators form one group; memory limits it (`canaryd.engine.room`). A processor is tested alone, because it
-    needs its cores, and first, because the other verdicts depend on it. Endpoints are alone, because two may share a
-    server.
+    needs its cores, and first, because the other verdicts depend on it; `at_once` both are one group. Endpoints are
+    alone, because two may share a server.
     """
-    processors = [[d] for d in devices if d.unit == "cpu"]
-    endpoints = [[d] for d in devices if d.is_endpoint]
-    accelerators = [d for d in devices if d.unit != "cpu" and not d.is_endpoint]
-    return [*processors, *([accelerators] if accelerators else []), *endpoints]
+    processors = [] if at_once else [[d] for d in devices if d.unit == "cpu"]
+    others = [d for d in devices if d.computes_here and [d] not in processors]
+    return [*processors, *([others] if others else []), *([d] for d in devices if not d.computes_here)]
 
 
 def _plans(
@@ -311,6 +314,22 @@ def _plans(
         drill=options.drill,
         intensity=options.intensity,
         longer=longer,
+    )
+
+
+def _shorter(engine: Engine, options: Options, entries: Sequence[Entry], devices: Sequence[Device]) -> float:
+    """Return the share of their usual time that tests under load get, so that a round ends in `options.seconds`."""
+    if not options.at_once:
+        return 1.0
+    usual = max((_usual(_plans(engine, options, entries, d, 0, 1.0)) for d in devices), default=0.0)
+    return min(1.0, max(SHORTEST, options.seconds / usual)) if usual else 1.0
+
+
+def _usual(plans: Sequence[Plan]) -> float:
+    """Return the seconds that plans take on a device that nothing else uses."""
+    return sum(
+        START * plan.numeric + sum(step.entry.spec.budget[step.effort] * step.longer for step in plan.steps)
+        for plan in plans
     )
 
 
@@ -358,7 +377,10 @@ def _carry_out(
             with engine.mutex:  # a device's confirmations write to its siblings' parts of the result too
                 mine = result.skipped.setdefault(plan.device.uuid, [])
                 mine += [(s.entry.spec.name, Skipped(case="*", reason=why)) for s in plan.steps]
-                result.missed[plan.device.uuid] = why
+                if isinstance(busy, ShortError):  # the links alone are not tested
+                    engine.together -= {d.uuid for d in (plan.device, *plan.peers)}
+                else:
+                    result.missed[plan.device.uuid] = why
             continue
         with engine.mutex:
             _add(result, plan.device, runs)
@@ -378,11 +400,13 @@ def _add(result: Result, device: Device, runs: Sequence[Run]) -> None:
 
 
 def _conclude(engine: Engine, options: Options, result: Result) -> None:
+    drilled = {d.uuid: result.runs.get(d.uuid, []) for d in result.devices} if options.drill else {}
+    rehearsed = engine.decisions.rehearse(drilled)
     for device in result.devices:
         uuid = device.uuid
-        verdict = engine.drill_verdict(uuid, since=result.started) if options.drill else engine.verdict(uuid)
+        verdict = rehearsed.get(uuid) or engine.verdict(uuid)
         result.verdicts[uuid] = _missing(verdict, options, device, _incomplete(result, uuid))
-        result.rules_out[uuid] = fault_rate_bound(result.runs.get(uuid, []), drill=bool(options.drill))
+        result.rules_out[uuid] = fault_rate_bound(result.runs.get(uuid, []))
         if not options.drill:
             polls = engine.watch.polls(uuid).items()  # recalled ones are not of this check
             result.polls[uuid] = {name: poll for name, poll in polls if poll.newest is not None}
@@ -392,8 +416,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         result.skipped.setdefault(uuid, []).extend(
             (n, Skipped(case="*", reason="disabled in the configuration")) for n in left_out
         )
-        if who := engine.shared.get(uuid):
-            result.shared[uuid] = _kept(who, options, engine.config.budget.memory)
+        if uuid in engine.shared:
+            result.shared[uuid] = _kept(*engine.shared[uuid], options)
     result.problems = [*engine.problems, *engine.store.problems]
     if engine.stopping and not result.missed:
         result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
@@ -403,22 +427,25 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         gaps.append(Gap("other probes and cases", f"only {selected} was selected"))
     if shared := [d.name for d in result.devices if d.uuid in result.shared]:
         gaps.append(Gap("most memory of shared devices", f"other processes use {', '.join(shared)}"))
+    memory = engine.config.budget.memory
+    if short := [d.name for d in result.devices if engine.shared.get(d.uuid, ("", memory))[1] < memory]:
+        gaps.append(Gap("all that takes more memory", f"too little is free on {', '.join(short)}"))
     if silent := [d.name for d in result.devices if not (result.polls.get(d.uuid) or d.card or options.drill)]:
         gaps.append(Gap("telemetry", f"no telemetry probe ran for {', '.join(silent)}"))
     if engine.watch.kernel_log.problem:
         gaps.append(Gap("kernel log", engine.watch.kernel_log.problem))
-    if not any(d.is_endpoint for d in result.devices):
-        gaps.append(NO_ENDPOINT)
-    gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
+    here = [d for d in result.devices if d.computes_here]
+    gaps += [NO_ENDPOINT] if here == result.devices else []
+    gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in here})
     tested = [d for d in result.devices if any(r.trials for r in result.runs.get(d.uuid, ()))]
     result.not_checked = all_gaps(options.level, gaps, tested)
 
 
-def _kept(who: str, options: Options, memory: int) -> str:
-    """Return a sentence that explains limited tests: `who` else uses the device. `memory`: the limit in bytes."""
+def _kept(who: str, room: int, options: Options) -> str:
+    """Return a sentence that explains limited tests: `who` else uses the device. `room`: the limit in bytes."""
     command = "drill" if options.drill else "check"
     return (
-        f"{who}, so the tests kept to the budget: at most {memory >> 20:,} MiB of its memory, pauses, low priority; "
+        f"{who}, so the tests kept to the budget: at most {room >> 20:,} MiB of its memory, pauses, low priority; "
         f"where no server needs it, type canaryd {command} --drained"
     )
 
@@ -470,32 +497,32 @@ def _missing(verdict: Verdict, options: Options, device: Device, why: str) -> Ve
 
 def _command(options: Options, device: Device) -> str:
     """Return the command line that repeats this check on one device."""
-    words = ["canaryd", *(["drill", "--fault", options.drill] if options.drill else ["check"])]
-    words += [] if options.drill or options.level == Options.level else ["--level", options.level]
-    words += ["--device", device.name]
-    words += [word for name in options.probes for word in ("--probe", name)]
-    words += [word for name in options.cases for word in ("--case", name)]
-    words += [] if options.seed is None else ["--seed", str(options.seed)]
-    words += ["--instruction-set", options.instruction_set] if options.instruction_set else []
-    words += ["--intensity", options.intensity] if options.intensity else []
-    words += ["--drained"] if options.drained else []
-    words += ["--for", f"{options.seconds:.0f}s"] if options.seconds else []
-    return shlex.join(words)
+    return command(
+        *("drill" if options.drill else "check", ("fault", options.drill)),
+        ("level", "" if options.drill or options.level == Options.level else options.level),
+        *(("device", device.name), *(("probe", name) for name in options.probes)),
+        *(("case", name) for name in options.cases),
+        *(("seed", "" if options.seed is None else str(options.seed)), ("instruction_set", options.instruction_set)),
+        *(("intensity", options.intensity), ("for", f"{options.seconds:.0f}s" if options.seconds else "")),
+    ) + (" --drained" if options.drained else "")
 
 
 def found(runs: Sequence[Run]) -> dict[str, int]:
     """Return the totals of all runs: "results", "wrong" ones, "recordings", and those that "differ" from baselines."""
+    results = counted(runs)
     return {
-        "results": sum(r.trials for r in runs),
-        "wrong": sum(c.wrong_trials for r in runs for c in r.comparisons),
+        "results": results.of,
+        "wrong": results.wrong,
         "recordings": sum(len(r.recordings) for r in runs),
         "differ": sum(len(r.unknown) for r in runs),
     }
 
 
 def gave(run: Run) -> str:
-    """Return the numbers of results and recordings of a run, as text."""
-    counts = [count(run.trials, "result")] if run.trials or not run.recordings else []
+    """Return the numbers of results, of wrong ones and of recordings of a run, as text."""
+    results = counted([run])
+    counts = [count(results.of, "result")] if results.of or not run.recordings else []
+    counts += [f"{results.wrong:,} WRONG"] if results.wrong else []
     return ", ".join(counts + ([count(len(run.recordings), "recording")] if run.recordings else []))
 
 

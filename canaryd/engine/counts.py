@@ -41,7 +41,7 @@ class Counts:
     def add(self, run: Run) -> None:
         """Count a run that this process has just stored; where the store cannot be read, nothing else counts it."""
         unreadable = bool(self._host.store.unreadable)
-        if run.drill or not (self._is_current or unreadable):
+        if not (self._is_current or unreadable):
             return
         counted = tally(run)
         if counted.tested:

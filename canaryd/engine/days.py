@@ -54,7 +54,7 @@ class Days:
         runs = [  # hour by hour: a whole day with comparisons and recordings takes tens of MiB
             replace(run, comparisons=(), recordings=(), readings=(*run.readings, *sign(run)))
             for hour in range(25)  # one hour more, because runs are stored after they started
-            for run in store.runs(uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR, drill=None)
+            for run in store.runs(uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR)
         ]
         polls = store.polls(uuid, since=begin, until=end)
         if store.unreadable:

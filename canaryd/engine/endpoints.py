@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,9 +12,8 @@ from canaryd.config.settings import Config, EndpointConfig
 from canaryd.model import ENDPOINT, TORCH, Device
 
 
-def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
+def listed(config: Config, devices: Collection[Device]) -> list[Device]:
     """Return the configured endpoints as devices. Each of them names those of `devices` that serve it."""
-    known = list(devices)
     return [
         Device(
             uuid=f"{ENDPOINT}:{name}",
@@ -24,7 +23,7 @@ def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
             weak_identity=True,
             detail={
                 "url": endpoint.url,
-                "behind": " ".join(d.name for d in behind(endpoint, known)),
+                "behind": " ".join(d.name for d in behind(endpoint, devices)),
                 **({"exact": str(endpoint.exact)} if endpoint.exact else {}),
             },
         )
@@ -42,7 +41,7 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
 
     A server on another host uses no device of this host, unless its settings name one.
     """
-    every = [d for d in devices if not d.is_endpoint]
+    every = [d for d in devices if d.computes_here]
     parts = [d for d in every if d.runtime == TORCH]  # one part of this host is one device here
     if endpoint.devices:
         return [d for d in every if {d.uuid, d.name, d.backend} & set(endpoint.devices)]
@@ -51,11 +50,10 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
     return [d for d in parts if d.backend != "cpu"] or parts
 
 
-def models(config: Config, device: Device, devices: Iterable[Device]) -> list[str]:
+def models(config: Config, device: Device, devices: Collection[Device]) -> list[str]:
     """Return the model directories of the endpoints that a device serves; an endpoint without a directory adds none."""
-    every = list(devices)
     served = (e for e in named(config).values() if e.directory and e.directory.suffix != ".gguf")
-    return sorted({str(e.directory) for e in served if device in behind(e, every)})
+    return sorted({str(e.directory) for e in served if device in behind(e, devices)})
 
 
 def _here(url: str) -> bool:

@@ -11,25 +11,24 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from canaryd.engine import budget, endpoints, schedule
+from canaryd.engine import budget, endpoints, experiment, schedule
 from canaryd.engine.counts import Counts
 from canaryd.engine.days import Days
-from canaryd.engine.decisions import Decisions
-from canaryd.engine.discovery import Discovery
+from canaryd.engine.decide import Decisions
+from canaryd.engine.discover import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence
-from canaryd.engine.follow_ups import FollowUps
-from canaryd.engine.host import Host
+from canaryd.engine.experiment import Experiments
+from canaryd.engine.host import Host, Options
 from canaryd.engine.learning import Learning
-from canaryd.engine.met import MetClasses
 from canaryd.engine.polling import Watch, poll_tasks
 from canaryd.engine.room import CONTEXT, Room
 from canaryd.engine.schedule import Plan, Step
 from canaryd.engine.workers import Workers
 from canaryd.free_memory import available
 from canaryd.judge.recordings.baseline import Baseline
-from canaryd.judge.recordings.drift import Drift
 from canaryd.model import IN_USE, IN_USE_ALONE, Device, Event, EventKind, Outcome, Reason, Run, Verdict
 from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest, new_run_id
@@ -44,6 +43,10 @@ IDLE = (Outcome.COMPLETED, Outcome.SKIPPED, Outcome.ERRORED, Outcome.GARBLED)
 driver."""
 CONFIRM_WAIT = 60.0
 """Minimum seconds for which a confirmation waits for a device that another process holds."""
+
+
+class ShortError(Busy):
+    """A group of devices has too little free memory for the library by which they send to each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,13 @@ class Engine(Host):
     beside: bool = False
     """Whether servers can use the devices at the same time, so that runs keep to the budget. In a daemon this is always
     True. A check also keeps to the budget on each accelerator that another process uses."""
-    drained: bool = False
-    """Whether the operator says that no server uses the devices, even if processes are seen on them."""
-    shared: dict[str, str] = field(default_factory=dict)
-    """Uuid of an accelerator on which a check kept to the budget → the sign that another process uses the
-    accelerator."""
+    shared: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Uuid of an accelerator on which a check kept to the budget → the sign that another process uses the accelerator,
+    and the bytes of its memory that a run takes."""
+    ran: set[str] = field(default_factory=set)
+    """Devices on which this process has run a probe."""
+    tried: set[str] = field(default_factory=set)
+    """Uuids of the devices in `ran` with a run that gave a result, or that failed because of the device itself."""
     account: budget.Account = field(default_factory=budget.Account)
     room: Room = field(default_factory=lambda: Room(available))
     """Memory of this host for series that run at the same time; a series waits until enough memory is free."""
@@ -98,17 +103,16 @@ class Engine(Host):
         )
         self.watch.kernel_log.on_records = self._on_kernel_log
         self._acks = Acknowledgements(self)
-        self._met = MetClasses(self)
-        self._evidence = Evidence(self, self._acks, self._met)
+        self._evidence = Evidence(self, self._acks)
         self._counts = Counts(self, self._acks)
-        self._learning = Learning(self, self._evidence, self._acks, self._met)
-        self._days = Days(self, self._acks)
-        self._discovery = Discovery(self, self.workers, self.watch, self._evidence, self._learning)
-        self._decisions = Decisions(
-            *(self, self.watch, self._evidence, self._counts, self._acks, self._learning, self._days),
-            self._discovery,
+        self._learning = Learning(self, self._evidence, self._acks)
+        self.days = Days(self, self._acks)
+        self.discovery = Discovery(self, self.workers, self.watch, self._evidence, self._learning)
+        self.decisions = Decisions(
+            *(self, self.watch, self._evidence, self._counts, self._acks, self._learning, self.days),
+            self.discovery,
         )
-        self._follow_ups = FollowUps(self, self._evidence)
+        self.experiments = Experiments(self, self._evidence)
 
     def _on_kernel_log(self) -> None:
         self.decide()
@@ -159,18 +163,11 @@ class Engine(Host):
 
         `keep`: the worker is kept for a check that follows, if it fits. The check then ends the worker.
         """
-        self._discovery.discover(on_wait, keep=keep)
-
-    def ignored_probes(self, on_wait: Callable[[str], None]) -> list[str]:
-        """Return a line for each configured probe that cannot be used. No device is touched.
-
-        `on_wait` is called if a wait is long.
-        """
-        return self._discovery.ignored(on_wait)
+        self.discovery.discover(on_wait, keep=keep)
 
     def recall(self, *, runs: bool = True) -> None:
         """Load the known devices, and their runs if `runs`, from the store. Without runs no device can be judged."""
-        self._discovery.recall(runs=runs)
+        self.discovery.recall(runs=runs)
 
     @property
     def unread(self) -> bool:
@@ -187,10 +184,6 @@ class Engine(Host):
         self.watch.sweep(poll_tasks(self), stopped=lambda: bool(self.halted), hold=hold, due=due, record=record)
         self.decide()
 
-    def recall_telemetry(self, uuid: str) -> None:
-        """Load the telemetry stored since a device's repair, so that the device can be judged without a new poll."""
-        self.watch.recall(uuid, self.telemetry_periods(), self._acks.evidence_since(uuid))
-
     def read_log(self, *, until_end: bool) -> None:
         """Read the kernel log from the last stored position to its end if `until_end`, else until canaryd stops."""
         series = self.workers.start(numeric=False, uses_device=False)
@@ -198,10 +191,6 @@ class Engine(Host):
             self.watch.read_log(series, self.in_place_first, until_end=until_end)
         finally:
             self.workers.end(series)
-
-    def sum_up(self) -> bool:
-        """Store the summary of one past day of one device; return False if no past day lacks a summary."""
-        return self._days.sum_up()
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -221,19 +210,31 @@ class Engine(Host):
         """
         runs = self._run_locked(plan, purpose, wait, on_wait)
         for run in list(runs):
-            for again in self._follow_ups.confirmations(run):
+            for again in self.experiments.confirmations(run):
                 if self.halted:
                     return runs
                 try:
                     runs += self._run_locked(again, budget.DOUBT, max(wait, CONFIRM_WAIT), on_wait, confirms=True)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: did not confirm run {run.id}: {busy}")
-        for _ in range(LEARNING if plan.device.is_endpoint else 0):
+        self._compare_files(plan.device, runs, wait)
+        for _ in range(0 if plan.device.has_witnesses else LEARNING):
             steps = self._learning.steps_to_repeat(plan, runs)
             if not steps or self.halted:
                 break
             runs += self._run_locked(replace(plan, steps=steps), purpose, wait, on_wait)
         return runs
+
+    def _compare_files(self, device: Device, runs: Sequence[Run], wait: float) -> None:
+        """Record whether the software of a wrong run is as it was installed; for each software once a day."""
+        history, now = self.watch.history, self.clock()
+        run = experiment.to_compare(device, runs)
+        if run is None or self.halted or experiment.was_compared(run, history.of(device), now):
+            return
+        ask = partial(self.answer, device, timeout=experiment.LONGEST, wait=max(wait, CONFIRM_WAIT))
+        with contextlib.suppress(Busy):  # the next wrong run asks again
+            history.record([experiment.compare(device, run, now, ask)])
+            self.decide()
 
     def _run_locked(
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
@@ -245,34 +246,35 @@ class Engine(Host):
         group = {d.physical: d for d in (plan.device, *plan.peers)}
         with contextlib.ExitStack() as held:
             for _, device in sorted(group.items()):  # in one order, so that no two series wait for each other
-                held.enter_context(self._locked(device, wait, on_wait, self._doing(plan)))
+                held.enter_context(self.locked(device, wait, on_wait, self._doing(plan)))
             held.enter_context(self._room_for(plan))
             return [] if confirms and not self.may(plan.device, purpose) else self._run_series(plan, purpose)
 
     def _room_for(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """Return a context that waits for the memory of a plan's worker; an endpoint's worker does not wait."""
-        if not plan.numeric or plan.device.is_endpoint:
+        if not (plan.numeric and plan.device.computes_here):
             return contextlib.nullcontext()
         context = 0 if plan.device.unit == "cpu" else CONTEXT
         size = (1 + len(plan.peers)) * (self.config.budget.memory + context)
         return self.room.enter(size, lambda: bool(self.halted))
 
     @contextlib.contextmanager
-    def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None], doing: str = "") -> Iterator[None]:
+    def locked(self, device: Device, wait: float, on_wait: Callable[[str], None], doing: str = "") -> Iterator[None]:
         """Hold a device's lock; raise `Busy` at a stop, or if another process still holds it after `wait` seconds."""
         with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted), doing):
             yield
 
     def _may_yield(self, plan: Plan) -> bool:
         """Return whether a series must yield to a server if one uses its device."""
-        may = self.beside or (plan.device.unit != "cpu" and not self.drained)
-        return may and plan.numeric and not plan.device.is_endpoint
+        may = self.beside or (plan.device.unit != "cpu" and not self.asked.drained)
+        return may and plan.numeric and plan.device.computes_here
 
     def _yields(self, plan: Plan) -> bool:
         """Return whether a series yields to a server that uses its device now; raise `Busy` if it must not even start.
 
         A check asks the driver which processes use the accelerator. The caller holds the device's lock, so no other
-        canaryd process runs there.
+        canaryd process runs there. A group needs the whole of `budget.memory`, because what its library takes has no
+        limit.
         """
         if self.beside or not self._may_yield(plan):
             return self._may_yield(plan)
@@ -281,9 +283,12 @@ class Engine(Host):
             facts = self._look(device)
             if not (who := budget.others(facts)):
                 continue
-            found, self.shared[device.uuid] = True, who
+            room = budget.room(self.config.budget, facts)
+            found, self.shared[device.uuid] = True, (who, min(room, self.shared.get(device.uuid, (who, room))[1]))
             if held := budget.wait(self.config.budget, facts, budget.FORCED):
                 raise Busy(f"{device.name}: {who}; {held.text}")
+            if plan.peers and room < self.config.budget.memory:
+                raise ShortError(f"{device.name}: {who}; too little of its memory is free for links between devices")
         return found
 
     def _look(self, device: Device) -> budget.Conditions:
@@ -378,8 +383,7 @@ class Engine(Host):
         spec = step.entry.spec
         restricted = bool(step.cases or step.drill or step.intensity)
         learns = not restricted and self._learning.lacks_baseline(device.uuid, spec.name)
-        # An endpoint cannot be judged before its baselines are complete, and its runs cost no device of this host.
-        level = "deep" if learns and device.is_endpoint else step.effort
+        level = "deep" if learns and not device.has_witnesses else step.effort
         seconds = step.longer * spec.budget[level]
         request = RunRequest(
             probe_path=step.entry.file.path,
@@ -404,7 +408,7 @@ class Engine(Host):
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
         """Return a probe's settings: for an endpoint with its own, for a probe in `SHAPED` with the served models."""
         own = self.settings(probe).settings
-        if device.is_endpoint:
+        if not device.computes_here:
             return {**own, **endpoints.settings(self.endpoint(device))}
         if probe in SHAPED and (served := endpoints.models(self.config, device, self.devices.values())):
             return {"shapes_of": served, **own}
@@ -425,68 +429,56 @@ class Engine(Host):
 
         Returns (outcome, the module's answer to `arguments`, detail of the outcome). Raises `Busy` like `carry_out`.
         """
-        with self._locked(device, wait, on_wait):
+        with self.locked(device, wait, on_wait):
             series = self.workers.start("", on_progress, device=device)
             try:
                 return series.answer(module, arguments, timeout)
             finally:
                 self.workers.end(series)
 
-    def owed(self, uuid: str) -> list[Plan]:
-        """Return plans for missing confirmations of recent mismatches, e.g. after a stop, a crash or a busy device."""
-        return self._follow_ups.owed(uuid)
-
-    def retests(self, uuid: str) -> list[Plan]:
-        """Return the plans for the next retest of a suspect, or [] if no retest is due."""
-        return self._follow_ups.retests(uuid)
-
     # -- evidence and verdicts ----------------------------------------------------------------------------------------
 
     def add(self, run: Run) -> Run:
-        """Store a run, learn from it, judge all devices, and return the run as it was stored."""
+        """Store a run, learn from it, judge all devices, and return it as it was stored; a drill is only stored."""
         learnt: Collection[Baseline] = ()
-        began, run = run.started, self._evidence.dated(run)
         device = self.devices.get(run.device)
-        if device is not None and device.is_endpoint and (run.recordings or run.comparisons):
+        if device is not None and not device.computes_here and (run.recordings or run.comparisons):
             run = replace(run, stack=self.stack_behind(device, run))
+        if run.drill:
+            run = self._learning.take_in(run, keep=False)[0] if run.recordings else run
+            self.store.drills.add_run(run)
+            return run
+        began, run = run.started, self._evidence.dated(run)
         if run.recordings:
             run, learnt = self._learning.take_in(run)
         if not (run.wrong or run.unknown):  # only what accuses must not look old
             run = replace(run, started=began, clock=None)
-        self.store.add_run(run, learnt, self._met.learn([run]))
+        self.store.add_run(run, learnt, self._learning.meet(run))
         self.take(run)
         self.decide()
         return run
 
     def take(self, run: Run) -> None:
         """Add a run to the evidence in memory."""
-        self._decisions.take(run)
+        self.decisions.take(run)
 
     def evidence(self, uuid: str) -> Sequence[Run]:
-        """Return a device's runs that count, oldest first: clean runs in short form, runs of drills only if recent."""
+        """Return a device's runs that count, oldest first: clean runs in short form."""
         return self._evidence.of(uuid)
-
-    def drifts(self, uuid: str) -> tuple[Drift, ...]:
-        """Return the distances of a device's newest recordings from their baselines."""
-        return self._decisions.drifts(uuid)
 
     def decide(self) -> dict[str, Verdict]:
         """Judge every known device, store the verdicts that are new, and return all verdicts by uuid."""
-        return self._decisions.decide_all()
+        return self.decisions.decide_all()
 
     def settle(self) -> None:
         """Lift the restrictions of the last check; then judge every device by all evidence and store the verdicts."""
-        self.only, self.cases, self.intensity = frozenset(), (), ""
+        self.asked = Options()
         for verdict in self.decide().values():
-            self._decisions.keep(verdict)
+            self.decisions.keep(verdict)
 
     def verdict(self, uuid: str) -> Verdict:
         """Judge one device now and return the verdict."""
-        return self._decisions.decide(uuid)
-
-    def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
-        """Judge a device by its drills since `since` (epoch s), with the usual rules. The verdict is never stored."""
-        return self._decisions.decide_drill(uuid, since)
+        return self.decisions.decide(uuid)
 
 
 def choose(devices: Mapping[str, Device], wanted: Sequence[str]) -> tuple[list[Device], list[str]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from canaryd.engine.host import Host
-from canaryd.engine.met import MetClasses
 from canaryd.judge import acks
 from canaryd.judge.brief import SHOWN, brief, fold
 from canaryd.judge.hangs import HANGS
-from canaryd.judge.node import DRILL_EXPIRY
+from canaryd.judge.watch import has_looked
 from canaryd.model import Ack, Outcome, Run
 
 NEWEST = 50
@@ -70,15 +70,23 @@ class Acknowledgements:
         return acks.cut(self._host.devices[uuid], self.in_force(uuid))
 
 
+class _Counting(NamedTuple):
+    kept: list[Run]
+    since: float
+    runs: tuple[Run, ...]
+    looked: tuple[Run, ...]
+
+
 class Evidence:
     """The runs of each device that stay in memory."""
 
-    def __init__(self, host: Host, acknowledgements: Acknowledgements, met: MetClasses) -> None:
+    def __init__(self, host: Host, acknowledgements: Acknowledgements) -> None:
         """Start empty; `recall` loads the runs."""
         self._host = host
         self._acks = acknowledgements
-        self._met = met
         self._runs: dict[str, list[Run]] = {}
+        self._counting: dict[str, _Counting] = {}
+        """What `of` and `looked` returned last; a list in `_runs` is never changed, only replaced."""
         self._brief: dict[str, frozenset[str]] = {}
         """Device → the ids of its runs that were made brief already."""
         self._recalled: set[str] = set()
@@ -103,25 +111,35 @@ class Evidence:
         if self.outdated:
             before = self._runs
             self._recalled.clear()
-        self._met.read()
         for uuid in devices:
             if uuid not in self._recalled:
                 self._runs[uuid] = self._load(uuid, before.get(uuid, ()))
         self._recalled, self._generation = set(devices), -1 if store.unreadable else generation
 
-    def of(self, uuid: str) -> Sequence[Run]:
-        """Return a device's runs that count, oldest first: clean runs in short form, runs of drills only if recent."""
+    def of(self, uuid: str) -> tuple[Run, ...]:
+        """Return a device's runs that count, oldest first: clean runs in short form."""
+        return self._of(uuid).runs
+
+    def looked(self, uuid: str) -> tuple[Run, ...]:
+        """Return those that tested the device."""
+        return self._of(uuid).looked
+
+    def _of(self, uuid: str) -> _Counting:
         with self._host.mutex:
-            runs, now = self._runs.get(uuid, ()), self._host.clock()
+            kept = self._runs.get(uuid, [])
             since = self._acks.evidence_since(uuid) if uuid in self._host.devices else 0.0
-            return tuple([run for run in runs if run.started > since and not (run.drill and expired(run, now))])
+            known = self._counting.get(uuid)
+            if known is None or known.kept is not kept or known.since != since:
+                runs = tuple([run for run in kept if run.started > since])
+                known = self._counting[uuid] = _Counting(kept, since, runs, tuple(filter(has_looked, runs)))
+            return known
 
     def dated(self, run: Run) -> Run:
         """Return the run; if the clock is far behind the stored records, `started` becomes the time of storing.
 
         Otherwise a mismatch would look older than the runs before it.
         """
-        at = run.started if run.drill else self._host.store.date(run.started)
+        at = self._host.store.date(run.started)
         return run if at == run.started else replace(run, started=at, clock=run.started)
 
     def add(self, run: Run) -> bool:
@@ -133,7 +151,7 @@ class Evidence:
         return True
 
     def _load(self, uuid: str, before: Iterable[Run] = ()) -> list[Run]:
-        """Return a device's stored runs that the judge needs: all failures, the newest other runs, and recent drills.
+        """Return a device's stored runs that the judge needs: all failures and the newest other runs.
 
         The result includes the runs `before`, which were in memory already.
         """
@@ -141,9 +159,6 @@ class Evidence:
         # What passed long ago by a probe that is switched off is not shown beside what is tested now.
         clean = [r for r in store.newest_clean(uuid, NEWEST) if self._host.settings(r.probe).enabled is not False]
         found = store.failures(uuid, _most(store.kinds_of_failures(uuid))) + clean
-        found += store.runs(uuid, drill=True, since=self._host.clock() - DRILL_EXPIRY)
-        if learnt := self._met.learn(found):  # of a release that kept no such record
-            store.set_met(learnt)
         runs = {run.id: run for run in before} | {run.id: fold(run) for run in found}
         return self._kept(uuid, [runs[name] for name in sorted(runs)])
 
@@ -152,8 +167,7 @@ class Evidence:
 
         `known` has the ids of the runs that are in short form already.
         """
-        now = self._host.clock()
-        most = _most(len({_kind(run) for run in runs if _failed(run)}))
+        most = _most(len({_kind(run) for run in runs if run.failed}))
         seen: Counter[object] = Counter()
         of_kind: Counter[object] = Counter()
         kept: list[Run] = []
@@ -164,9 +178,9 @@ class Evidence:
             completed = run.outcome is Outcome.COMPLETED
             # A run that was skipped never takes the place of a completed one.
             kind = failed, stopped, bool(run.confirms), run.intensity, failed or completed
-            lane = run.probe, run.instruction_set, run.drill, kind
+            lane = run.probe, run.instruction_set, kind
             seen[lane] += 1
-            if seen[lane] <= (most if failed or stopped or run.confirms else NEWEST) and not expired(run, now):
+            if seen[lane] <= (most if failed or stopped or run.confirms else NEWEST):
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
                 # One that did not complete, or tested only a part, is not shown in the place of a complete one.
                 shown = lane, run.whole, completed
@@ -192,17 +206,7 @@ def _kind(run: Run) -> object:
     return run.probe, run.instruction_set, run.intensity, bool(run.confirms), bool(run.wrong or run.unknown)
 
 
-def _failed(run: Run) -> bool:
-    """Return whether a run counts as a failure; the runs of `RunTables.failures` are chosen in the same way."""
-    return not run.drill and run.failed
-
-
 def last_pass(runs: Iterable[Run]) -> float | None:
     """Return the start (epoch s) of the newest clean run of a whole probe, or None if there is no such run."""
-    clean = (r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and not (r.wrong or r.drill))
+    clean = (r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and not r.wrong)
     return max((r.started for r in clean if r.trials), default=None)
-
-
-def expired(run: Run, now: float) -> bool:
-    """Return whether a run is a drill that is too old to count."""
-    return bool(run.drill) and abs(now - run.started) > DRILL_EXPIRY

@@ -11,12 +11,35 @@ from canaryd.config.settings import Config, EndpointConfig, ProbeSettings
 from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry
 from canaryd.facts import ENDPOINT_SERVER
-from canaryd.model import TORCH, Device, Run
+from canaryd.model import ENDPOINT, Device, Run
 from canaryd.probe import ProbeSpec
+from canaryd.store.locks import WAIT
 from canaryd.store.store import Store
 
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
 """Names of facts about devices and the host that can change the numbers that a server computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a check or a drill."""
+
+    level: str = "standard"
+    probes: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    intensity: str = ""
+    """Intensity of the tests, as for a retest: one of `INTENSITIES`, or "" for normal runs."""
+    seed: int | None = None
+    instruction_set: str = ""
+    seconds: float = 0.0
+    """Seconds for which rounds are repeated; 0 means one round."""
+    at_once: bool = False
+    """Whether processors are tested beside the accelerators, not before them: for load, not for a quick answer."""
+    drill: str = ""
+    drained: bool = False
+    """Whether the operator says that no server uses the devices, even if processes are seen on them."""
+    wait: float = WAIT
+    """Seconds to wait for a device that another canaryd process is testing."""
 
 
 @dataclass
@@ -29,13 +52,8 @@ class Host:
     devices: dict[str, Device] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     """Probe name → the probe's file and spec."""
-    only: frozenset[str] = frozenset()
-    """Names of the probes that a restricted check asked for. The check's verdicts are about these probes alone and are
-    not stored."""
-    cases: tuple[str, ...] = ()
-    """The cases that a restricted check asked for."""
-    intensity: str = ""
-    """The intensity that a restricted check asked for."""
+    asked: Options = Options()
+    """What a check asked for; the verdicts of a check of a part are about this part alone, and are not stored."""
     together: frozenset[str] = frozenset()
     """Uuids of the devices that a check also tests together, as a group; empty for a daemon, which never does that."""
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -52,10 +70,6 @@ class Host:
     """The reason why canaryd stops, or "" while it does not stop."""
     present: set[str] = field(default_factory=set)
     """Devices that this process found at its last discovery."""
-    ran: set[str] = field(default_factory=set)
-    """Devices on which this process has run a probe."""
-    tried: set[str] = field(default_factory=set)
-    """Uuids of the devices in `ran` with a run that gave a result, or that failed because of the device itself."""
     in_place: set[str] = field(default_factory=set)
     """Uuids of the devices that the last successful discovery found, perhaps before a restart of canaryd."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -64,7 +78,7 @@ class Host:
     @property
     def restricted(self) -> bool:
         """Whether a check asked for only some probes, cases or an intensity; its result says nothing about the rest."""
-        return bool(self.only or self.cases or self.intensity)
+        return bool(self.asked.probes or self.asked.cases or self.asked.intensity)
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -94,7 +108,7 @@ class Host:
             and not entry.spec.telemetry
             and not (divided and entry.spec.numeric)
             and (not entry.spec.group or device.uuid in self.together)
-            and (not self.only or name in self.only)
+            and (not self.asked.probes or name in self.asked.probes)
         }
 
     def telemetry_periods(self) -> dict[str, float]:
@@ -117,17 +131,13 @@ class Host:
         with self.mutex:
             return sorted(self.devices.values(), key=lambda d: d.uuid not in self.in_place)
 
-    def reached(self, device: Device) -> bool:
-        """Return whether probes can run on a device. A CPU always counts: its runs report that torch is missing."""
-        return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
-
     def unreached(self) -> set[str]:
         """Return the uuids of present devices that torch does not see although numeric probes should test them."""
         return {
             uuid
             for uuid, device in self.devices.items()
             if uuid in self.present
-            and not self.reached(device)
+            and not device.is_reached
             and any(self.entries[name].spec.numeric for name in self.periods(device))
         }
 
@@ -142,12 +152,13 @@ class Host:
         return [self.devices[u] for u in sorted(self.kin(device.uuid) - {device.uuid}) if u in self.present]
 
     def endpoint(self, device: Device) -> EndpointConfig:
-        """Return the settings of an endpoint, or the defaults if a reload has removed it."""
-        return endpoints.named(self.config).get(device.uuid.partition(":")[2], EndpointConfig())
+        """Return the settings of an endpoint; the defaults for a device, and if a reload has removed it."""
+        return endpoints.named(self.config).get(device.uuid.removeprefix(f"{ENDPOINT}:"), EndpointConfig())
 
     def devices_behind(self, device: Device) -> list[Device]:
-        """Return the devices that serve an endpoint."""
-        return endpoints.behind(self.endpoint(device), self.devices.values())
+        """Return the devices that serve an endpoint; [] for a device."""
+        served = self.endpoint(device)
+        return endpoints.behind(served, self.devices.values()) if served.url else []
 
     def stack_behind(self, device: Device, run: Run) -> dict[str, str]:
         """Return fact → value for the software of an endpoint: its server (read from `run`), its devices, the host."""
@@ -160,10 +171,3 @@ class Host:
                     found.setdefault(key, set()).add(part.detail[key])
         found |= {"server": {str(r.value)} for r in run.readings if r.name == ENDPOINT_SERVER}  # noqa: B035  at most one
         return {key: " ".join(sorted(values)) for key, values in found.items()}
-
-    def share_a_device(self, device: Device, other: Device) -> bool:
-        """Return whether two endpoints share a serving device, so that neither can be evidence about the other."""
-        if not (device.is_endpoint and other.is_endpoint):
-            return False
-        mine, theirs = ({d.uuid for d in self.devices_behind(endpoint)} for endpoint in (device, other))
-        return bool(mine & theirs)

@@ -51,7 +51,7 @@ def is_included(device: Device, config: Config) -> bool:
 
     `devices.include` must be empty or name the device. The device's runtime or endpoint must be configured.
     """
-    if device.is_endpoint and device.uuid.partition(":")[2] not in endpoints.named(config):
+    if not device.is_hardware and device.uuid.partition(":")[2] not in endpoints.named(config):
         return False
     if device.runtime != TORCH and device.runtime not in config.worker.runtimes.each:
         return False
@@ -78,7 +78,7 @@ def remembered(
     device = record.device
     if not is_included(device, config):
         return False
-    if device.uuid in here or device.is_endpoint:  # an endpoint exists because it is configured
+    if device.uuid in here or not device.is_hardware:  # an endpoint exists because it is configured
         return True
     planned = device.uuid in config.devices.absent or UNDRIVEN in device.detail
     planned |= acks.retired(device, acknowledged, record.last_seen)

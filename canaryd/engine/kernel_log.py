@@ -27,8 +27,6 @@ OWN = frozenset({"xid", EventKind.OFF_BUS, "amdgpu", "intel", "driver"})
 OF_PROCESSES = frozenset({"application", "either"})
 """Natures of Xids (NVIDIA's error numbers) that the kill of a working process can cause. Xids of another nature
 count against the device even at the moment of a kill."""
-FOREIGN = frozenset({"aer", "pcie", "nvme"})
-"""Kinds of records that any component on the bus can cause."""
 COUNTING = frozenset({"mce", "edac"})
 """Kinds of records each of which counts the errors since the last one."""
 MINOR = frozenset(
@@ -166,16 +164,15 @@ def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     event = log_event(record, addressee(record, devices))
     if record.kind in COUNTING:
         event = replace(event, count=float(fields.get("count", 1)))
-    own = bool(process) and killed.was_killed(int(process), record.at)
-    if own and record.kind == "xid" and xids.explain(event.code).nature in OF_PROCESSES:
-        event = replace(event, kind="elsewhere", name=f"xid {record.name} of a worker that canaryd killed")
     known, parts = {bus_key(d.detail.get("bus_id", "")) for d in devices}, _parts(record)
+    if process and record.kind == "xid" and _is_of_killed(int(process), event.code, record, parts):
+        event = replace(event, kind="elsewhere", name=f"xid {record.name} of a worker that canaryd killed")
     kind = ""
-    if record.kind in OWN and not parts:
-        kind = "unplaced"
-    elif record.kind in FOREIGN and parts and known.isdisjoint(parts):
+    if record.kind in OWN:
+        kind = "" if parts else "unplaced"
+    elif record.kind != "sxid" and parts and known.isdisjoint(parts):  # an NVSwitch is the host's
         kind = "elsewhere"
-    elif record.kind in FOREIGN and len(parts) > 1:
+    elif len(parts) > 1:
         kind = "port"
     if kind:
         kind = "elsewhere" if record.name in MINOR else kind
@@ -184,6 +181,16 @@ def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     if not credible(event.last, now):  # logged before the clock was set
         event = replace(event, first=now, last=now)
     return event
+
+
+def _is_of_killed(process: int, code: int | None, record: LogRecord, parts: set[str]) -> bool:
+    """Return whether an Xid is that of a worker that canaryd killed.
+
+    Where only the place tells, what asks for more than a look at the application counts: it may be a server's.
+    """
+    known = xids.explain(code)
+    is_on = (lambda bus_id: bus_key(bus_id) in parts) if known.grade in ("application", "none") else (lambda _: False)
+    return known.nature in OF_PROCESSES and killed.was_killed(process, record.at, is_on)
 
 
 def _counter(record: LogRecord, event: Event) -> tuple[str, dict[str, str], float]:

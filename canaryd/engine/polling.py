@@ -59,22 +59,14 @@ class Task:
 class _Lane:
     """The state of the polls of one telemetry probe on one device."""
 
-    period: float
-    since: float
-    newest: Run | None = None
-    completed: Run | None = None
-    before: Run | None = None
-    """The poll that completed before `completed`, or `completed` itself if this process has polled nothing yet."""
-    failures: int = 0
-    """Number of polls that failed since the last one that completed."""
+    poll: Poll
+    """What the judge sees of them."""
     polled: float = -math.inf
     """Monotonic time of the newest poll."""
     rest_until: float = 0.0
     """Monotonic time before which the device is not polled again."""
     recorded: Run | None = None
     """The newest completed poll whose events this or another process recorded; the next poll is compared with it."""
-    known: Mapping[str, tuple[Reading, float]] = field(default_factory=dict)
-    """Key → (newest reading with this key, start of its poll); readings that the newest poll lacks are included."""
     kept: Run | None = None
     """The newest completed poll that was stored."""
     mark: tuple[tuple[str, float | str], ...] | None = None
@@ -86,20 +78,22 @@ class _Lane:
 
     def should_poll(self, now: float, period: float, *, due: bool) -> bool:
         """Return whether to poll at monotonic time `now`; with `due`, only if most of the period has passed."""
-        if self.newest is not None and self.newest.outcome is Outcome.UNKILLABLE and process.stuck():
+        newest = self.poll.newest
+        if newest is not None and newest.outcome is Outcome.UNKILLABLE and process.stuck():
             return False  # another worker would hang as well
         return now >= self.rest_until and not (due and now - self.polled < period * EARLY)
 
     def events(self, run: Run) -> list[Event]:
         """Return the events that the new poll `run` shows, compared with the polls before it."""
-        if (reason := signals.lost_because(run)) and not signals.lost_because(self.newest):
+        poll = self.poll
+        if (reason := signals.lost_because(run)) and not signals.lost_because(poll.newest):
             # An event, because the loss no longer shows once the driver answers again.
             at = run.started  # it came at an unknown time since the poll before
-            first = min(at, self.completed.started) if self.completed else at
+            first = min(at, poll.completed.started) if poll.completed else at
             return [Event(device=run.device, kind=LOST[0], name=LOST[1], first=first, last=at, detail=reason)]
         if run.outcome is Outcome.COMPLETED and self.recorded is not None:
-            failed = self.newest.started if self.failures and self.newest is not None else 0.0
-            return changes(replace(self.recorded, readings=tuple(r for r, _ in self.known.values())), run, failed)
+            failed = poll.newest.started if poll.failures and poll.newest is not None else 0.0
+            return changes(replace(self.recorded, readings=tuple(r for r, _ in poll.known.values())), run, failed)
         return []
 
     def recall(self, polls: Sequence[Run]) -> None:
@@ -112,22 +106,25 @@ class _Lane:
 
     def take(self, run: Run, *, recorded: bool) -> None:
         """Make `run` the newest poll; `recorded`: this process records the events since the poll before it."""
-        completed = run.outcome is Outcome.COMPLETED
-        self.newest, self.failures = run, 0 if completed else self.failures + 1
+        completed, poll = run.outcome is Outcome.COMPLETED, self.poll
         if completed:
-            self.before, self.completed = self.completed, run
+            before = poll.completed.started if poll.completed else 0.0
+            self.poll = replace(poll, newest=run, completed=run, before=before, failures=0)
+        else:
+            self.poll = replace(poll, newest=run, failures=poll.failures + 1)
         if completed and recorded:
             self.recorded = run
             self._know(run)
         self.rest_until = 0.0
         if run.outcome in TAKEN_DOWN:
-            self.rest_until = time.monotonic() + min(BACKOFF, self.period * 2 ** min(self.failures, 10))
+            self.rest_until = time.monotonic() + min(BACKOFF, poll.period * 2 ** min(self.poll.failures, 10))
         self.uncounted[run.outcome] += 1
 
     def _know(self, run: Run) -> None:
-        """Merge a poll's readings into a new `known` mapping; the judge may still be iterating over the old mapping."""
+        """Add a poll's readings to those that are known."""
         lost = {u.reading.key: (u.reading, u.at) for u in run.unread}
-        self.known = {**self.known, **lost, **{r.key: (r, run.started) for r in run.readings}}
+        known = {**self.poll.known, **lost, **{r.key: (r, run.started) for r in run.readings}}
+        self.poll = replace(self.poll, known=known)
 
 
 class Watch:
@@ -237,7 +234,7 @@ class Watch:
     def holding(self) -> bool:
         """Whether a driver without persistence is in use: closing it would reset values that the next poll reads."""
         with self._mutex:  # only completed polls: one failed poll must not release the driver
-            newest = [lane.completed for lane in self._lanes.values()]
+            newest = [lane.poll.completed for lane in self._lanes.values()]
         return any(
             reading.name == "persistence_mode" and not reading.value
             for run in newest
@@ -255,40 +252,25 @@ class Watch:
             self._end(self._series)
             self._series = None
 
-    def recall(self, device: str, periods: Mapping[str, float], since: float) -> None:
-        """Load a device's last stored telemetry of each probe in `periods` (probe → s), without polling the device.
-
-        Polls from before `since`, the time of a repair, do not count. A poll that shows nothing new is stored only once
-        in `KEEP` seconds, so a stored poll counts as fresh for that long. A time without any process that polls is not
-        a gap in the record, but failed polls after the last completed one are.
-        """
-        for probe, period in periods.items():
-            polls = self._store.polls(device, probe, since, limit=RECALLED)
-            if not polls:
-                continue
-            lane = self._lane(device, probe, max(period, KEEP), since)
-            lane.newest = polls[-1]
-            if lane.newest.outcome is not Outcome.COMPLETED:
-                lane.since = (lane.completed or polls[0]).started
-
     def _lane(self, device: str, probe: str, period: float, known_since: float = 0.0) -> _Lane:
         """Return the state of a probe's polls on a device. A new one starts with polls stored since `known_since`."""
         with self._mutex:
             if (device, probe) not in self._lanes:
-                lane = _Lane(period=period, since=self._clock())
+                lane = _Lane(Poll(period=period, newest=None, completed=None, since=self._clock()))
                 lane.recall(self._store.polls(device, probe, known_since, completed=True, limit=RECALLED))
-                lane.before = lane.completed = lane.recorded
+                if last := lane.recorded:
+                    lane.poll = replace(lane.poll, completed=last, before=last.started)
                 self._lanes[device, probe] = lane
             lane = self._lanes[device, probe]
-            lane.period = period
+            lane.poll = replace(lane.poll, period=period)
             return lane
 
     def _take(self, run: Run, lane: _Lane, *, record: bool) -> None:
         """Count a poll, find the events since the previous poll, and store the poll if it shows something new."""
         with self._mutex:
-            if lost := unread(run, lane.known):  # on record too: polls that had it are forgotten
+            if lost := unread(run, lane.poll.known):  # on record too: polls that had it are forgotten
                 run = replace(run, unread=lost)
-            same = lane.newest is not None and lane.newest.outcome is run.outcome
+            same = lane.poll.newest is not None and lane.poll.newest.outcome is run.outcome
             owned = self.own()
             events = self._store.dated(lane.events(run))
             lane.take(run, recorded=owned)
@@ -308,17 +290,9 @@ class Watch:
         """Return telemetry probe → state of its polls on a device; probes without a poll in memory are left out."""
         with self._mutex:
             return {
-                probe: Poll(
-                    period=lane.period,
-                    newest=lane.newest,
-                    completed=lane.completed,
-                    before=lane.before.started if lane.before else 0.0,
-                    known=lane.known,
-                    failures=lane.failures,
-                    since=lane.since,
-                )
+                probe: lane.poll
                 for (uuid, probe), lane in self._lanes.items()
-                if uuid == device and (lane.newest or lane.completed)
+                if uuid == device and (lane.poll.newest or lane.poll.completed)
             }
 
     def recorded(self, device: str, periods: Mapping[str, float], since: float) -> dict[str, Poll]:
@@ -387,7 +361,7 @@ def poll_tasks(host: Host, uuids: Collection[str] = ()) -> list[Task]:
             period=periods[name],
         )
         for name, entry in sorted(host.entries.items(), key=lambda item: item[1].spec.order)
-        if entry.spec.telemetry and (uuids or not host.only or name in host.only)
+        if entry.spec.telemetry and (uuids or not host.asked.probes or name in host.asked.probes)
         for device in devices
         if schedule.applies(entry, device) and (not uuids or device.uuid in uuids)
     ]

@@ -78,11 +78,11 @@ def new_seed() -> int:
 
 
 def applies(entry: Entry, device: Device) -> bool:
-    """Return whether a probe supports a device's backend and runtime. Endpoints are not part of the backend "*"."""
+    """Return whether a probe supports a device's backend and runtime."""
     spec = entry.spec
     if device.runtime not in spec.runtimes and "*" not in spec.runtimes:
         return False
-    return device.tested_as in spec.backends or ("*" in spec.backends and not device.is_endpoint)
+    return not {*device.tested_as}.isdisjoint(spec.backends)
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:
@@ -238,7 +238,7 @@ def cases_to_repeat(run: Run) -> tuple[str, ...]:
 
 def can_be_retested(entry: Entry, device: Device) -> bool:
     """Return whether a probe can be used for retests of a device: it is numeric and loads only this device."""
-    return entry.spec.numeric and not (entry.spec.group or device.is_endpoint) and applies(entry, device)
+    return device.computes_here and entry.spec.numeric and not entry.spec.group and applies(entry, device)
 
 
 def retests(
@@ -252,7 +252,7 @@ def retests(
     baseline, all other numeric probes run too: exact results distinguish a fault from a changed stack.
     """
     entry = entries.get(run.probe)
-    if entry is None or run.drill or not can_be_retested(entry, device):
+    if entry is None or not can_be_retested(entry, device):
         return []
     why = f"retest of {run.id}"
     if intensity != "content":
@@ -289,7 +289,7 @@ def deep_test(entries: Mapping[str, Entry], device: Device, *, trigger: str) -> 
 
 def may_be_retested(runs: Iterable[Run], now: float) -> bool:
     """Return whether retests used less than `RETEST_SHARE` of the last day; `runs` are the runs of one device."""
-    took = sum(r.seconds for r in runs if r.intensity and not r.drill and 0 <= now - r.started < DAY)
+    took = sum(r.seconds for r in runs if r.intensity and 0 <= now - r.started < DAY)
     return took < RETEST_SHARE * DAY
 
 
@@ -300,12 +300,12 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
     is retested after its confirmations. Every intensity runs once immediately, again after one hour and after six
     hours; then one intensity runs each day. Retests that do not complete count too; otherwise a retest that crashes
     under load would be repeated forever. Retests and mismatches are at least `repeat_gap` apart, so that each is
-    independent evidence. No retest starts if the retests of the last day used `RETEST_SHARE`. Drills are not retested.
-    A run dated in the future (the clock was set back) is ignored until that time.
+    independent evidence. No retest starts if the retests of the last day used `RETEST_SHARE`. A run dated in the future
+    (the clock was set back) is ignored until that time.
     """
     if not may_be_retested(runs, now):
         return []
-    past = sorted((r for r in runs if r.started <= now and not r.drill), key=lambda r: (r.started, r.id))
+    past = sorted((r for r in runs if r.started <= now), key=lambda r: (r.started, r.id))
     retested = [r for r in past if r.intensity]
     if any(now - r.started < policy.repeat_gap for r in past if r.intensity or r.wrong):
         return []

@@ -60,7 +60,7 @@ class Workers:
         settings = self._host.config.worker
         spec = WorkerSpec()
         if numeric:
-            only = None if device is None or device.is_endpoint else device
+            only = device if device is not None and device.computes_here else None
             python, command = settings.python or sys.executable, tuple(settings.command)
             if named := settings.runtimes.each.get(device.runtime if device else runtime):
                 python, command = named, ()

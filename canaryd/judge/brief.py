@@ -10,12 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Reading, Recording, Subject
+from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Reading, Subject
 from canaryd.judge.characterised import FOLDED
-from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.judge.watch import LOOKED, has_looked
-from canaryd.model import ENDPOINT, IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run
+from canaryd.model import IN_USE, IN_USE_ALONE, MPS_CLIENT, NOTHING, Outcome, Run, is_served
 
 FEW = 16
 """Largest number of recordings that a run of an endpoint, or of some cases only, keeps. With more it keeps none."""
@@ -27,8 +26,6 @@ KEPT = frozenset({FINGERPRINT, *READINGS})
 """Readings that stay in memory."""
 JUDGED = (MPS_CLIENT, IN_USE, IN_USE_ALONE)
 """Entries of a run's environment that stay in memory."""
-LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
-"""Readings of an endpoint that are compared with those of later runs."""
 
 
 def fold(run: Run) -> Run:
@@ -65,7 +62,7 @@ def _without_words(run: Run) -> Run:
         skipped=() if run.comparisons else run.skipped,
         environment={k: v for k, v in run.environment.items() if k in JUDGED} or NOTHING,
         detail="" if run.outcome is Outcome.COMPLETED else run.detail,
-        repro=run.repro if run.drill else "",  # a drill cannot be repeated from the record
+        repro="",
     )
 
 
@@ -73,7 +70,7 @@ def kept_recordings(run: Run) -> int:
     """Return the largest number of recordings with which a run keeps them; with more it keeps none."""
     if run.unknown:
         return len(run.recordings)
-    return 0 if run.whole and not run.device.startswith(f"{ENDPOINT}:") else FEW
+    return 0 if run.whole and not is_served(run.device) else FEW
 
 
 def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tuple[Comparison, ...]:  # noqa: B008
@@ -84,17 +81,9 @@ def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tu
 
 
 def without_recordings(run: Run) -> Run:
-    """Return a run without its recordings, and with only those readings that are compared with later runs.
-
-    The latency of an endpoint depends on the question and on the other requests at that time. So the first recording
-    stays, because it shows the question, and the first one made while the server had other requests.
-    """
-    compared = tuple(r for r in run.readings if r.name == FINGERPRINT or r.name in LATENCIES)
-    kept: tuple[Recording, ...] = ()
-    if any(r.name in LATENCIES for r in compared):
-        kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
-    learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
-    return replace(run, recordings=kept, learnt=learnt, readings=compared if run.trials else (*compared, *sign(run)))
+    """Return a run without its recordings, and with only those readings that are compared with later runs."""
+    compared = tuple(r for r in run.readings if r.name == FINGERPRINT)
+    return replace(run, recordings=(), learnt=(), readings=compared if run.trials else (*compared, *sign(run)))
 
 
 def _shortened(comparison: Comparison) -> Comparison:

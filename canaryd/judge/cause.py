@@ -12,11 +12,9 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
-from canaryd.facts import Cell, Comparison, Place, Subject
-from canaryd.judge.cells import name_cells
+from canaryd.facts import Comparison, Place, Subject
 from canaryd.judge.characterised import Proof
 from canaryd.judge.statistics import Count, tail
 from canaryd.judge.tally import Tallied, total
@@ -71,33 +69,27 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """The facts around the mismatches of one subject, probe and stack: the input of the table."""
+    """The facts around the mismatches of one device, probe and stack: the input of the table."""
 
     golden: bool = False
     """Whether this host made a golden in two ways with two results."""
-    makers: Place | None = None
-    """The cores on which one program gave two results."""
-    lone_core: int | None = None
-    """The core that made a golden wrong, if this host also made the same golden correctly; else None."""
     whole_host: bool = False
     """Whether the accused device is the host's CPU, and every accelerator was wrong too, each in other bits."""
-    cells: tuple[Cell, ...] = ()
-    """Kinds of lasting faults of a few words of memory, while the other words are right; else empty."""
-    lone_unit: Place | None = None
-    """The core or SM that has all wrong results, if the others computed the same data correctly; else None."""
-    sound_units: Place | None = None
-    """The other cores or SMs, if `lone_unit` is known: they computed the same data correctly."""
-    links: Links | None = None
-    """The facts about wrong links, or None if no link was wrong."""
+    named: str = ""
+    """A sentence that names the wrong part: a core, an SM, a link, or one end of its links; "" if none is known."""
+    disputed: str = ""
+    """What is known of two suspects of which one is at fault, such as both ends of a link; else ""."""
+    cells: str = ""
+    """Kinds of lasting faults of a few words of memory, in words, while the other words are right; else ""."""
     right: frozenset[str] = frozenset()
     """Siblings that are right on data on which the device is always wrong, and that did not begin to fail then."""
-    insistent: bool = False
-    """Whether, on data of `right`, the device was wrong as often as a confirmation requires and never right since."""
     alike: frozenset[str] = frozenset()
     """Siblings that computed the same data wrong in the same bits."""
     unlike: frozenset[str] = frozenset()
     """Siblings that computed the same data and are neither in `right` nor in `alike`."""
     outlasting: frozenset[str] = frozenset()
+    spotless: int = 0
+    """Number of the results of the devices in `outlasting` if none was ever wrong; else 0."""
     """Siblings that fail more rarely than the device, if chance does not explain the difference; else empty."""
     company: frozenset[str] = frozenset()
     """Devices that began to fail at about the same time, or since the same change: siblings, and accelerators of other
@@ -105,9 +97,8 @@ class Scene:
     changed: str = ""
     """The software that changed just before the device began to fail, or "" if none did."""
     right_since: bool = False
-    """Whether the device has since been right on other software for a week, and no sound sibling shows more."""
-    believed: bool = False
-    """Whether an operator blames the software, and the runs on other software since support that."""
+    """Whether the device has since been right on other software for a week, and no sound sibling shows more; or, if an
+    operator blames the software, for as long as that needs."""
     siblings: frozenset[str] = frozenset()
     """All siblings that ran the probe on the same stack."""
     views: frozenset[str] = frozenset()
@@ -117,30 +108,15 @@ class Scene:
     the accused device."""
     goldens_right: bool = False
     """Whether another result, of this device or a sibling, matched the goldens of the mismatches."""
-    served: Served | None = None
-    """The facts about an endpoint, whose answers come from devices and software together; None for a device."""
+    altered: str = ""
+    """The compiled files of this software that are not those that pip installed, or "" if none are known."""
+    as_installed: str = ""
+    """The number of compiled files of this software, if all are as pip installed them; else ""."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """The facts about the devices that serve an endpoint, since its first wrong answer."""
-
-    wrong: frozenset[str] = frozenset()
-    """Devices with findings against them."""
-    right: frozenset[str] = frozenset()
-    """Devices that passed a deep test."""
-    untested: frozenset[str] = frozenset()
-    """Devices that are neither in `wrong` nor in `right`."""
-    inconstant: bool = False
-    """Whether the server gave different wrong answers to the same question."""
-
-
-class Links(NamedTuple):
-    """The facts about wrong links."""
-
-    alone: bool
-    """Whether the wrong part is known: one link, or one end of the links."""
-    why: str
+    def say(self, text: str) -> str:
+        """Return the text with the names in the scene's fields instead of "{right}" and the like."""
+        fields = {**vars(self), "others": self.company | self.alike}
+        return text.format(**{k: names(v) if isinstance(v, frozenset) else v for k, v in fields.items()})
 
 
 class Row(NamedTuple):
@@ -148,149 +124,102 @@ class Row(NamedTuple):
 
     holds: Callable[[Scene], object]
     cause: Cause
-    why: Callable[[Scene], str]
+    why: str
+    """With "{right}" for the names in that field of the scene; "" if the reason is that nothing shows the cause."""
 
 
-TABLE: tuple[Row, ...] = (
-    Row(
-        lambda s: s.served and s.served.wrong,
-        Cause.UNDETERMINED,
-        lambda s: f"Cause unknown: {names(_behind(s).wrong)}, which serves it, has findings too.",
-    ),
-    Row(
-        lambda s: s.served and s.served.inconstant,
-        Cause.UNDETERMINED,
-        lambda _: (
-            "Cause unknown: its wrong answers to one question differ. It may be a bug of the engine or a rare fault."
-        ),
-    ),
-    Row(
-        lambda s: s.served and s.served.right and not s.served.untested,
-        Cause.SOFTWARE,
-        lambda s: f"The devices that serve it have passed the exact tests since: {names(_behind(s).right)}.",
-    ),
-    Row(
-        lambda s: s.served,
-        Cause.UNDETERMINED,
-        lambda s: (
-            f"Cause unknown: not tested since the wrong answer: {names(_behind(s).untested)}."
-            if _behind(s).untested
-            else "Cause unknown: no device of this host serves it."
-        ),
-    ),
-    Row(lambda s: s.makers is not None, Cause.HARDWARE, lambda s: f"One program gave two results on {s.makers}."),
-    Row(
-        lambda s: s.lone_core is not None,
-        Cause.HARDWARE,
-        lambda s: f"Other cores of this host computed the same reference right; core {s.lone_core} did not.",
-    ),
-    Row(
-        lambda s: s.golden,
-        Cause.UNDETERMINED,
-        lambda _: "Cause unknown: either this processor or the reference is wrong.",
-    ),
+TABLE = (
     Row(
         lambda s: s.whole_host,
         Cause.HARDWARE,
-        lambda _: "Every device of this host is wrong, each in its own way: its memory, CPU or PCIe is at fault.",
+        "Every device of this host is wrong, each in its own way: its memory, CPU or PCIe is at fault.",
     ),
-    Row(
-        lambda s: s.lone_unit,
-        Cause.HARDWARE,
-        lambda s: f"Only {s.lone_unit} is wrong: {s.sound_units} computed the same data correctly.",
-    ),
-    Row(lambda s: s.links and s.links.alone, Cause.HARDWARE, lambda s: s.links.why if s.links else ""),
-    Row(lambda s: s.links, Cause.UNDETERMINED, lambda s: s.links.why if s.links else ""),
+    Row(lambda s: s.named, Cause.HARDWARE, "{named}"),
     Row(
         lambda s: s.right and not s.alike,
         Cause.HARDWARE,
-        lambda s: f"Identical devices compute the same data correctly on the same software: {names(s.right)}.",
+        "Identical devices compute the same data correctly on the same software: {right}.",
     ),
     Row(
         lambda s: s.alike and not s.unlike and not s.right,
         Cause.SOFTWARE,
-        lambda s: f"Identical devices give the same wrong bits on the same software: {names(s.alike)}.",
+        "Identical devices give the same wrong bits on the same software: {alike}.",
     ),
     Row(
         lambda s: s.cells,
         Cause.HARDWARE,
-        lambda s: f"The same writes and reads are right everywhere else in this memory: {name_cells(s.cells)}.",
+        "The same writes and reads are right everywhere else in this memory: {cells}.",
     ),
     Row(
         lambda s: s.outlasting and not s.alike,
         Cause.HARDWARE,
-        lambda s: f"It fails far more often than identical devices on the same software: {names(s.outlasting)}.",
+        "It fails far more often than identical devices on the same software: {outlasting}.",
     ),
     Row(
         lambda s: s.changed and (s.company or s.alike),
         Cause.SOFTWARE,
-        lambda s: (
-            f"{names(s.company)} began to fail after the same change of {s.changed}."
-            if s.company
-            else f"Since a change of {s.changed}, {names(s.alike)} gives the same wrong bits."
-        ),
+        "Since a change of {changed}, others fail too: {others}.",
     ),
     Row(
-        lambda s: s.right_since or s.believed,
+        lambda s: s.right_since,
         Cause.SOFTWARE,
-        lambda _: "This device computes the same test correctly on other software.",
+        "This device computes the same test correctly on other software.",
     ),
-    Row(
-        lambda s: s.right and s.alike,
-        Cause.UNDETERMINED,
-        lambda s: (
-            f"Cause unknown: of the identical devices, {names(s.right)} computed the same data correctly and "
-            f"{names(s.alike)} gave the same wrong bits."
-        ),
-    ),
-    Row(
-        lambda s: s.company,
-        Cause.UNDETERMINED,
-        lambda s: (
-            f"Cause unknown: {names(s.company)} began to fail at about the same time. "
-            "What they share may be at fault: the host's memory, power or PCIe, or the software."
-        ),
-    ),
-    Row(
-        lambda s: s.siblings,
-        Cause.UNDETERMINED,
-        lambda s: f"Cause unknown: the identical devices have not run long enough to tell: {names(s.siblings)}.",
-    ),
-    Row(
-        lambda s: s.views,
-        Cause.UNDETERMINED,
-        lambda s: (
-            f"Cause unknown: the same part computes correctly through {names(s.views)}. "
-            "Either the kernels of this runtime are wrong, or a part of the chip that only they use."
-        ),
-    ),
-    Row(lambda _: True, Cause.UNDETERMINED, lambda _: "Cause unknown: no identical device here to compare with."),
+    Row(lambda _: True, Cause.UNDETERMINED, ""),
 )
 """Rows of (condition, cause, reason). The first row whose condition holds gives the cause."""
 
 
-def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
-    """Return the cause, a sentence that gives the reason, and the other explanations that were considered."""
+class Decided(NamedTuple):
+    """The cause of mismatches."""
+
+    cause: Cause
+    why: str
+    """A sentence that gives the reason."""
+    rivals: tuple[Rival, ...]
+    """The other explanations that were considered."""
+
+
+def decide(scene: Scene) -> Decided:
+    """Return the cause that the facts show."""
     row = next(row for row in TABLE if row.holds(scene))
     # Who is right on some of the data and wrong in the same bits on other is no witness for the reference or the host.
-    return row.cause, row.why(scene), tuple(_rivals(replace(scene, right=scene.right - scene.alike), row.cause))
+    rivals = _rivals(replace(scene, right=scene.right - scene.alike), row.cause)
+    return Decided(row.cause, scene.say(row.why or _open(scene)), tuple(rivals))
 
 
-def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
-    """Yield the other possible causes, each with the evidence for or against it. Without evidence none is rejected."""
-    if scene.golden:
-        return
-    if scene.served:
-        yield from _rivals_of_endpoint(scene, scene.served, cause)
-        return
-    yield _this_device(scene) if cause is Cause.SOFTWARE else _software(scene)
-    if scene.right or scene.goldens_right:
-        why = f"a wrong reference: {names(scene.right) or 'an earlier result'} matched it"
-        yield _rival(Suspect.REFERENCE, why, Shown.RIGHT, scene.right, rejected=True)
-    else:
-        yield _rival(Suspect.REFERENCE, "a wrong reference: no other result has matched it yet")
-    if not scene.whole_host:
-        yield _host(scene)
+def _open(scene: Scene) -> str:
+    """Return why the cause is not known."""
+    reasons = (
+        (scene.disputed, "{disputed}"),
+        # Not software's: many a torch is patched on purpose, and a broken part beside one must not stay in service.
+        (scene.altered, "compiled files of this node's software are not as pip installed them: {altered}."),
+        (
+            scene.right and scene.alike,
+            "of the identical devices, {right} computed the same data correctly and {alike} gave the same wrong bits.",
+        ),
+        (
+            scene.company,
+            "{company} began to fail at about the same time.",
+        ),
+        (scene.siblings, "the identical devices have not run long enough to tell: {siblings}."),
+        (
+            scene.views,
+            "the same part computes correctly through {views}. This runtime's kernels, or what they use, may be wrong.",
+        ),
+        (True, "no identical device here to compare with."),
+    )
+    return f"Cause unknown: {next(why for holds, why in reasons if holds)}"
+
+
+class Clue(NamedTuple):
+    """What one fact says about another explanation."""
+
+    known: str
+    """The field of the scene that has the fact; "" if none is needed."""
+    shown: Shown
+    rejects: bool
+    why: str
 
 
 KINDS = {
@@ -300,77 +229,62 @@ KINDS = {
     Suspect.HOST: Cause.HARDWARE,
 }
 """Another explanation → the cause that the fault would have."""
+CLUES: Mapping[Suspect, tuple[Clue, ...]] = {
+    Suspect.DEVICE: (
+        Clue("alike", Shown.ALIKE, True, "a fault of this device alone: {alike} would not give the same wrong bits"),
+        Clue("company", Shown.TOGETHER, True, "a fault of this device alone: {company} began to fail with it"),
+        Clue("", Shown.ELSEWHERE, False, "a fault of this device alone: it computes right on other software"),
+    ),
+    Suspect.SOFTWARE: (
+        Clue("alike", Shown.ALIKE, False, "a wrong kernel: {alike} gives the same wrong bits, others do not"),
+        Clue("right", Shown.RIGHT, True, "a wrong kernel: the same kernel gave the right bits on {right}"),
+        Clue("outlasting", Shown.RARER, True, "a wrong kernel: it would fail as often on {outlasting}"),
+        Clue("company", Shown.TOGETHER, False, "a wrong kernel: {company} began to fail at about the same time"),
+        Clue("siblings", Shown.NOTHING, False, "a wrong kernel: {siblings} have not run long enough to tell"),
+        Clue(
+            *("as_installed", Shown.NOTHING, False),
+            "a wrong kernel: {as_installed} compiled files are as pip installed them, which excludes no bug",
+        ),
+        Clue("", Shown.NOTHING, False, "a wrong kernel: no identical device has computed the same on this software"),
+    ),
+    Suspect.REFERENCE: (
+        Clue("right", Shown.RIGHT, True, "a wrong reference: {right} matched it"),
+        Clue("goldens_right", Shown.RIGHT, True, "a wrong reference: an earlier result matched it"),
+        Clue("", Shown.NOTHING, False, "a wrong reference: no other result has matched it yet"),
+    ),
+    Suspect.HOST: (
+        Clue(
+            *("right", Shown.RIGHT, True),
+            "the host's memory or CPU: in the same host, {right} computed right (slot and cable are not excluded)",
+        ),
+        Clue(
+            *("outlasting", Shown.RARER, True),
+            "the host's memory or CPU: in the same host, {outlasting} fails less (slot and cable are not excluded)",
+        ),
+        Clue("company", Shown.TOGETHER, False, "the host's memory, power or PCIe: {company} began to fail with it"),
+        Clue("host_clean", Shown.PASSED, True, "the host's memory or CPU: its CPU passed the same tests at that time"),
+        Clue("", Shown.NOTHING, False, "the host's memory, CPU or PCIe: nothing else on this host has passed recently"),
+    ),
+}
+"""Another explanation → the facts for or against it. The first that is known counts."""
 
 
-def _rival(
-    what: Suspect, why: str, shown: Shown = Shown.NOTHING, by: Iterable[str] = (), *, rejected: bool = False
-) -> Rival:
-    return Rival(cause=KINDS[what], why=why, rejected=rejected, what=what, shown=shown, by=tuple(sorted(by)))
-
-
-def _behind(scene: Scene) -> Served:
-    """Return the facts about the devices behind an endpoint, that is, the devices on which its server runs."""
-    return scene.served or Served()
-
-
-def _rivals_of_endpoint(scene: Scene, served: Served, cause: Cause) -> Iterator[Rival]:
-    software = "the engine, its settings, or the copy of the model in its memory"
-    if cause is not Cause.SOFTWARE:
-        yield Rival(cause=Cause.SOFTWARE, why=software, rejected=False)
-    known = {
-        "with findings of its own": served.wrong,
-        "right in the exact tests since (memory that they did not use is not excluded)": served.right,
-        "not tested since": served.untested,
-    }
-    each = ", ".join(f"{names(who)} {text}" for text, who in known.items() if who)
-    yield Rival(cause=Cause.HARDWARE, why=f"what serves it: {each or 'no device of this host'}", rejected=False)
-    matched = "the same questions were answered right" if scene.goldens_right else "no answer has matched it yet"
-    yield Rival(cause=Cause.HARNESS, why=f"a wrong reference: {matched}", rejected=scene.goldens_right)
-
-
-def _this_device(scene: Scene) -> Rival:
-    of = partial(_rival, Suspect.DEVICE)
-    if scene.alike:
-        why = f"a fault of this device alone: {names(scene.alike)} would not give the same wrong bits"
-        return of(why, Shown.ALIKE, scene.alike, rejected=True)
-    if scene.company:
-        why = f"a fault of this device alone: {names(scene.company)} began to fail with it"
-        return of(why, Shown.TOGETHER, scene.company, rejected=True)
-    return of("a fault of this device alone: it computes right on other software", Shown.ELSEWHERE)
-
-
-def _software(scene: Scene) -> Rival:
-    of = partial(_rival, Suspect.SOFTWARE)
-    if scene.alike:
-        why = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not"
-        return of(why, Shown.ALIKE, scene.alike)
-    if scene.right:
-        why = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}"
-        return of(why, Shown.RIGHT, scene.right, rejected=True)
-    if scene.outlasting:
-        why = f"a wrong kernel: it would fail as often on {names(scene.outlasting)}"
-        return of(why, Shown.RARER, scene.outlasting, rejected=True)
-    if scene.company:
-        why = f"a wrong kernel: {names(scene.company)} began to fail at about the same time"
-        return of(why, Shown.TOGETHER, scene.company)
-    if scene.siblings:
-        return of(f"a wrong kernel: the identical devices have not run long enough to tell: {names(scene.siblings)}")
-    return of("a wrong kernel: no identical device has computed the same on the same software")
-
-
-def _host(scene: Scene) -> Rival:
-    of = partial(_rival, Suspect.HOST)
-    if who := scene.right or scene.outlasting:
-        why = (
-            f"the host's memory or CPU: in the same host, {names(who)} computed right (slot and cable are not excluded)"
+def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
+    """Yield the other possible causes, each with the evidence for or against it. Without evidence none is rejected."""
+    suspects = [Suspect.DEVICE if cause is Cause.SOFTWARE else Suspect.SOFTWARE, Suspect.REFERENCE]
+    suspects += [] if scene.whole_host else [Suspect.HOST]
+    for what in suspects if not scene.golden else ():
+        clue = next(c for c in CLUES[what] if not c.known or getattr(scene, c.known))
+        who = getattr(scene, clue.known, ())
+        yield Rival(
+            cause=KINDS[what],
+            why=scene.say(clue.why),
+            rejected=clue.rejects,
+            what=what,
+            shown=clue.shown,
+            by=tuple(sorted(who)) if isinstance(who, frozenset) else (),
+            of=scene.spotless if clue.shown is Shown.RARER else 0,
         )
-        return of(why, Shown.RIGHT if scene.right else Shown.RARER, who, rejected=True)
-    if scene.company:
-        return of(f"the host's memory, power or PCIe: {names(scene.company)} began to fail at about the same time")
-    if scene.host_clean:
-        why = "the host's memory or CPU: its CPU passed the same tests at about the same time"
-        return of(why, Shown.PASSED, rejected=True)
-    return of("the host's memory, CPU or PCIe: nothing else on this host has passed recently")
 
 
 # --- What siblings computed -----------------------------------------------------------------------------------------
@@ -393,38 +307,32 @@ class Record(NamedTuple):
 
 
 def results(
-    runs: Iterable[Run],
-    like: Run,
-    counted_runs: Iterable[Tallied],
-    own: Collection[int] | None = None,
-    *,
-    mixed: bool = False,
+    runs: Iterable[Run], like: Run, counted_runs: Iterable[Tallied], own: Collection[int] | None = None
 ) -> Record | None:
     """Return the results with the probe, version and stack of the run `like`, or None if there are none.
 
     If the stack is unknown, there are none. If `own` is given, wrong comparisons count only if their `id` is in it.
-    `counted_runs` are the tallies of the normal runs among them, whether they are at hand or not. They do not tell
-    which failing runs are the device's own: if others are `mixed` with these, only failing runs at hand count.
+    `counted_runs` are the tallies of the normal runs among them, whether they are at hand or not.
     """
+    of = like.probe, like.probe_version, like.stack_id
+    same = [run for run in runs if like.stack and (run.probe, run.probe_version, run.stack_id) == of]
     found: dict[Operands, list[Comparison]] = defaultdict(list)
-    failing = trials = uploads = 0
-    for run in runs if like.stack else ():
-        if run.probe != like.probe or run.probe_version != like.probe_version or run.stack_id != like.stack_id:
-            continue
-        every = [c for c in run.comparisons if c.subject is Subject.DEVICE]
-        mine = [c for c in every if own is None or not c.wrong_trials or id(c) in own]
+    failing = 0
+    for run in same:
+        mine = _own(run, own)
         for comparison in mine:
             found[operands_of(comparison)].append(comparison)
-        if run.whole:
-            failing += any(c.wrong for c in mine)
-            trials += run.trials
-            uploads += run.uploads
-    tallied = list(counted_runs)
+        failing += run.whole and any(c.wrong for c in mine)
     # A new file in the place of the record has counted less than what is at hand.
-    of = total(tallied)
-    of = Count(max(of.results, trials), of.wrong, max(of.uploads, uploads), of.failed)
-    failing = failing if mixed else max(failing, sum(t.failing for t in tallied))
-    return Record(dict(found), failing, of) if found or tallied else None
+    tallied, at_hand = list(counted_runs), [run for run in same if run.whole]
+    counts, least, uploads = total(tallied), sum(r.trials for r in at_hand), sum(r.uploads for r in at_hand)
+    trials = counts._replace(results=max(counts.results, least), uploads=max(counts.uploads, uploads))
+    return Record(dict(found), max(failing, sum(t.failing for t in tallied)), trials) if found or tallied else None
+
+
+def _own(run: Run, own: Collection[int] | None) -> list[Comparison]:
+    every = (c for c in run.comparisons if c.subject is Subject.DEVICE)
+    return [c for c in every if own is None or not c.wrong_trials or id(c) in own]
 
 
 class SameKey(NamedTuple):

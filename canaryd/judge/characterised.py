@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from canaryd.facts import Subject, shared, stack_id
+from canaryd.facts import ALIGNED, Subject, is_of_graph, shared, stack_id
 from canaryd.model import Run
 
 SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*")
 """Matches the sizes of a case, which follow "@" in its name."""
+PRODUCT = re.compile(r".*/[nt][nt]@(?:[0-9]+x)?[0-9]+x[0-9]+x[0-9]+")
+"""Matches the name of a matrix product: it ends with the layouts of A and B and the sizes M, N and K."""
 Kind = tuple[str, str]
 """Backend and model: `Device.kind`."""
 
@@ -47,13 +49,21 @@ def class_of(case: str) -> str:
     """Return the class of a case: its name, in which each of the sizes after "@" is rounded up to a power of two.
 
     Libraries choose a kernel by size, so a proof for one size says nothing about the kernels for other sizes. Sizes
-    vary with the seed, so exact sizes would hardly ever repeat. Any other text after "@" is left out, and so is the
-    number of a repeated gather, "#7".
+    vary with the seed, so exact sizes would hardly ever repeat. They also choose by strides, so the class of a product
+    ends with "/aligned" or "/ragged", and what ran in a graph has "/graph" behind that. Any other text after "@" is
+    left out, and so is the number of a repeated gather, "#7".
     """
-    name, _, sizes = case.partition("#")[0].partition("@")
+    whole = case.partition("#")[0]
+    name, _, sizes = whole.partition("@")
     if SIZES.fullmatch(sizes):
-        name += "@" + "x".join(str(1 << max(0, int(size) - 1).bit_length()) for size in sizes.split("x"))
-    return shared(name)
+        numbers = [int(size) for size in sizes.split("x")]
+        layout = name[-2:]
+        name += "@" + "x".join(str(1 << max(0, number - 1).bit_length()) for number in numbers)
+        if PRODUCT.fullmatch(whole):
+            M, N, K = numbers[-3:]
+            strides = K if layout[0] == "n" else M, N if layout[1] == "n" else K, N
+            name += "/ragged" if any(stride % ALIGNED for stride in strides) else "/aligned"
+    return shared(f"{name}/graph" if is_of_graph(case) else name)
 
 
 class Line(NamedTuple):
@@ -104,9 +114,9 @@ class Met:
 def met_in(run: Run) -> frozenset[str]:
     """Return the classes in which every comparison of a run was right.
 
-    They are empty for a drill, and for a run without a stack, because the software of such a run is not known.
+    They are empty for a run without a stack, because the software of such a run is not known.
     """
-    if run.drill or not run.stack:
+    if not run.stack:
         return frozenset()
     wrong = {class_of(c.case) for c in run.wrong}
     right = (c for c in run.comparisons if c.subject is Subject.DEVICE and c.trials and not c.wrong)

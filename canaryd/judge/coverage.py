@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +16,6 @@ from canaryd.judge.watch import has_looked
 from canaryd.model import (
     IN_USE,
     KERNEL_DRIVER,
-    TORCH,
     UNDRIVEN,
     UNIDENTIFIED,
     UNSEEN,
@@ -23,6 +23,7 @@ from canaryd.model import (
     Cause,
     Device,
     Finding,
+    ModelServer,
     Outcome,
     State,
 )
@@ -31,7 +32,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
         Cause.ENVIRONMENT,
         "was skipped",
-        "Remove that reason. If it is expected, disable the probe: probes.{}.enabled: false",
+        "Remove the reason, or disable the probe: probes.{}.enabled: false",
     ),
     Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Fix what the error names, or report a bug of canaryd"),
     Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", f"Read the kernel log: {KERNEL_LOG}"),
@@ -71,7 +72,7 @@ def not_completed(case: Case) -> Iterator[Finding]:
             lane = f" ({run.instruction_set})" if run.instruction_set else ""
             reason = reason_of(run)
             message = f"{run.probe}{lane} {text}" + (f": {reason}" if reason else "")
-            if run.outcome is Outcome.SKIPPED and case.device.is_endpoint:
+            if run.outcome is Outcome.SKIPPED and isinstance(case.device, ModelServer):
                 action = ENDPOINT_SKIPPED
             if in_use := run.environment.get(IN_USE):
                 message = f"{run.probe}{lane} {text} while other programs kept the device busy ({in_use})"
@@ -82,37 +83,30 @@ def not_completed(case: Case) -> Iterator[Finding]:
 
 def unreached(case: Case) -> Iterator[Finding]:
     """The device is there, but nothing can compute on it: no driver, or a torch that does not see it."""
-    device = case.device
-    if case.gone_since is not None:
+    detail, cause = case.device.detail, Cause.ENVIRONMENT
+    if case.gone_since is not None or _is_reached(case):
         return
-    if (
-        device.backend == "cpu"
-        or device.is_endpoint
-        or device.torch_index is not None
-        or device.runtime != TORCH
-        or case.divided
-        or any(r.trials for r in case.runs)
-    ):
-        return
-    cause = Cause.ENVIRONMENT
-    if why := device.detail.get(UNDRIVEN, ""):
-        driven = device.detail.get(KERNEL_DRIVER, "none") != "none"
-        lack = "cannot be queried" if driven else "has no driver"
-        text = f"The device at PCI address {device.detail.get('bus_id', '?')} {lack}: {why}"
-        action = "Load its driver; if a virtual machine uses it, leave it out: devices.include"
-        if UNIDENTIFIED in device.detail:
-            bus_id = device.detail.get("bus_id", "")
-            text = f"The driver cannot identify the device{f' at PCI address {bus_id}' if bus_id else ''}: {why}"
-            action, cause = f"Check permissions, driver and kernel log: {KERNEL_LOG}", Cause.UNDETERMINED
-    else:
+    bus_id = detail.get("bus_id", "")
+    if not detail.get(UNDRIVEN):
         text = "The driver lists this device, but torch does not see it: nothing was computed on it"
+        text += f"; torch says: {detail[UNSEEN]}" if detail.get(UNSEEN) else ""
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
-        if why := device.detail.get(UNSEEN, ""):
-            text += f"; torch says: {why}"
         # cudaErrorSystemNotReady: what runs beside the driver has not finished, or is missing
-        if device.detail.get(UNSEEN_CODE) == "802":
+        if detail.get(UNSEEN_CODE) == "802":
             action = "Start Fabric Manager, which CUDA waits for: systemctl status nvidia-fabricmanager"
+    elif UNIDENTIFIED in detail:
+        at = f" at PCI address {bus_id}" if bus_id else ""
+        text = f"The driver cannot identify the device{at}: {detail[UNDRIVEN]}"
+        action, cause = f"Check permissions, driver and kernel log: {KERNEL_LOG}", Cause.UNDETERMINED
+    else:
+        lack = "has no driver" if detail.get(KERNEL_DRIVER, "none") == "none" else "cannot be queried"
+        text = f"The device at PCI address {bus_id or '?'} {lack}: {detail[UNDRIVEN]}"
+        action = "Load its driver; if a virtual machine uses it, leave it out: devices.include"
     yield finding("unreached", State.UNKNOWN, cause, text, action)
+
+
+def _is_reached(case: Case) -> bool:
+    return case.device.is_reached or case.divided or any(r.trials for r in case.runs)
 
 
 def devices_missing(case: Case) -> Iterator[Finding]:
@@ -149,22 +143,22 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
     if not case.wanted and not case.divided and not case.unlisted and not any(unreached(case)):
         text, action = "None of the chosen probes tests this device", "Choose one that does: canaryd probes lists them"
         yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action)
-    for probe in sorted(case.wanted):
-        completed = [r for r in case.scheduled(probe) if r.outcome is Outcome.COMPLETED]
-        if not completed and any(unreached(case)):
-            continue
-        if not completed:
-            since = "since it was repaired or replaced" if cut(case.device, case.acks) else "on this device yet"
-            text = f"{probe} has not completed a run {since}"
-            action = "Leave it to the daemon where one runs, or run it now: canaryd check"
-            yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
-        elif (old := age(completed[-1], case.now)) > case.limit(probe):
-            what = (
-                f"is {format_duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
-            )
-            text = f"The last result of {probe} {what}; its interval is {format_duration(case.wanted[probe])}"
-            action = "Check that the daemon runs: canaryd status"
-            yield make_finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, completed[-1])
+    yield from itertools.chain.from_iterable(_stale(case, probe) for probe in sorted(case.wanted))
+
+
+def _stale(case: Case, probe: str) -> Iterator[Finding]:
+    """Yield the finding that a probe has no result, or no fresh one."""
+    completed = [r for r in case.scheduled(probe) if r.outcome is Outcome.COMPLETED]
+    if not completed and not any(unreached(case)):
+        since = "since it was repaired or replaced" if cut(case.device, case.acks) else "on this device yet"
+        text = f"{probe} has not completed a run {since}"
+        action = "Leave it to the daemon where one runs, or run it now: canaryd check"
+        yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
+    elif completed and (old := age(completed[-1], case.now)) > case.limit(probe):
+        aged = f"is {format_duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
+        text = f"The last result of {probe} {aged}; its interval is {format_duration(case.wanted[probe])}"
+        action = "Check that the daemon runs: canaryd status"
+        yield make_finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, completed[-1])
 
 
 def checked_nothing(case: Case) -> Iterator[Finding]:
@@ -177,11 +171,11 @@ def checked_nothing(case: Case) -> Iterator[Finding]:
             continue
         reason = f": {run.skipped[0].case} was skipped, {run.skipped[0].reason}" if run.skipped else ""
         text = f"{run.probe} completed but checked nothing{reason}"
-        state, cause, action = State.UNKNOWN, Cause.HARNESS, "Enable the parts that were skipped, or disable the probe"
+        state, cause = State.UNKNOWN, Cause.HARNESS
+        alone = f"test it alone: canaryd check --probe {run.probe} --device {case.device.name}"
+        action = f"To see why, {alone} -v"
         if any(part.late for part in run.skipped):
-            cause = Cause.ENVIRONMENT
-            action = f"Test it when the machine is less busy: canaryd check --probe {run.probe} --device {{device}}"
-            action = action.format(device=case.device.name)
+            cause, action = Cause.ENVIRONMENT, f"When the machine is less busy, {alone}"
             if case.fresh_results >= least_results(case.device):
                 state, text = State.HEALTHY, "Not tested: its time was over before its first result"
         yield make_finding("checked-nothing", state, cause, text, action, run)

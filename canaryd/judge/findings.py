@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.characterised import By, Proof, class_of
-from canaryd.model import Cause, Characterised, Finding, Rival, Run, State, WrongResults
+from canaryd.judge.laws import Company
+from canaryd.judge.phrases import describe, repeating
+from canaryd.model import Cause, Characterised, Finding, Part, Remedy, Rival, Run, State, WrongResults
 
 NO_EVIDENCE, NOT_COMPLETED = "no-evidence", "not-completed"
 """Two rules that belong together: a probe has no fresh result; its newest run did not complete."""
@@ -35,19 +37,29 @@ def finding(
     repro: str = "",
     runs: tuple[str, ...] = (),
     rivals: Iterable[Rival] = (),
+    company: Company | None = None,
+    parts: tuple[Part, ...] = (),
+    remedy: Remedy | None = None,
 ) -> Finding:
-    """Return a finding with these fields. Empty texts in `evidence` are removed."""
+    """Return a finding with these fields. Empty texts in `evidence` are removed.
+
+    `company`: who else had it, if that was asked; `parts`: the shared parts that may be at fault, if not any may be.
+    """
     return Finding(
         rule=rule,
         state=state,
         cause=cause,
         message=message,
         action=action,
-        evidence=tuple(filter(None, evidence)),
+        evidence=tuple(filter(None, (str(company or ""), *evidence))),
         probe=probe,
         repro=repro,
         runs=runs,
         rivals=tuple(rivals),
+        subject=company.subject if company else None,
+        shared_by=tuple(company.names) if company else (),
+        parts=parts,
+        remedy=remedy,
     )
 
 
@@ -60,19 +72,25 @@ def make_finding(
     basis: Sequence[Mismatch] | Run,
     evidence: Sequence[str] = (),
     wrong: WrongResults | None = None,
+    company: Company | None = None,
 ) -> Finding:
-    """Return a finding about `basis`: one run, or mismatches (oldest first), whose summary is `wrong`."""
+    """Return a finding about `basis`: one run, or mismatches (oldest first), whose summary is `wrong`.
+
+    The newest mismatch is described after the `evidence`.
+    """
+    mismatches = () if isinstance(basis, Run) else basis
     runs = [basis] if isinstance(basis, Run) else [m.run for m in basis]
     made = finding(
         *(rule, state, cause, message, action),
         *evidence,
+        *(f"Newest: {describe(m)}." for m in mismatches[-1:]),
         probe=runs[-1].probe,
-        repro=runs[-1].repeat,
+        repro=repeating(there, there.here) if (there := wrong and wrong.elsewhere) else runs[-1].repro,
         runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
-        rivals=() if isinstance(basis, Run) else strongest(basis).rivals,
+        rivals=strongest(mismatches).rivals if mismatches else (),
+        company=company,
     )
-    characterised = () if isinstance(basis, Run) else _characterised(basis)
-    return replace(made, characterised=characterised, since=runs[0].started, wrong=wrong)
+    return replace(made, characterised=_characterised(mismatches), since=runs[0].started, wrong=wrong)
 
 
 def proofs(mismatches: Sequence[Mismatch]) -> dict[str, Proof]:

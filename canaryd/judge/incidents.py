@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from canaryd.judge.findings import (
     UNCHARACTERISED,
     conclusion,
 )
-from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
+from canaryd.model import Cause, Finding, State, Verdict, WrongResults
 
 BESIDE = DAY
 """Seconds by which a consequence can begin before the fault itself was seen (ours). No verdict depends on it."""
@@ -52,17 +53,12 @@ FAMILIES = (
         leads=("gpu-lost", "device-vanished", "keeps-vanishing"),
         explains=(
             *("telemetry-stale", "stale-evidence", NO_EVIDENCE, NOT_COMPLETED, "unreached", "device-error"),
-            *("xid-recovery", "recovery-action", "keeps-failing", "pcie-aer", "kernel-pcie"),
+            *("xid", "driver-advice", "keeps-failing", "pcie-aer", "event-reported"),
         ),
     ),
     Family(leads=("keeps-failing",), explains=(NOT_COMPLETED, "stale-evidence", NO_EVIDENCE)),
-    Family(
-        leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
-        explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),
-    ),
-    Family(leads=("host-uncorrected-error",), explains=("machine-check",)),
-    Family(leads=("throttled", "hot"), explains=()),
-    Family(leads=("pcie-aer", "pcie-width", "pcie-generation", "pcie-replays"), explains=("kernel-pcie",)),
+    Family(leads=("memory-failed", "uncorrected-error"), explains=("memory-worn", "machine-check", "device-error")),
+    Family(leads=("pcie-aer", "pcie-slow", "link-errors"), explains=()),
 )
 """The families; a finding belongs to the first that has its rule. All other findings are grouped by rule and cause."""
 
@@ -80,6 +76,11 @@ class Incident:
     def lead(self) -> Finding:
         """The most informative finding."""
         return self.findings[0]
+
+    @property
+    def blaming(self) -> Finding:
+        """The first finding that has the incident's state and cause."""
+        return next(f for f in self.findings if (f.state, f.cause) == (self.state, self.cause))
 
     @property
     def state(self) -> State:
@@ -123,28 +124,25 @@ class Incident:
 def incidents(verdict: Verdict) -> tuple[Incident, ...]:
     """Return the incidents of a device, the worst first. A healthy finding is no incident."""
     left = [f for f in verdict.findings if f.state is not State.HEALTHY]
-    found: list[tuple[Finding, ...]] = []
-    for family in FAMILIES:
-        # Wrong results of the software and those of the device are two faults, as for the judge.
-        for excused in (False, True):
-            leads = [f for f in left if f.rule in family.leads and (f.cause is Cause.SOFTWARE) is excused]
-            if leads:
-                leads.sort(key=lambda f: (-f.state.severity, family.leads.index(f.rule)))
-                members = [*leads, *(f for f in left if f.rule in family.explains and _follows(f, leads))]
-                left = [f for f in left if f not in members]
-                found.append(tuple(members))
-
-    ended = {f.probe: f for f in left if f.rule == NOT_COMPLETED}
-
-    def alike(finding: Finding) -> tuple[str, str]:
-        # That a probe has no fresh result follows from how its newest run ended.
-        lead = ended.get(finding.probe, finding) if finding.rule in (NO_EVIDENCE, "stale-evidence") else finding
-        return lead.rule, lead.cause.value
-
-    left.sort(key=lambda f: (*alike(f), f.rule != NOT_COMPLETED))
-    found += [tuple(group) for _, group in itertools.groupby(left, key=alike)]
-    made = [Incident(findings=each, since=_since(each, verdict)) for each in found]
+    found: list[list[Finding]] = []
+    # Wrong results of the software and those of the device are two faults, as for the judge.
+    for family, excused in itertools.product(FAMILIES, (False, True)):
+        if leads := [f for f in left if f.rule in family.leads and (f.cause is Cause.SOFTWARE) is excused]:
+            leads.sort(key=lambda f: (-f.state.severity, family.leads.index(f.rule)))
+            found.append([*leads, *(f for f in left if f.rule in family.explains and _follows(f, leads))])
+            left = [f for f in left if f not in found[-1]]
+    made = [Incident(findings=tuple(each), since=_since(each, verdict)) for each in (*found, *_alike(left))]
     return tuple(sorted(made, key=lambda i: (-i.state.severity, CAUSES.index(i.cause), i.since, i.lead.rule)))
+
+
+def _alike(findings: Sequence[Finding]) -> Iterable[list[Finding]]:
+    """Return findings in groups of one rule and cause. How a probe's newest run ended says why it has no result."""
+    ended = {f.probe: f for f in findings if f.rule == NOT_COMPLETED}
+    alike: dict[tuple[str, Cause], list[Finding]] = defaultdict(list)
+    for each in sorted(findings, key=lambda f: f.rule != NOT_COMPLETED):
+        lead = ended.get(each.probe, each) if each.rule in (NO_EVIDENCE, "stale-evidence") else each
+        alike[lead.rule, lead.cause].append(each)
+    return alike.values()
 
 
 def notes(verdict: Verdict) -> tuple[Finding, ...]:
@@ -173,15 +171,14 @@ def _since(findings: Iterable[Finding], verdict: Verdict) -> float:
 def _merged(one: WrongResults, other: WrongResults) -> WrongResults:
     """Return one summary of wrong results from the summaries of two findings about the same fault.
 
-    For a probe in both, the larger count is right, because it contains the results of the smaller one.
+    Of a probe in both they give the same counts.
     """
-    tallies: dict[str, ProbeTally] = {**one.probes}
-    for probe, tally in other.probes.items():
-        tallies[probe] = max(tallies.get(probe, tally), tally, key=lambda t: (t.wrong, t.of))
     return WrongResults(
-        probes=dict(sorted(tallies.items())),
+        probes=dict(sorted({**other.probes, **one.probes}.items())),
         why=one.why or other.why,
         confirmed=one.confirmed or other.confirmed,
         to_come=max(one.to_come, other.to_come),
+        doubt=one.doubt or other.doubt,
         elsewhere=one.elsewhere or other.elsewhere,
+        files=one.files or other.files,
     )

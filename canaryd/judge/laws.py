@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from canaryd.formatting import DAY
-from canaryd.model import Cause
+from canaryd.model import Cause, Part, Whose
 
 TOGETHER = 60.0
 """Seconds within which trouble of several devices is one occasion: what they share strikes them in one second, and a
@@ -28,6 +28,9 @@ SOON = 7 * DAY
 """Seconds after a change in which trouble that begins may be the change's, though nobody else has it yet (ours)."""
 ENOUGH = 3
 """Times that trouble comes on a device alone, with a remedy in between, that make it faulty: the design's."""
+
+POWER_AND_PCIE = (Part.SUPPLY, Part.RISER, Part.SWITCH)
+"""What the devices of a host share between its mains and their slots."""
 
 
 class Who(enum.Enum):
@@ -69,8 +72,29 @@ class Company(NamedTuple):
         """The cause of what only hardware does."""
         return Cause.HARDWARE if self.who is Who.ALONE else Cause.UNDETERMINED
 
+    @property
+    def subject(self) -> Whose:
+        """What the trouble points to."""
+        told = {Who.TOGETHER: Whose.SHARED, Who.OTHERS: Whose.SHARED, Who.CHANGED: Whose.SOFTWARE}
+        return told.get(self.who, Whose.DEVICE)
+
+    def __str__(self) -> str:
+        words = {
+            Who.TOGETHER: f"At about the same time: {', '.join(self.names)} had it too.",
+            Who.CHANGED: "Most identical devices have it since the same change: look at what changed.",
+            Who.OTHERS: "Most identical devices had it too, at other times.",
+            Who.UNCOMPARED: "No identical device here has been clean for long enough to tell: move the part to another"
+            " machine, and see.",
+        }
+        return words.get(self.who, "")
+
 
 ALONE = Company(Who.ALONE)
+
+
+def together_with(names: Iterable[str]) -> Company | None:
+    """Return the company of the devices that had trouble at the same time; None if there were none."""
+    return Company(Who.TOGETHER, sorted(names)) if names else None
 
 
 @dataclass(frozen=True)

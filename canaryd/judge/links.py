@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from canaryd.facts import Comparison, Place
-from canaryd.judge.cause import Links, Mismatch, names
+from canaryd.judge.cause import Mismatch, Scene, names
 from canaryd.model import Device
 
 Ends = Mapping[str, frozenset[str]]
@@ -38,33 +38,31 @@ def is_link(place: Place) -> bool:
     return place.unit == "link" and len(place.numbers) == 2
 
 
-def links_of(ends: Ends, uuid: str, known: Mapping[str, Device], mismatches: Sequence[Mismatch]) -> Links:
-    """Return the facts about a device's wrong links: which end is at fault, if that is known, and a sentence."""
+def links_of(ends: Ends, uuid: str, known: Mapping[str, Device], mismatches: Sequence[Mismatch]) -> Scene:
+    """Return the facts about a device's wrong links: which end is at fault, if that is known."""
     peers = names(known[p].name if p in known else p for p in {m.comparison.peer for m in mismatches})
     if errs_with_a_third(ends, uuid):
-        return Links(True, f"Data between it and {peers} is wrong; its peers are right with all others.")
-    return Links(False, f"Cause unknown: data between it and {peers} is wrong; either end or the link may be at fault.")
+        return Scene(named=f"Data between it and {peers} is wrong; its peers are right with all others.")
+    return Scene(disputed=f"data between it and {peers} is wrong; either end or the link may be at fault.")
 
 
-def lone_link(mismatches: Sequence[Mismatch]) -> Links | None:
-    """Return the facts about the only wrong link between cores, or the only core with wrong links; else None."""
+def lone_link(mismatches: Sequence[Mismatch]) -> str:
+    """Return a sentence that names the only wrong link between cores, or the only core with wrong links; else ""."""
     accused = {m.comparison.place for m in mismatches}
-    if not accused or not all(map(is_link, accused)) or any(m.comparison.peer for m in mismatches):
-        return None
+    if not all(map(is_link, accused)) or any(m.comparison.peer for m in mismatches):
+        return ""
     runs = {id(m.run): m.run for m in mismatches}.values()
     right = _right(c for run in runs for c in run.comparisons) - accused
-    if len(accused) == 1 and right:
-        return _alone(next(iter(accused)), len(right))
+    if len(accused) == 1:
+        return _alone(accused.pop(), len(right)) if right else ""
     shared = set.intersection(*(set(place.numbers) for place in accused))
     far = {place for place in right if not shared & set(place.numbers)}
-    if len(shared) == 1 and far and len({n for place in accused for n in place.numbers}) > 2:
-        return _alone(f"core {shared.pop()}", len(far))
-    return None
+    return _alone(f"core {shared.pop()}", len(far)) if len(shared) == 1 and far else ""
 
 
-def _alone(what: Place | str, others: int) -> Links:
+def _alone(what: Place | str, others: int) -> str:
     right = "the other link" if others == 1 else f"{others} other links"
-    return Links(True, f"Only {what} is wrong: {right} carried the same data correctly.")
+    return f"Only {what} is wrong: {right} carried the same data correctly."
 
 
 def _right(comparisons: Iterable[Comparison]) -> set[Place]:

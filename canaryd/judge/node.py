@@ -20,8 +20,6 @@ from canaryd.judge.tally import Tallied, tally
 from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
-DRILL_EXPIRY = 3600.0
-"""Seconds after which a drill's runs no longer count (ours). False alarms: none, drills never affect a real verdict."""
 SHIPPED = Proof(By.SHIPPED)
 by_time = operator.attrgetter("started", "id")
 """Sort key of runs: the start, then the id, so that runs with the same start always have the same order."""
@@ -33,7 +31,7 @@ class Node:
 
     devices: Mapping[str, Device]
     runs: Mapping[str, tuple[Run, ...]]
-    """Device uuid → its runs by start, each id once; either drills only or no drills."""
+    """Device uuid → its runs by start, each id once."""
     summed: Mapping[str, Mapping[str, Iterable[int]]] = field(default_factory=dict)
     """Device → probe → past days on which it was tested, from summaries of days, which are kept longer than runs."""
     tallies: Mapping[str, Sequence[Tallied]] = field(default_factory=dict)
@@ -133,7 +131,7 @@ class Node:
         kind = self.devices[run.device].kind
         if not learns(kind):
             return None
-        if self.devices[run.device].is_endpoint:
+        if not self.devices[run.device].has_witnesses:
             # Another server, or this one later, may have other settings: only what it gave before counts.
             if self.claims.met_since(kind, run, comparison.case) < run.started:
                 return Proof(By.ITSELF, (run.device,))
@@ -154,11 +152,8 @@ class Node:
         own = [m for uuid, ms in self.accusing.items() if self.devices[uuid].backend == "cpu" for m in ms]
         return sorted(m.run.started for m in (*self.host_mismatches[0], *own))
 
-    def data(self, mismatch: Mismatch) -> object:
-        """Return a key of the data of a mismatch: equal for the same kind of device, probe, software and operands."""
-        return self._data(mismatch.run, mismatch.comparison)
-
-    def _data(self, run: Run, comparison: Comparison) -> object:
+    def data(self, run: Run, comparison: Comparison) -> object:
+        """Return a key of the data of a comparison: equal for the same kind of device, probe, software and operands."""
         kind = self.devices[run.device].kind
         return kind, run.probe, run.probe_version, run.stack_id, operands_of(comparison)
 
@@ -168,18 +163,16 @@ class Node:
         With `shared` every wrong result counts, else only the device's own (`own`). The result is cached for all
         verdicts on the node's devices, because each needs the results of all siblings.
         """
-        asked = uuid, like.probe, like.probe_version, like.stack_id, bool(like.stack), shared
-        if asked not in self._records:
-            own = None if shared else self.own
-            counted = self.counted(uuid, like) if like.stack else []
-            mixed = not shared and (like.probe, like.stack_id) in self._mixed
-            self._records[asked] = judge_cause.results(self.runs[uuid], like, counted, own, mixed=mixed)
-        return self._records[asked]
-
-    def counted(self, uuid: str, like: Run) -> list[Tallied]:
-        """Return the tallies of a device's normal runs with the probe, version and stack of the run `like`."""
         of = like.probe, like.probe_version, like.stack_id
-        return [t for t in self.tallies[uuid] if t.lane[:3] == of and t.lane.whole]
+        asked = uuid, *of, bool(like.stack), shared
+        if asked not in self._records:
+            counted = [t for t in self.tallies[uuid] if t.lane[:3] == of and t.lane.whole and like.stack]
+            if not shared and (like.probe, like.stack_id) in self._mixed:
+                # A tally does not tell which failing runs are the device's own: only those at hand count.
+                counted = [t._replace(failing=0) for t in counted]
+            own = None if shared else self.own
+            self._records[asked] = judge_cause.results(self.runs[uuid], like, counted, own)
+        return self._records[asked]
 
     def stack(self, stack_id: str) -> Mapping[str, str]:
         """Return the software stack with an id, or {} if no run on record had it."""
@@ -194,28 +187,47 @@ class Node:
         found: dict[object, list[Mismatch]] = defaultdict(list)
         for mismatch in mismatches:
             if mismatch.run.stack and (mark := judge_cause.mark(mismatch.comparison)):
-                found[self.data(mismatch), mark].append(mismatch)
+                found[self.data(mismatch.run, mismatch.comparison), mark].append(mismatch)
         return found
 
     def gave_alike(self, mismatch: Mismatch) -> set[str]:
         """Return the other devices that gave the same wrong bits for the same data as a mismatch without proof."""
         if not mismatch.run.stack:
             return set()
-        alike = self._unproven.get((self.data(mismatch), judge_cause.mark(mismatch.comparison)), ())
-        return {m.run.device for m in alike} - {mismatch.run.device}
+        look = self.data(mismatch.run, mismatch.comparison), judge_cause.mark(mismatch.comparison)
+        return {m.run.device for m in self._unproven.get(look, ())} - {mismatch.run.device}
+
+    @cached_property
+    def _accused(self) -> Sequence[Mismatch]:
+        """The mismatches that accuse any device, each device's oldest first."""
+        return [*itertools.chain.from_iterable(self.accusing.values())]
+
+    @cached_property
+    def _alike(self) -> Sequence[Sequence[Mismatch]]:
+        """Those whose wrong bits several devices gave for the same data, in groups: not one part's fault."""
+        if sum(map(bool, self.accusing.values())) < 2:
+            return ()  # at once, since most faults are those of one device
+        looks = self._by_look(self._accused).values()
+        return [alike for alike in looks if any(m.run.device != alike[0].run.device for m in alike)]
 
     @cached_property
     def shared(self) -> frozenset[int]:
-        """The `id` of each wrong comparison whose wrong bits another device gave too: not one part's fault."""
-        if sum(map(bool, self.accusing.values())) < 2:
-            return frozenset()  # at once, since most faults are those of one device
-        looks = self._by_look(itertools.chain.from_iterable(self.accusing.values()))
-        return frozenset(
-            id(m.comparison)
-            for alike in looks.values()
-            if any(m.run.device != alike[0].run.device for m in alike)
-            for m in alike
-        )
+        """The `id` of each wrong comparison in `_alike`."""
+        return frozenset(id(m.comparison) for alike in self._alike for m in alike)
+
+    @cached_property
+    def _sharers(self) -> Mapping[tuple[str, tuple[str, str]], frozenset[str]]:
+        """(Device, (probe, stack id)) → the devices that gave the same wrong bits there at any time."""
+        found: dict[tuple[str, tuple[str, str]], frozenset[str]] = defaultdict(frozenset)
+        for uuid, of in self.known.items():
+            for key, same in of.items():
+                if same.alike:
+                    found[uuid, (key.probe, key.stack_id)] |= same.alike
+        for alike in self._alike:
+            devices = frozenset(m.run.device for m in alike)
+            for m in alike:
+                found[m.run.device, (m.run.probe, m.run.stack_id)] |= devices - {m.run.device}
+        return found
 
     @cached_property
     def own(self) -> frozenset[int]:
@@ -223,21 +235,18 @@ class Node:
 
         If others share a bug of its probe and software, it counts only if they computed the same data.
         """
-        if not (sharers := self._sharers):
-            return frozenset(id(m.comparison) for m in itertools.chain.from_iterable(self.accusing.values()))
-        bugs = {bug for _, bug in sharers}
+        bugs = {bug for _, bug in self._sharers}
         computed: dict[object, set[str]] = defaultdict(set)
-        for run in self.all:
+        for run in self.all if bugs else ():
             if (run.probe, run.stack_id) in bugs:
                 for comparison in run.comparisons:
-                    computed[self._data(run, comparison)].add(run.device)
+                    computed[self.data(run, comparison)].add(run.device)
         found = set()
-        for uuid, mismatches in self.accusing.items():
-            for m in mismatches:
-                others = computed[self.data(m)] - {uuid}
-                alike = sharers.get((uuid, (m.run.probe, m.run.stack_id)))
-                if not alike or (id(m.comparison) not in self.shared and others and alike <= others):
-                    found.add(id(m.comparison))
+        for m in self._accused:
+            others = computed[self.data(m.run, m.comparison)] - {m.run.device} if bugs else frozenset()
+            alike = self._sharers.get((m.run.device, (m.run.probe, m.run.stack_id)))
+            if not alike or (id(m.comparison) not in self.shared and others and alike <= others):
+                found.add(id(m.comparison))
         return frozenset(found)
 
     @cached_property
@@ -248,49 +257,34 @@ class Node:
         return excused | {bug for _, bug in self._sharers}
 
     @cached_property
-    def _sharers(self) -> Mapping[tuple[str, tuple[str, str]], frozenset[str]]:
-        """(Device, (probe, stack id)) → the devices that gave the same wrong bits there at any time."""
-        found: dict[tuple[str, tuple[str, str]], frozenset[str]] = defaultdict(frozenset)
-        for uuid, of in self.known.items():
-            for key, same in of.items():
-                if same.alike:
-                    found[uuid, (key.probe, key.stack_id)] |= same.alike
-        for alike in (
-            self._by_look(itertools.chain.from_iterable(self.accusing.values())).values() if self.shared else ()
-        ):
-            devices = frozenset(m.run.device for m in alike)
-            for m in alike if len(devices) > 1 else ():
-                found[m.run.device, (m.run.probe, m.run.stack_id)] |= devices - {m.run.device}
-        return found
-
-    @cached_property
     def fickle(self) -> frozenset[int]:
         """The `id` of each shared wrong comparison whose device also computed the same data correctly, then or later.
 
         If a bug comes and goes, a sibling can be right by luck, which looks like a fault of one part.
         """
-        shared = [m for ms in self.accusing.values() for m in ms if id(m.comparison) in self.shared]
         first: dict[object, float] = {}
-        for mismatch in shared:
-            first.setdefault((mismatch.run.device, self.data(mismatch)), mismatch.run.started)
+        for m in (shared := sorted(itertools.chain.from_iterable(self._alike), key=lambda m: by_time(m.run))):
+            first.setdefault((m.run.device, self.data(m.run, m.comparison)), m.run.started)
         bugs = {(m.run.probe, m.run.stack_id) for m in shared}
         right = {
-            (run.device, data)
+            key
             for run in self.all
             if (run.probe, run.stack_id) in bugs
             for c in run.comparisons
             if c.subject is Subject.DEVICE and not c.wrong
-            if first.get((run.device, data := self._data(run, c)), math.inf) < run.started
+            if first.get(key := (run.device, self.data(run, c)), math.inf) < run.started
         }
         return frozenset(
-            id(m.comparison) for m in shared if (m.run.device, self.data(m)) in right or _was_right_too(m.comparison)
+            id(m.comparison)
+            for m in shared
+            if (m.run.device, self.data(m.run, m.comparison)) in right or _was_right_too(m.comparison)
         )
 
     @cached_property
     def onsets(self) -> Mapping[tuple[str, str], float]:
         """(Device, stack id) → time of the first wrong comparison there that is in `own` or `fickle` (epoch s)."""
         found: dict[tuple[str, str], float] = {}
-        for m in itertools.chain.from_iterable(self.accusing.values()):
+        for m in self._accused:
             if id(m.comparison) in self.own or id(m.comparison) in self.fickle:
                 found.setdefault((m.run.device, m.run.stack_id), m.run.started)
         return found
@@ -300,40 +294,22 @@ def node(
     devices: Mapping[str, Device],
     runs: Mapping[str, Iterable[Run]],
     now: float,
-    *,
-    drill: bool = False,
-    summed: Mapping[str, Mapping[str, Iterable[int]]] | None = None,
-    claims: Claims | None = None,
     counted: Mapping[str, Sequence[Tallied]] | None = None,
-    stacks: Mapping[str, Mapping[str, str]] | None = None,
-    known: Mapping[str, Mapping[SameKey, Same]] | None = None,
 ) -> Node:
-    """Return the devices with the runs that count at `now`: only drills of the last hour if `drill`, else no drills.
+    """Return the devices with the runs that count at `now`.
 
     `counted` are each device's tallies; without them the runs at hand are counted.
     """
 
-    def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
+    def dated(run: Run) -> Run:
         # A clock that was not set yet must not make a failure look decades old, and so long cleared. Any other run
         # stays as old as it says: of now, it would be fresh for ever.
-        unique = {
-            r.id: replace(r, started=now) if r.started < EPOCH and r.failed else r
-            for r in candidates
-            if bool(r.drill) == drill
-        }
-        recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
-        return tuple(sorted(recent, key=by_time))
+        return replace(run, started=now) if run.started < EPOCH and run.failed else run
 
-    chosen = {uuid: selected(runs.get(uuid, ())) for uuid in devices}
-    return Node(
-        devices=devices,
-        runs=chosen,
-        summed=summed or {},
-        tallies={u: counted.get(u, ()) if counted is not None else tuple(map(tally, chosen[u])) for u in devices},
-        stacks=stacks or {},
-        known=known or {},
-        claims=claims or Claims(),
-    )
+    unique = {uuid: {r.id: dated(r) for r in runs.get(uuid, ())} for uuid in devices}
+    chosen = {uuid: tuple(sorted(found.values(), key=by_time)) for uuid, found in unique.items()}
+    tallies = {u: counted.get(u, ()) if counted is not None else tuple(map(tally, chosen[u])) for u in devices}
+    return Node(devices=devices, runs=chosen, tallies=tallies)
 
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:

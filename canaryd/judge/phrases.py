@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from canaryd.facts import Evidence
+from canaryd.facts import Doubt, Evidence
+from canaryd.formatting import HOUR, MINUTE, command
 from canaryd.judge.cause import Mismatch
 from canaryd.model import Device, Elsewhere, Run
 
 PROVIDER = "your hardware provider (cloud or vendor)"
 """Words for the owner of a part that its uuid does not name: canaryd does not know whether the machine is virtual."""
+DOUBTS = {
+    Doubt.MADE_TWICE.value: "This CPU computed the reference twice and got two results",
+    Doubt.ARITHMETIC.value: "Integer and float64 arithmetic of this CPU disagree",
+    Doubt.DIGEST.value: "The reference computed on this CPU differs from the shipped one",
+    Doubt.UNKNOWN.value: "The reference computed on this CPU is in doubt",
+}
+"""Reason to doubt a golden (a value of `Doubt`) → words for it."""
 VENDOR_CASE = "open a vendor case"
 KERNEL_LOG = "journalctl -k -n 100"
 """Command that shows the newest lines of the kernel log."""
@@ -65,6 +73,16 @@ def identical(device: Device, elsewhere: Elsewhere | None) -> str:
 def find_cause(device: Device, elsewhere: Elsewhere | None) -> str:
     """Return a sentence that says how to find the cause of wrong results."""
     return f"To find the cause, repeat the test on {identical(device, elsewhere)}"
+
+
+def repeating(of: Elsewhere, device: str) -> str:
+    """Return the command that repeats a test on a device."""
+    size, unit = next(((s, u) for s, u in ((HOUR, "h"), (MINUTE, "m")) if not of.seconds % s), (1, "s"))
+    return command(
+        *("check", ("device", device), ("probe", of.probe), ("case", of.case), ("seed", str(of.seed))),
+        *(("level", of.level), ("instruction_set", of.instruction_set), ("intensity", of.intensity)),
+        ("for", f"{of.seconds / size:.0f}{unit}" if of.seconds else ""),
+    )
 
 
 def reason_of(run: Run) -> str:

@@ -9,6 +9,7 @@ from canaryd.facts import SELF_TEST
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
+from canaryd.judge.laws import together_with
 from canaryd.judge.phrases import count, first_of
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
@@ -45,29 +46,31 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
         action,
         first,
         [
-            f"{count(company, 'identical device')} began to fail the same tests at that time, and none passes."
+            f"{count(len(company), 'identical device')} began to fail the same tests at that time, and none passes."
             if company
             else "",
             *(f"{name}: {told[name]}" for name in names[:SHOWN] if told.get(name)),
             "Clears when a later one passes.",
         ],
+        company=together_with(company),
     )
 
 
-def _company(case: Case, first: Run, names: Sequence[str]) -> int:
-    """Return how many siblings began to fail all these tests at about the same time; 0 where one passes any of them.
+def _company(case: Case, first: Run, names: Sequence[str]) -> list[str]:
+    """Return the siblings that began to fail all these tests at about the same time; none where one passes any of them.
 
     A pass counts from `repeat_window` before the first failure on: an older one may be of another driver or tool.
     """
-    found = 0
+    found = []
     for uuid, peer in case.peers.items():
         runs = _completed(case, peer)
         if runs and case.devices[uuid].kind == case.device.kind:
             recent = age(runs[0], case.now) <= age(first, case.now) + case.policy.repeat_window
             if recent and not {*names}.isdisjoint(_results(runs[0], "pass")):
-                return 0
+                return []
             together = abs(_first(runs).started - first.started) <= case.policy.repeat_window
-            found += together and {*names} <= {*_results(runs[0], "fail")}
+            if together and {*names} <= {*_results(runs[0], "fail")}:
+                found.append(case.devices[uuid].name)
     return found
 
 

@@ -1,7 +1,7 @@
 """Find out, day by day, whether a device became slower than it was, and than identical devices of this node.
 
 All pure functions. Neighbouring runs depend on each other, so a day counts as one value. Slow is not wrong: the rule
-never makes a device worse than degraded. docs/judgement.md has the rule and its effect on healthy devices.
+never makes a device worse than degraded. docs/judgement.md has the rule, docs/thresholds.md its chances.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ LEAST_BEFORE = 14
 SLOWER = 1.10
 """Least ratio to the median of the earlier days that counts as slower (ours): healthy GPUs of one model differ by 8 %
 on average (Sinha et al., SC 2022), one device less from itself. False alarms: 0 in the simulations of the tests."""
-SHARED = 0.5
-"""Part of a device's slowdown that its peers must show too, so that the cause is not in the device (ours)."""
 POWER_LIMIT_MOVED = 0.02
 """Least relative fall of the power limit that explains slowness (ours): limits are set, not measured."""
 LOAD_MOVED = 0.2
@@ -134,7 +132,7 @@ class Change(NamedTuple):
 def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) -> Day:
     """Return the summary of a day (days since the epoch, UTC) from all runs and polls that began on this day.
 
-    Only normal, whole runs count: no drill, confirmation, retest at another intensity or run to make a baseline.
+    Only normal, whole runs count: no confirmation, retest at another intensity or run to make a baseline.
     """
     here = [[r for r in of if int(r.started // DAY) == day] for of in (runs, polls)]
     found: dict[Key, tuple[str, list[float]]] = {}
@@ -151,7 +149,7 @@ def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) ->
 
 
 def stacks(runs: Iterable[Run]) -> list[Stack]:
-    """Return each software stack of these runs once, in the order in which they were first used; drills count too."""
+    """Return each software stack of these runs once, in the order in which they were first used."""
     first: dict[str, Stack] = {}
     for run in sorted(runs, key=lambda r: r.started):
         if run.stack:
@@ -176,7 +174,7 @@ def level(key: Key, values: Sequence[float]) -> float:
 
 
 def _counts(run: Run) -> bool:
-    odd = run.drill or run.intensity or run.baselining
+    odd = run.intensity or run.baselining
     return run.outcome is Outcome.COMPLETED and run.whole and not odd
 
 
@@ -217,20 +215,17 @@ def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator
     unit, since = own[key].unit, f"{datetime.fromtimestamp(change.late[0] * DAY, tz=timezone.utc):%Y-%m-%d}"
     reasons = [_beside(peers, key, change), _limit(own, change), _work(own, change)]
     explained = "; ".join(why for why, explains in reasons if explains)
-    evidence = [
-        *([f"Not counted against the device: {explained}."] if explained else []),
-        f"Median of {len(change.early)} days before: {quantity(change.before, unit)}.",
-        *([f"{len(slower) - 1} more readings of it are worse."] if len(slower) > 1 else []),
-        f"Limit: {SLOWER:g} times as slow on each of {LATE} days.",
-        "The results are still right.",
-    ]
     yield finding(
         "slower-than-before",
         *((State.HEALTHY, Cause.NONE) if explained else (State.DEGRADED, Cause.ENVIRONMENT)),
         f"Slower since {since} or before: {in_words(key.reading)} is {quantity(change.after, unit)}, "
         f"{number(change.times)} times as slow as usual ({quantity(change.before, unit)}).",
         "" if explained else "Check clocks, heat, power limit and other work on the device.",
-        *evidence,
+        f"Not counted against the device: {explained}." if explained else "",
+        f"Median of {len(change.early)} days before: {quantity(change.before, unit)}.",
+        f"{len(slower) - 1} more readings of it are worse." if len(slower) > 1 else "",
+        f"Limit: {SLOWER:g} times as slow on each of {LATE} days.",
+        "The results are still right.",
         probe=key.probe,
         rivals=[
             *(Rival(cause=Cause.ENVIRONMENT, why=why, rejected=explains is False) for why, explains in reasons),
@@ -270,14 +265,13 @@ def _moved(of: Courses, key: Key, change: Change) -> tuple[float, float] | None:
 
 
 def _beside(peers: Mapping[str, Courses], key: Key, change: Change) -> tuple[str, bool | None]:
-    """Return words about the peers' change, and whether it explains the device's change (None if there is no peer)."""
+    """Return words about the peers' change, and whether the device did not slow down more (None without a peer)."""
     theirs = [_times(key, *moved) for peer in peers.values() if (moved := _moved(peer, key, change))]
     if not theirs:
         return "something that all devices of the node share: there is no peer to compare with", None
     usual = statistics.median(theirs)
-    alike = usual > 1 and math.log(usual) >= SHARED * math.log(change.times)
     why = f"something that all devices of the node share: {len(theirs)} peers changed by a factor of {number(usual)}"
-    return why, alike
+    return why, change.times < SLOWER * usual
 
 
 def _limit(own: Courses, change: Change) -> tuple[str, bool | None]:

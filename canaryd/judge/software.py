@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from canaryd.facts import Subject
 from canaryd.formatting import format_duration
-from canaryd.judge.case import Case, OtherSoftware, least_right_runs, newest_stack, on_other_software, supports
+from canaryd.judge.case import Case, Mismatches, OtherSoftware, least_right_runs
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.phrases import count
 from canaryd.judge.statistics import RULE_OF_THREE
@@ -18,7 +18,7 @@ def missing(case: Case) -> str:
     """Return a sentence about the evidence that is missing for `canaryd ack --software`, or "" if none is.
 
     The device itself must have wrong results, all on software that is no longer in use and without another known cause.
-    On other software it must have been right often enough since (`supports`).
+    On other software it must have been right often enough since (`OtherSoftware.supports`).
     """
     groups: dict[object, list[Mismatch]] = defaultdict(list)
     for mismatch in _that_count(case):
@@ -46,12 +46,13 @@ def _lacks(case: Case, mismatches: Sequence[Mismatch]) -> str:
         return "the host's CPU was wrong at about the same time; test it first"
     if not run.stack:
         return f"the wrong runs of {run.probe} do not say on which software they ran"
-    other = on_other_software(case, mismatches, since=True)
-    if newest_stack(case, run) == run.stack_id:
+    group = Mismatches(case, mismatches)
+    other = group.on_other_software(since=True)
+    if group.newest_stack == run.stack_id:
         return f"{run.probe} still runs on the software on which it was wrong; change that first"
     if other.tried.failed:
         return f"{run.probe} was wrong on other software too, in {other.tried.failed} of {other.tried.uploads} uploads"
-    return "" if supports(case, other) else _too_little(case, run.probe, other)
+    return "" if other.supports(case.policy) else _too_little(case, run.probe, other)
 
 
 def _too_little(case: Case, probe: str, other: OtherSoftware) -> str:

@@ -9,7 +9,7 @@ RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: clean trials count from 3 expected failures on.
 For a device that fails at exactly this rate, the conclusion is wrong with a probability of e^-3, 5 %."""
 CONFIDENCE = 0.95
-"""Of the intervals that are printed, and of what keeps an endpoint from being healthy (the field's custom)."""
+"""Of the intervals that are printed (the field's custom)."""
 
 
 def rate_bound(trials: int) -> float:

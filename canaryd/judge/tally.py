@@ -14,7 +14,7 @@ from typing import NamedTuple
 from canaryd.facts import Subject
 from canaryd.judge.statistics import Count
 from canaryd.judge.watch import has_looked
-from canaryd.model import Outcome, Run
+from canaryd.model import Outcome, Run, Tally, added
 
 
 class Lane(NamedTuple):
@@ -60,6 +60,12 @@ class Tallied(NamedTuple):
         counts = map(sum, zip(self[3:], other[3:], strict=True))
         return Tallied(self.lane, min(self.first, other.first), max(self.last, other.last), *counts)
 
+    @property
+    def all(self) -> Tally:
+        """The results of every kind, and the wrong ones: each reference or comparison that was wrong is one result."""
+        others = self.goldens + self.comparators
+        return Tally(wrong=self.wrong + others, of=self.results + others)
+
     def of(self, subject: Subject) -> Count:
         """Return the trials and the wrong ones among them; for a golden or a comparator each upload is one trial."""
         if subject is Subject.DEVICE:
@@ -89,6 +95,11 @@ def tally(run: Run) -> Tallied:
         goldens=len(of[Subject.HOST]),
         comparators=len(of[Subject.COMPARATOR]),
     )
+
+
+def counted(runs: Iterable[Run]) -> Tally:
+    """Return how many results the runs compared, and how many were wrong: the numbers that every report gives."""
+    return added(tally(run).all for run in runs)
 
 
 def total(counted: Iterable[Tallied], subject: Subject = Subject.DEVICE) -> Count:

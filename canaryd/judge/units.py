@@ -17,11 +17,6 @@ def numbers_of(place: Place) -> tuple[int, ...]:
     return place.numbers if place.unit in UNITS else ()
 
 
-def units_of(place: Place) -> Iterator[Place]:
-    """Yield each core or SM of a place as its own place, and nothing if the place is something else."""
-    return (Place(unit=place.unit, numbers=(number,)) for number in numbers_of(place))
-
-
 def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) -> tuple[Place, Place] | None:
     """Return (the only wrong core or SM, the others that computed the same data correctly), or None if it is not known.
 
@@ -33,25 +28,26 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
     if len(accused) != 1 or not (unit := accused.pop()).is_unit:
         return None
     like = mismatches[-1].run
-    kin = [run for run in runs if run.probe == like.probe and run.stack_id == like.stack_id]
-    on_it, elsewhere = (_results([_part(run, unit, on_it=on_it) for run in kin], like) for on_it in (True, False))
+    on_it, elsewhere = (_results(runs, like, unit, on_it=on_it) for on_it in (True, False))
     if on_it is None or elsewhere is None:
         return None
-    at = {place for cs in elsewhere.results.values() for c in cs for place in units_of(c.place)} - {unit}
+    at = {number for cs in elsewhere.results.values() for c in cs for number in numbers_of(c.place)} - {*unit.numbers}
     others = {"others": elsewhere}
     found = (
         same_operands(on_it, others, {m.operands for m in mismatches}, enough).right
         or fails_more(on_it, others, frozenset(), among=1 + len(at))
         or fails_more(*_by_uploads(on_it, elsewhere), frozenset(), among=1 + len(at))
     )
-    numbers = tuple(sorted(place.numbers[0] for place in at))
-    return (unit, Place(unit=unit.unit, numbers=numbers)) if found else None
+    return (unit, Place(unit=unit.unit, numbers=tuple(sorted(at)))) if found else None
 
 
-def _results(parts: Sequence[Run], like: Run) -> Record | None:
-    """Return the results of parts of runs, counted here: tallies do not tell units apart."""
-    same = [run for run in parts if run.probe_version == like.probe_version and run.comparisons]
-    return results(same, like, [tally(run) for run in same if run.whole])
+def _results(runs: Iterable[Run], like: Run, unit: Place, *, on_it: bool) -> Record | None:
+    """Return the results of one unit if `on_it`, else of the others, counted here: tallies do not tell units apart."""
+    of = like.probe, like.probe_version, like.stack_id
+    same = [run for run in runs if (run.probe, run.probe_version, run.stack_id) == of]
+    parts = (replace(run, comparisons=tuple(_shares(run.comparisons, unit, on_it=on_it))) for run in same)
+    kept = [part for part in parts if part.comparisons]
+    return results(kept, like, [tally(part) for part in kept if part.whole])
 
 
 def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Record]]:
@@ -64,11 +60,6 @@ def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Rec
     counts = [counted(itertools.chain.from_iterable(r.results[key] for key in both)) for r in (on_it, elsewhere)]
     mine, theirs = (Record({}, count.failed, count) for count in counts)
     return mine, {"others": theirs}
-
-
-def _part(run: Run, unit: Place, *, on_it: bool) -> Run:
-    """Return a run with only the results of one unit if `on_it`, else only those of the other units of its kind."""
-    return replace(run, comparisons=tuple(_shares(run.comparisons, unit, on_it=on_it)))
 
 
 def _shares(comparisons: Iterable[Comparison], unit: Place, *, on_it: bool) -> Iterator[Comparison]:

@@ -10,6 +10,7 @@ from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
 from canaryd.judge.findings import finding
 from canaryd.judge.hangs import SELDOM, TIMES
+from canaryd.judge.laws import together_with
 from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.model import UNDRIVEN, Cause, Event, EventKind, Finding, State
@@ -63,6 +64,7 @@ def keeps_vanishing(case: Case) -> Iterator[Finding]:
         who,
         "No reboot, change of the driver or canaryd release explains it.",
         f"Clears {format_duration(within)} after it stops.",
+        company=together_with(seen.left),
     )
 
 

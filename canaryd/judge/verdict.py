@@ -1,9 +1,8 @@
 """The judge: it computes the verdict on one device from a case (all data about the device), without side effects.
 
 `RULES` lists the rules. Each yields findings, and the worst finding gives the verdict its state; `cause.py` decides
-what is at fault. docs/judgement.md has both as tables with their sources and why no rule raises a false alarm;
-docs/thresholds.md has every number with its false-alarm chance. Those that an operator can set are in
-canaryd/config/judge_policy.py, all others in the files of the rules.
+what is at fault. docs/judgement.md has both as tables; docs/thresholds.md has every number with its source and its
+false-alarm chance. Those that an operator can set are in canaryd/config/judge_policy.py, all others beside the rules.
 """
 
 from __future__ import annotations
@@ -13,42 +12,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from canaryd.formatting import format_utc
-from canaryd.judge import acks
+from canaryd.judge import acks, coverage, exact
 from canaryd.judge.case import Case
-from canaryd.judge.coverage import (
-    checked_nothing,
-    clock_set_back,
-    devices_missing,
-    devices_unlisted,
-    history_lost,
-    no_fresh_evidence,
-    not_completed,
-    record_unread,
-    unreached,
-    vanished,
-)
 from canaryd.judge.device_errors import device_error
-from canaryd.judge.exact import (
-    comparator_disagreement,
-    confirmed,
-    exact_mismatch,
-    golden_disagreement,
-    golden_in_doubt,
-    host_in_doubt,
-    uncharacterised_mismatch,
-)
 from canaryd.judge.findings import DEPARTED, OTHER_BITS, REPLACED_IS_HERE, conclusion
 from canaryd.judge.hangs import keeps_failing
 from canaryd.judge.selftest import vendor_selftest
 from canaryd.judge.statistics import rate_bound
-from canaryd.judge.telemetry import rules
+from canaryd.judge.telemetry import flag_rules, rules
 from canaryd.judge.vanishing import keeps_vanishing
+from canaryd.judge.whose import pointed
 from canaryd.model import AckKind, Cause, EventKind, Finding, Run, State, Verdict
 
 
 def telemetry(case: Case) -> Iterator[Finding]:
     """Yield findings about what the device, its driver and the kernel log report (docs/telemetry.md)."""
-    if case.signs is not None:
+    if case.signs is not None and (case.signs.polls or case.signs.events):
         yield from rules.findings(case.signs if case.gone_since is None else replace(case.signs, gone=True))
 
 
@@ -113,7 +92,7 @@ def _reported_again(case: Case, rule: str, at: float) -> bool:
     if case.signs is None:
         return False
     since = [e for e in case.signs.events if e.last > at]
-    if any(e.reading.replace("_", "-") == rule for e in since):  # another advice, another health
+    if any(flag_rules.ADVICE.get(e.reading) == rule for e in since):  # another advice, another health
         return True
     # A reset tells again of the errors that it wiped out.
     since = [replace(e, labels={}) if e.kind == EventKind.RESET else e for e in since]
@@ -124,31 +103,31 @@ def _reported_again(case: Case, rule: str, at: float) -> bool:
 
 Rule = Callable[[Case], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
-    vanished,
-    devices_missing,
-    devices_unlisted,
-    unreached,
+    coverage.vanished,
+    coverage.devices_missing,
+    coverage.devices_unlisted,
+    coverage.unreached,
     telemetry,
-    confirmed,
-    exact_mismatch,
-    golden_disagreement,
-    comparator_disagreement,
-    host_in_doubt,
-    golden_in_doubt,
+    exact.confirmed,
+    exact.exact_mismatch,
+    exact.golden_disagreement,
+    exact.comparator_disagreement,
+    exact.host_in_doubt,
+    exact.golden_in_doubt,
     recordings,
     slower,
     endpoint_departed,
-    uncharacterised_mismatch,
-    not_completed,
+    exact.uncharacterised_mismatch,
+    coverage.not_completed,
     device_error,
     vendor_selftest,
     keeps_failing,
     keeps_vanishing,
-    no_fresh_evidence,
-    checked_nothing,
-    history_lost,
-    record_unread,
-    clock_set_back,
+    coverage.no_fresh_evidence,
+    coverage.checked_nothing,
+    coverage.history_lost,
+    coverage.record_unread,
+    coverage.clock_set_back,
     acknowledged,
 )
 """All rules. Their order does not matter: the worst finding decides."""
@@ -156,7 +135,7 @@ RULES: tuple[Rule, ...] = (
 
 def decide(case: Case) -> Verdict:
     """Return the verdict on one device. It depends only on the case."""
-    found = (_acknowledged(case, finding) for rule in RULES for finding in rule(case))
+    found = (_acknowledged(case, pointed(case, finding)) for rule in RULES for finding in rule(case))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule)))
     state, cause = conclusion(findings)
     before = case.previous
@@ -168,7 +147,6 @@ def decide(case: Case) -> Verdict:
         findings=findings,
         decided=case.now,
         since=before.since if before is not None and unchanged else case.now,
-        drill=case.drill,
     )
 
 
@@ -182,7 +160,7 @@ def exit_code(state: State) -> int:
     return {State.HEALTHY: 0, State.DEGRADED: 1, State.SUSPECT: 2, State.FAULTY: 2, State.UNKNOWN: 3}[state]
 
 
-def fault_rate_bound(runs: Iterable[Run], *, drill: bool = False) -> dict[str, float]:
+def fault_rate_bound(runs: Iterable[Run]) -> dict[str, float]:
     """Return probe → fault rate per trial that its clean trials exclude at 95 % (the rule of three: about 3/n).
 
     Exactly: the rate at which n trials would stay clean with a probability of 5 %, 1 - 0.05^(1/n). A probe with a
@@ -191,8 +169,7 @@ def fault_rate_bound(runs: Iterable[Run], *, drill: bool = False) -> dict[str, f
     trials: dict[str, int] = defaultdict(int)
     wrong = set()
     for run in runs:
-        if bool(run.drill) == drill:
-            trials[run.probe] += run.trials
-            if run.wrong:
-                wrong.add(run.probe)
+        trials[run.probe] += run.trials
+        if run.wrong:
+            wrong.add(run.probe)
     return {p: rate_bound(n) for p, n in sorted(trials.items()) if n and p not in wrong}

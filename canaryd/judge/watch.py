@@ -21,20 +21,22 @@ def has_looked(run: Run) -> bool:
 
     Other readings, such as settings, do not count. If a probe that compares results compared none, nothing counts.
     """
+    if run.trials or run.recordings:
+        return True
     names = {r.name for r in run.readings}
-    if run.trials or run.recordings or LOOKED in names:
+    if LOOKED in names:
         return True
     return TRIALS not in names and any(n in JUDGED or n.startswith(SPEEDS) for n in names)
 
 
 def days_of_tests(runs: Iterable[Run], past: Mapping[str, Iterable[int]] | None = None) -> dict[str, frozenset[int]]:
-    """Return probe → days (days since the epoch, UTC) on which a whole run completed that is no drill.
+    """Return probe → days (days since the epoch, UTC) on which a whole run completed.
 
     A run that skipped everything is no test. `past`: earlier such days from summaries, which are kept longer than runs.
     """
     days: dict[str, set[int]] = defaultdict(set, {probe: set(found) for probe, found in (past or {}).items()})
     for run in runs:
-        if run.outcome is Outcome.COMPLETED and run.whole and not run.drill and has_looked(run):
+        if run.outcome is Outcome.COMPLETED and run.whole and has_looked(run):
             days[run.probe].add(int(run.started // DAY))
     return {probe: frozenset(found) for probe, found in sorted(days.items())}
 

@@ -66,7 +66,7 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_probe_runs_total": Family(
         "counter", (*OF_PROBE, "outcome"), "Test runs by how their process ended, whether results were right or not."
     ),
-    "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Comparisons that found a wrong bit."),
+    "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Wrong results among canaryd_probe_trials_total."),
     "canaryd_probe_trials_total": Family("counter", OF_PROBE, "Results that were compared with a known right answer."),
     "canaryd_probe_duration_seconds": Family(
         "gauge", OF_PROBE, "Wall time of the newest run, the worker's start excluded."
@@ -125,9 +125,7 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (*OF_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
     ),
     "canaryd_drill_runs_total": Family("counter", OF_PROBE, "Runs with an injected fault; counted nowhere else."),
-    "canaryd_drill_mismatches_total": Family(
-        "counter", OF_PROBE, "Comparisons that found a wrong bit under an injected fault; counted nowhere else."
-    ),
+    "canaryd_drill_mismatches_total": Family("counter", OF_PROBE, "Wrong results of drills; counted nowhere else."),
     "canaryd_xid_errors_total": Family(
         "counter", (*OF_DEVICE, "xid"), "Xid messages of the NVIDIA driver in the kernel log, by code."
     ),
@@ -179,18 +177,6 @@ Labels = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetView:
-    """The use of one device's budget."""
-
-    spent: Mapping[str, float]
-    """Purpose → seconds of device time used."""
-    skipped: Mapping[str, int]
-    """Reason → number of postponed tests."""
-    withheld: str
-    """The reason why a due test is postponed now, or "" if none is."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeviceView:
     """All data about one device that the page shows."""
 
@@ -198,9 +184,9 @@ class DeviceView:
     present: bool
     verdict: Verdict | None
     """The device's verdict; None appears on the page as state unknown and cause undetermined."""
-    drill_verdict: Verdict | None
+    drill_verdict: Verdict | None = None
     last_runs: Mapping[str, Run]
-    """Probe → its newest run, without drills."""
+    """Probe → its newest run."""
     last_success: Mapping[str, float]
     """Probe → start (epoch s) of its newest run that found nothing wrong."""
     fault_rate: Mapping[str, float]
@@ -220,8 +206,12 @@ class DeviceView:
     """Telemetry probe → its polls."""
     drifts: Sequence[Drift] = ()
     """Distances of the newest recordings from their baselines."""
-    budget: BudgetView | None = None
-    """Use of the budget, or None for an endpoint, which has no budget."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Purpose → seconds of device time used; empty for an endpoint, which has no budget."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Reason → number of postponed tests; empty for an endpoint."""
+    withheld: str = ""
+    """The reason why a due test is postponed now, or "" if none is."""
     readings: Sequence[Reading] = ()
     """Readings of fresh polls and the newest runs. A reading is ignored if it is no metric or has other labels than its
     metric."""
@@ -280,8 +270,7 @@ def render(snapshot: Snapshot) -> bytes:
         if view.present:
             _add_tallies(page, device, tallies.get(device.uuid, []), labels)
             _add_telemetry(page, view, snapshot.counters, labels)
-            if view.budget is not None:
-                _add_budget(page, view.budget, labels)
+            _add_budget(page, view, labels)
             probes = counted.get(device.uuid, set()).union(
                 view.periods, view.last_runs, view.last_success, view.fault_rate
             )
@@ -344,13 +333,13 @@ def _add_telemetry(page: Page, view: DeviceView, counters: Counters, labels: Lab
             )
 
 
-def _add_budget(page: Page, budget: BudgetView, labels: Labels) -> None:
-    for purpose, seconds in budget.spent.items():
+def _add_budget(page: Page, view: DeviceView, labels: Labels) -> None:
+    for purpose, seconds in view.spent.items():
         page.add("canaryd_budget_spent_seconds_total", seconds, *labels, purpose)
-    for reason, count in budget.skipped.items():
+    for reason, count in view.skipped.items():
         page.add("canaryd_budget_skipped_total", count, *labels, reason)
-    if budget.withheld:
-        page.add("canaryd_budget_withheld", 1, *labels, budget.withheld)
+    if view.withheld:
+        page.add("canaryd_budget_withheld", 1, *labels, view.withheld)
 
 
 def _add_outcomes(page: Page, device: Device, probe: str, counters: Counters, labels: Labels) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_time
@@ -44,7 +45,20 @@ def answer(status: Status) -> str:
         alike.setdefault((d.verdict.state, d.verdict.cause, _what_is_wrong(d, status.state)), []).append(d)
     # What is wrong comes before verdicts that are merely old: these say nothing of a device.
     ordered = sorted(alike, key=lambda key: (-key[0].severity, _is_only_old(alike[key][0])))
-    return f"{ANSWERS[status.state]}: " + "; ".join(_counted(key, alike[key], status.state) for key in ordered)
+    return f"{_whether(status)}: " + "; ".join(_counted(key, alike[key], status.state) for key in ordered)
+
+
+def _whether(status: Status) -> str:
+    """Return whether to trust the machine; if only some accelerators are wrong and all else is right, which not to."""
+    wrong = [d for d in status.devices if d.verdict.state.severity >= State.SUSPECT.severity]
+    others = [d for d in status.devices if d not in wrong]
+    names, parts = {d.device.name for d in wrong}, {d.device.part for d in wrong}
+    spread = any(d.device.backend == "cpu" for d in wrong) or any(
+        d.device.part in parts or not names.isdisjoint(d.device.detail.get("behind", "").split()) for d in others
+    )
+    if spread or not (wrong and others) or any(d.verdict.state is State.UNKNOWN for d in others):
+        return ANSWERS[status.state]
+    return f"NO, do not trust the numbers of {_names(wrong)}"
 
 
 def _what_is_wrong(d: DeviceStatus, worst: State) -> str:
@@ -104,7 +118,7 @@ def _alike(devices: Sequence[DeviceStatus]) -> bool:
     """Return whether all devices are faulty for the same reason (rule and cause): then one step helps them all."""
     found = [_worst_incident(d) for d in devices]
     kinds = {
-        (i.lead.rule, i.state, i.cause, d.device.is_endpoint, "" if i.wrong else i.lead.action) if i else None
+        (i.lead.rule, i.state, i.cause, type(d.device), "" if i.wrong else i.lead.action) if i else None
         for d, i in zip(devices, found, strict=True)
     }
     return len(kinds) == 1 and all(i is not None and i.state is State.FAULTY for i in found)
@@ -130,11 +144,15 @@ def drills(status: Status) -> list[str]:
     return [_drill(caught, same, daemon=status.daemon) for (_, caught), same in alike.items()]
 
 
+def raised_until(until: float) -> str:
+    """Return when the alert of a drill ends, as a clause."""
+    return f"the alert CanarydDrill ends at about {format_time(until, seconds=False)}"
+
+
 def _drill(caught: bool, same: Sequence[DeviceStatus], *, daemon: bool) -> str:
     seen = [d.drill for d in same if d.drill]
     at = format_time(max(each.at for each in seen), seconds=False)
-    end = format_time(max(each.until for each in seen), seconds=False)
-    raised = f"the alert CanarydDrill ends by {end}" if daemon else NO_ALERT
+    raised = raised_until(max(each.until for each in seen)) if daemon else NO_ALERT
     what = f"caught; {raised}" if caught else "not caught, so it raises no alert"
     return f"drill of {at} ({seen[0].fault}) on {_names(same)}: {what}"
 
@@ -152,7 +170,8 @@ def steps(status: Status) -> Iterator[Step]:
         yield Step("Wait some minutes, then ask again. No device counts as healthy before it is judged.")
     elif status.closed:
         yield Step("A daemon may run all the same, without a record: its /readyz says so.")
-        yield Step("To keep a record, use sudo, or name another directory with --state-dir.")
+        sudo = "use sudo, or " if os.geteuid() else ""
+        yield Step(f"To keep a record, {sudo}name another directory with --state-dir.")
     elif status.devices:
         yield from (todo for todo in _steps_for_devices(status) if todo.text)
     else:
@@ -177,7 +196,7 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         if not status.daemon:
             yield Step("The daemon is not running. Start it:", "canaryd run")
     elif all(d.acknowledged for d in worst):
-        until = format_time(min(d.acknowledged_until for d in worst), seconds=False)
+        until = format_time(min(d.acknowledgement.until for d in worst if d.acknowledgement), seconds=False)
         yield Step(f"Nothing new: {names} {is_} acknowledged until {until}.")
         yield Step(f"Still, send {it} no work and do not use {its} results.")
         return

@@ -13,6 +13,7 @@ from canaryd.formatting import format_time
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
 from canaryd.judge.statistics import rate_bound
+from canaryd.judge.tally import counted
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, Outcome, Run, State
 from canaryd.report.incidents import INDENT, STATE, device_json, note_lines, state_lines
@@ -79,8 +80,8 @@ def _run(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "device_seconds": _reading(run, DEVICE_SECONDS),
         "operations": _reading(run, "operations"),
-        "trials": run.trials,
-        "wrong_trials": sum(c.wrong_trials for c in run.comparisons),
+        "trials": counted([run]).of,
+        "wrong_trials": counted([run]).wrong,
         "recordings": len(run.recordings),
         "unknown": list(run.unknown),
         "confirms": run.confirms,
@@ -194,7 +195,7 @@ def _detail_lines(result: Result, device: Device) -> Iterator[Line]:
 
 
 def _rate(bound: float) -> str:
-    return f"a fault in 1 of {1 / bound:,.0f} results or more (95 % certain)"
+    return f"any fault that hits at least 1 in {1 / bound:,.0f} results (95 %)"
 
 
 def _count_lines(runs: Iterable[Run]) -> Iterator[Line]:
@@ -204,12 +205,12 @@ def _count_lines(runs: Iterable[Run]) -> Iterator[Line]:
         by_name[f"{run.probe} [{run.instruction_set}]" if run.instruction_set else run.probe].append(run)
     for name, of in by_name.items():
         failed = sum(r.outcome is not Outcome.COMPLETED for r in of)
-        wrong = sum(c.wrong_trials for r in of for c in r.comparisons)
+        results = counted(of)
         counts = {
-            f"{sum(r.trials for r in of):,} results, {wrong:,} wrong": any(r.comparisons for r in of),
+            f"{results.of:,} results, {results.wrong:,} wrong": any(r.comparisons for r in of),
             f"{sum(len(r.recordings) for r in of):,} recordings, {sum(len(r.unknown) for r in of):,} differ from the "
             "baseline": any(r.recordings for r in of),
             f"{failed} of {count(len(of), 'run')} did not complete": bool(failed),
         }
         said = "; ".join(text for text, holds in counts.items() if holds) or "nothing compared"
-        yield from paragraph(f"  {name:<26} ", said, role="bad" if wrong else "")
+        yield from paragraph(f"  {name:<26} ", said, role="bad" if results.wrong else "")

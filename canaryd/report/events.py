@@ -8,7 +8,7 @@ from dataclasses import replace
 from canaryd.formatting import DAY, format_time
 from canaryd.model import Ack, AckKind, Event, EventKind
 
-NAMED_BY_KIND = frozenset({EventKind.OFF_BUS, "oom", EventKind.RESET, "thermal"})
+NAMED_BY_KIND = frozenset({EventKind.FILES, EventKind.OFF_BUS, "oom", EventKind.RESET, "thermal"})
 """Kinds of events whose words already include the event's name."""
 AMOUNTS = frozenset({EventKind.COUNTER, EventKind.CONDITION})
 """Kinds of events whose count is an amount (of errors, of seconds) and not the number of occurrences."""
@@ -25,7 +25,7 @@ KINDS: Mapping[str, str] = {
     EventKind.COUNTER_FELL: "",
     "driver": "NVIDIA driver",
     "edac": "memory error",
-    "elsewhere": "kernel log",
+    EventKind.FILES: "software",
     EventKind.FLAG: "",
     "hang": "driver hung",
     "intel": "Intel driver",
@@ -44,7 +44,7 @@ KINDS: Mapping[str, str] = {
     "unplaced": "kernel log, no device named",
     "xid": "NVIDIA error, Xid",
 }
-"""Kind of event → words that begin its description; "" if no words are needed."""
+"""Kind of event → words that begin its description; "" if no words are needed. Any other kind is a kernel log line."""
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -66,7 +66,7 @@ def describe_events(events: Iterable[Event]) -> list[str]:
 def describe_event(event: Event) -> str:
     """Return an event as one line without its time."""
     times = f" ({event.count:g} times)" if event.count > 1 and event.kind not in AMOUNTS else ""
-    lead = KINDS.get(event.kind, event.kind)
+    lead = KINDS.get(event.kind, "kernel log")
     what = event.detail or f"{event.name}: {event.before} → {event.after}"
     if not lead:
         return what

@@ -1,8 +1,8 @@
 """`canaryd gate`: whether this node may take work. A scheduler asks it and gets one quick answer from the store.
 
-It uses no device, writes nothing, waits at most `PATIENCE`, and ignores drills. Three rules keep it from taking many
-nodes out of service at once: it only logs until the configuration lets it act; one file or one variable silences it;
-and an unknown state fails no node unless an option says so (docs/enforcement.md).
+It uses no device, writes nothing, and waits at most `PATIENCE`. Three rules keep it from taking many nodes out of
+service at once: it only logs until the configuration lets it act; one file or one variable silences it; and an unknown
+state fails no node unless an option says so (docs/enforcement.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from canaryd.judge import clock
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
 from canaryd.model import TORCH, Cause, Device, Outcome, State
-from canaryd.report import status
+from canaryd.report import proof, status
 from canaryd.report.incidents import brief
 from canaryd.report.status import DeviceStatus, Status
 from canaryd.report.terminal import cause_words, state_note, typed
@@ -68,6 +68,8 @@ class Question:
     """The devices to decide about, by uuid, name, backend, or an accelerator's index; empty for all."""
     max_age: float = 0.0
     """Age in seconds of a device's newest completed test above which the answer is unknown; 0.0: the judge's limit."""
+    proven: bool = False
+    """Whether a device is unknown that no `canaryd prove` has proven since its last repair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +106,13 @@ class Answer:
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
     """Return the decision from the store, or unknown with a reason if no answer comes within `patience` seconds."""
-    answer = _within(patience, lambda: _read(settings, question, time.time()))
-    if answer.decision == UNKNOWN and State.UNKNOWN in question.on:
-        return replace(answer, decision=FAIL)
-    return answer
+    return settled(_within(patience, lambda: _read(settings, question, time.time())), question)
+
+
+def settled(answer: Answer, question: Question) -> Answer:
+    """Return the answer; what is unknown fails where the question says so."""
+    fails = answer.decision == UNKNOWN and State.UNKNOWN in question.on
+    return replace(answer, decision=FAIL) if fails else answer
 
 
 def decide(found: Status, question: Question, newest: Mapping[str, float | None]) -> Answer:
@@ -167,7 +172,18 @@ def as_json(answer: Answer, question: Question, silence: str) -> dict[str, Any]:
 
 
 def as_text(answer: Answer, question: Question, silence: str, width: int = 0) -> str:
-    """Return one line that begins with the decision, at most `width` columns wide; 0 means no limit."""
+    """Return `in_words` with what the exit status means, at most `width` columns wide; 0 means no limit."""
+    unknown = answer.decision == UNKNOWN
+    aside = f" [exit 0, log only: {silence}]" if silence else f" [{NOT_A_FAILURE}]" if unknown else ""
+    line = in_words(answer, question, silence)
+    if width and len(line) + len(aside) > width:
+        aside = " [exit 0, log only]" if silence else aside
+        line = beginning(line, width - len(aside))
+    return f"{line}{printable(aside)}"
+
+
+def in_words(answer: Answer, question: Question, silence: str) -> str:
+    """Return one line that begins with the decision."""
     decisive = [i for i in answer.devices if i.decision == answer.decision]
     parts = [answer.reason] if answer.reason else []
     if answer.decision == PASS:
@@ -178,14 +194,7 @@ def as_text(answer: Answer, question: Question, silence: str, width: int = 0) ->
         more = f" (and {', '.join(i.name for i in decisive[1:])})" if len(decisive) > 1 else ""
         parts.append(f"{str(decisive[0]).rstrip('.')}{more}")
     decision = {PASS: "pass", FAIL: "would fail" if silence else "fail", UNKNOWN: "unknown"}[answer.decision]
-    aside = (
-        f" [exit 0, log only: {silence}]" if silence else f" [{NOT_A_FAILURE}]" if answer.decision == UNKNOWN else ""
-    )
-    line = printable(typed(" ".join(f"{decision}: {'; '.join(parts)}".split())))
-    if width and len(line) + len(aside) > width:
-        aside = " [exit 0, log only]" if silence else aside
-        line = beginning(line, width - len(aside))
-    return f"{line}{printable(aside)}"
+    return printable(typed(" ".join(f"{decision}: {'; '.join(parts)}".split())))
 
 
 # -- one device -------------------------------------------------------------------------------------------------------
@@ -243,8 +252,7 @@ def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection
 
 def _is_named(device: Device, name: str) -> bool:
     if name.isdecimal():
-        accelerator = device.unit != "cpu" and device.runtime == TORCH and not device.is_endpoint
-        return accelerator and device.index == int(name)
+        return device.is_accelerator and device.runtime == TORCH and device.index == int(name)
     return name in (device.uuid, device.name, device.backend)
 
 
@@ -274,9 +282,23 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
     except StoreTooNew as error:
         return Answer(decision=UNKNOWN, reason=str(error))
     answer = decide(found, question, newest)
+    if question.proven:
+        answer = _only_proven(answer, found, settings.state_dir)
     if problems and answer.decision != FAIL:
         return replace(answer, decision=UNKNOWN, reason="; ".join(problems))
     return answer
+
+
+def _only_proven(answer: Answer, found: Status, state_dir: Path) -> Answer:
+    acks = {d.device.uuid: d.acks for d in found.devices}
+    items = [
+        replace(item, decision=UNKNOWN, why=why)
+        if item.decision == PASS and (why := proof.missing(state_dir, item.device, acks[item.device]))
+        else item
+        for item in answer.devices
+    ]
+    unknown = answer.decision == PASS and any(item.decision == UNKNOWN for item in items)
+    return replace(answer, devices=tuple(items), decision=UNKNOWN if unknown else answer.decision)
 
 
 def _newest(store: Store, device: str, now: float) -> float | None:

@@ -17,11 +17,12 @@ from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count, reason_of
 from canaryd.judge.slower import Day, Stack, stacks
+from canaryd.judge.tally import counted
 from canaryd.model import Ack, Event, EventKind, Outcome, Run, Verdict
 from canaryd.report import status
 from canaryd.report.advice import START
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event, joined
-from canaryd.report.incidents import device_json, headline, state_lines, step_lines
+from canaryd.report.incidents import device_json, state_lines, step_lines, title
 from canaryd.report.status import DeviceStatus
 from canaryd.report.terminal import Line, paint, paragraph, role_of, typed, verdict_note
 from canaryd.store.store import Store
@@ -105,7 +106,7 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
         held = incidents(verdict)
         came = [i for i in held if not {(f.rule, f.probe) for f in i.findings} <= before]
         before = {(f.rule, f.probe) for i in held for f in i.findings}
-        why = "; ".join(map(headline, came))
+        why = "; ".join(map(title, came))
         text = f"became {verdict_note(verdict)}" + (f": {why}" if why else "")
         runs = tuple(r for i in came for r in i.runs)
         role = role_of(verdict.state)
@@ -128,9 +129,8 @@ def of_runs(runs: Iterable[Run], *, joined: bool = True) -> Iterator[Item]:
         retested = f"{again} of them {'retests' if again > 1 else 'a retest'}" if len(same) > 1 else "a retest"
         retests = f" ({retested})" if again else ""
         if what == "wrong":
-            wrong = sum(c.wrong_trials for r in same for c in r.wrong)
             cases = Counter(c.case for r in same for c in r.wrong)
-            text = f"{count(wrong, 'wrong result')} in {times} of {probe}{retests}, {_cases(cases)}"
+            text = f"{count(counted(same).wrong, 'wrong result')} in {times} of {probe}{retests}, {_cases(cases)}"
         elif what == "unknown":
             cases = Counter(case for r in same for case in r.unknown)
             text = f"{times} of {probe}{retests}: results that differ from the baseline, {_cases(cases)}"

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from canaryd.codec import finding_json, to_json
 from canaryd.engine.check import NOT_EXAMINED
 from canaryd.facts import Place
-from canaryd.formatting import HOUR, MINUTE, columns, format_time
+from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
 from canaryd.judge.findings import ACKNOWLEDGED, NO_EVIDENCE, REPLACED_IS_HERE, TEXT_ONLY
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
-from canaryd.judge.phrases import identical, listed, recipient, whom_to_tell
-from canaryd.model import Cause, Device, Elsewhere, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
+from canaryd.judge.phrases import DOUBTS, identical, listed, recipient, repeating, whom_to_tell
+from canaryd.judge.wrong import NO_TYPE
+from canaryd.model import (
+    Cause,
+    Device,
+    Elsewhere,
+    Files,
+    Finding,
+    Ground,
+    ProbeTally,
+    Rival,
+    Shown,
+    State,
+    Suspect,
+    Verdict,
+    Whose,
+    WrongResults,
+)
 from canaryd.report.status import UNJUDGED_RULE, UNTENDED_RULE
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
@@ -31,7 +47,7 @@ TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONL
 COMMANDS = ("canaryd ", "journalctl ")
 """First words of a command that follows ": " at the end of an action."""
 SHOWN: Mapping[Shown, tuple[str, str]] = {
-    Shown.RIGHT: ("computes it correctly", "compute it correctly"),
+    Shown.RIGHT: ("computes it right", "compute it right"),
     Shown.RARER: ("fails far less often", "fail far less often"),
     Shown.ALIKE: ("gives the same wrong bits", "give the same wrong bits"),
     Shown.TOGETHER: ("began to fail with it", "began to fail with it"),
@@ -65,30 +81,66 @@ class Step(NamedTuple):
 # --- Sentences -------------------------------------------------------------------------------------------------------
 
 
-def headline(incident: Incident) -> str:
-    """Return a clause that says what is wrong. It has no full stop and does not mention the cause."""
+def title(incident: Incident) -> str:
+    """Return a clause that says what is wrong, the strongest fact first, without counts. It has no full stop."""
     lead = incident.lead
     if incident.wrong is None:
         more = len({f.message for f in incident.findings if f.rule == lead.rule}) - 1
         return lead.message.rstrip(".") + (f" (and {more} more of this kind)" if more else "")
+    if lead.rule not in WRONG[:3]:  # the comparison, or a test that nobody has passed
+        return lead.message.rstrip(".")
+    what = f"{_wrong_what(incident.wrong)} in {_few(incident.probes, 'probes')}"
+    doubt = incident.wrong.doubt
+    return f"{DOUBTS[doubt]}; {what[0].lower()}{what[1:]}" if doubt else what
+
+
+def headline(incident: Incident) -> str:
+    """Return a clause that says what is wrong. It has no full stop and does not mention the cause."""
+    if incident.wrong is None:
+        return title(incident)
     tally = incident.wrong.all
     where, which = _places(incident.wrong), _bits(incident.wrong)
     if where.startswith(ALWAYS) and which.startswith(ALWAYS):
         which = which.removeprefix(ALWAYS)
     seen = [f"{tally.wrong:,} of {tally.of:,}", where, which]
-    what = f"{_wrong_what(incident.wrong)} in {_few(incident.probes, 'probes')}"
-    if lead.rule not in WRONG[:2]:  # not the results of the device, or of a test that nobody has passed
-        what = lead.message.rstrip(".")
-    return f"{what}: {', '.join(filter(None, seen))}"
+    return f"{title(incident)}: {', '.join(filter(None, seen))}"
 
 
 def brief(incident: Incident) -> str:
-    """Return a clause that says what is wrong in fewer words than `headline`; it can follow a colon."""
-    if incident.wrong is None or incident.lead.rule not in WRONG[:2]:
-        return headline(incident)
-    tally = incident.wrong.all
-    what = _wrong_what(incident.wrong).lower()
-    return f"{what} in {_few(incident.probes, 'probes')} ({tally.wrong:,} of {tally.of:,})"
+    """Return a clause that says what is wrong in fewer words than `headline`; it can follow a colon.
+
+    Of devices that have the trouble together it is the same: without counts, and with what it points to.
+    """
+    what, together = title(incident), incident.blaming.shared_by
+    if incident.wrong is not None:
+        tally = "" if together else f" ({incident.wrong.all.wrong:,} of {incident.wrong.all.of:,})"
+        what = f"{what[0].lower()}{what[1:]}{tally}"
+    return f"{what}; this {_points_to(incident.blaming)}" if together else what
+
+
+def _points_to(found: Finding, parts: str = "") -> str:
+    """Return "points to …" about the host or a shared part; "" if a finding points to nothing of the kind."""
+    if found.subject is Whose.SHARED:
+        return f"points to what {_ranges(found.shared_by) or 'the devices here'} share{parts}, not to one device"
+    return "points to the host, not to one device" if found.shared_by else ""
+
+
+def _scope(found: Finding) -> Iterator[str]:
+    """Yield sentences that say what a finding points to and what its remedy reaches, if that is more than a device."""
+    if pointing := _points_to(found, f" ({listed([part.value for part in found.parts], 'or')})"):
+        yield f"This {pointing}."
+    if len(found.reach) > 1:
+        yield f"The remedy reaches {_ranges(found.reach)}."
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Return names (in order) as a list for a sentence, numbers in a row as one range: "cpu:0 and cuda:0 to cuda:7"."""
+    rows: list[list[str]] = []
+    for name in names:
+        backend, _, number = name.rpartition(":")
+        follows = rows and number.isdecimal() and rows[-1][-1] == f"{backend}:{int(number) - 1}"
+        rows[-1].append(name) if follows else rows.append([name])
+    return listed([text for row in rows for text in ([f"{row[0]} to {row[-1]}"] if len(row) > 2 else row)])
 
 
 def _wrong_what(wrong: WrongResults) -> str:
@@ -97,11 +149,10 @@ def _wrong_what(wrong: WrongResults) -> str:
 
 
 def describe(incident: Incident) -> str:
-    """Return sentences that say what is wrong, how it was confirmed, its cause, and the rejected explanations."""
+    """Return sentences that say what is wrong, its cause, and what it and its remedy reach beyond the device."""
     wrong = incident.wrong
-    if wrong is None:
-        return sentence(headline(incident))
-    return " ".join(filter(None, (f"{headline(incident)}.", _confirmed(wrong), _cause(incident, wrong))))
+    told = (_confirmed(wrong), _cause(incident, wrong)) if wrong else ()
+    return " ".join(filter(None, (sentence(headline(incident)), *told, *_scope(incident.blaming))))
 
 
 def step(incident: Incident, *devices: Device) -> Step:
@@ -111,19 +162,25 @@ def step(incident: Incident, *devices: Device) -> Step:
     """
     lead, wrong = incident.lead, incident.wrong
     first, each = devices[0], " for each" if len(devices) > 1 and not devices[0].weak_identity else ""
-    there = lead.wrong.elsewhere if lead.wrong else None
-    if first.is_endpoint and wrong:
+    # What to do about a doubted comparison already names a command.
+    there = lead.wrong.elsewhere if lead.wrong and lead.rule != WRONG[-1] else None
+    if wrong and not first.is_hardware:
         return _parted(lead.action)
     if lead.state is State.FAULTY and wrong and incident.cause is Cause.HARDWARE:
         case = f"{out_of_service(devices)}, then {whom_to_tell(first)}{each}:"
         return Step(case, f"canaryd report {first.name} -o ./case")
+    if lead.state is State.FAULTY and there and wrong and wrong.files is Files.ALTERED:
+        again = replace(there, device=first.name)
+        return _repeat(
+            f"{out_of_service(devices)}. Install the software anew, then repeat the test here:", first, again
+        )
     if lead.state is State.FAULTY and there and incident.cause is Cause.UNDETERMINED:
         return _repeat(f"{out_of_service(devices)}. Repeat the test on {identical(first, there)}:", first, there)
     if lead.state is State.FAULTY:
         return _parted(f"{precaution(incident.cause, devices)} {lead.action}".rstrip())
     if wrong and there and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come:
         return _repeat(f"{lead.action}:", first, there)
-    return _parted((_blaming(incident) if wrong else lead).action)
+    return _parted((incident.blaming if wrong else lead).action)
 
 
 def awaits_tests(incident: Incident) -> bool:
@@ -136,14 +193,25 @@ def next_step(incident: Incident, device: Device) -> Step:
 
     The step has no text if the device is not faulty or no further step is needed.
     """
-    if incident.state is not State.FAULTY or incident.wrong is None or device.is_endpoint:
+    if incident.state is not State.FAULTY or incident.wrong is None or not device.is_hardware:
         return Step("")
     if incident.cause is Cause.HARDWARE:
         return Step(f"Send the file that it names to {recipient(device)}.")
     if incident.cause is Cause.UNDETERMINED:
+        files = incident.wrong.files
+        if incident.blaming.shared_by:
+            return Step(
+                "Wrong there too: look at the software first. Right there: check what they share before an RMA."
+            )
+        if files is Files.ALTERED:
+            return Step("Right then: its files were at fault. Wrong again: repeat the test on another node.")
+        at_fault = f"{device.name} is at fault; write the report for {recipient(device)}:"
+        if files is Files.NOT_COMPARED:
+            at_fault = f"repeat it here in a fresh environment of the same software. Wrong again: {at_fault}"
+        elif files is Files.AS_INSTALLED:
+            at_fault = f"its software is as pip installed it, so {at_fault}"
         return Step(
-            "Wrong there too: look for a software fault first. "
-            f"Right there: {device.name} is at fault; write the report for {recipient(device)}:",
+            f"Wrong there too: look for a software fault first. Right there: {at_fault}",
             f"canaryd report {device.name} -o ./case",
         )
     return Step("")
@@ -157,18 +225,7 @@ def _parted(action: str) -> Step:
 
 def _repeat(text: str, device: Device, there: Elsewhere) -> Step:
     """Return a step with `text` and the command that repeats a test on another device; `there` has its options."""
-    words = ["canaryd", "check", "--device", there.device, "--probe", there.probe, "--case", there.case]
-    words += ["--seed", str(there.seed), "--level", there.level]
-    words += ["--instruction-set", there.instruction_set] if there.instruction_set else []
-    words += ["--intensity", there.intensity] if there.intensity else []
-    words += ["--for", _as_typed(there.seconds)] if there.seconds else []
-    return Step(text, shlex.join(words), here=there.device != device.backend)
-
-
-def _as_typed(seconds: float) -> str:
-    """Return a duration as an option accepts it: "90s", "15m", "2h"."""
-    size, unit = next(((s, u) for s, u in ((HOUR, "h"), (MINUTE, "m")) if not seconds % s), (1, "s"))
-    return f"{seconds / size:.0f}{unit}"
+    return Step(text, repeating(there, there.device), here=there.device != device.backend)
 
 
 def precaution(cause: Cause, devices: Sequence[Device]) -> str:
@@ -208,13 +265,30 @@ def _few(names: Sequence[str], things: str) -> str:
 
 def _bits(wrong: WrongResults) -> str:
     """Return the flipped bits as a clause, "" for none. Too many bits: only those of the probe with the fewest."""
-    bits, where = wrong.bits, ""
+    bits, tallies, where = wrong.bits, wrong.probes, ""
     if len(bits) > BITS_NAMED:
         bits = min((t.bits for t in wrong.probes.values() if t.bits), key=len)
-        where = f" in {_few([name for name, t in wrong.probes.items() if t.bits == bits], 'probes')}"
+        tallies = {name: t for name, t in wrong.probes.items() if t.bits == bits}
+        where = f" in {_few([*tallies], 'probes')}"
     if len(bits) > BITS_NAMED:
         return f"in {len(wrong.bits)} different bits"
-    return f"{f'{ALWAYS}bit' if len(bits) == 1 else 'bits'} {listed([*map(str, bits)])}{where}" if bits else ""
+    types: dict[tuple[int, ...], list[str]] = {}
+    for kind, some in _by_type(tallies.values()).items():
+        types.setdefault(some, []).append(kind)
+    told = [
+        f"{'bit' if len(some) == 1 else 'bits'} {listed([*map(str, some)])}"
+        + ("" if NO_TYPE in kinds else f" of {listed(kinds)}")
+        for some, kinds in types.items()
+    ]
+    return f"{ALWAYS if len(bits) == 1 else ''}{', '.join(told)}{where}" if bits else ""
+
+
+def _by_type(tallies: Iterable[ProbeTally]) -> dict[str, tuple[int, ...]]:
+    """Return number type → all bits that were flipped in it; a record without types has its bits under `NO_TYPE`."""
+    found: dict[str, set[int]] = {}
+    for kind, bits in (item for t in tallies if t.bits for item in (t.bits_by_type or {NO_TYPE: t.bits}).items()):
+        found.setdefault(kind, set()).update(bits)
+    return {kind: tuple(sorted(found[kind])) for kind in sorted(found)}
 
 
 def _places(results: WrongResults) -> str:
@@ -251,14 +325,14 @@ def _confirmed(wrong: WrongResults) -> str:
 
 def _cause(incident: Incident, wrong: WrongResults) -> str:
     """Return sentences about the cause and about each kind of evidence that rejects other explanations."""
-    rejected: dict[tuple[Shown, tuple[str, ...]], list[Suspect]] = {}
+    rejected: dict[tuple[Shown, tuple[str, ...], int], list[Suspect]] = {}
     for rival in _rivals(incident):
         if rival.rejected and rival.what is not None:
-            rejected.setdefault((rival.shown, rival.by), []).append(rival.what)
+            rejected.setdefault((rival.shown, rival.by, rival.of), []).append(rival.what)
     reasons = [(f"not {_or(what)}", _reason(*key)) for key, what in rejected.items()]
     if incident.cause is Cause.UNDETERMINED or not reasons:
         known = "" if incident.cause is Cause.UNDETERMINED else f"Cause: {cause_words(incident.cause)}."
-        found = _blaming(incident).wrong  # the lead may know of no cause
+        found = incident.blaming.wrong  # the lead may know of no cause
         first = f"{known} {(found and found.why) or ('' if known else wrong.why)}".strip()
     else:
         (what, why), *reasons = reasons
@@ -266,18 +340,15 @@ def _cause(incident: Incident, wrong: WrongResults) -> str:
     return " ".join([first, *(f"{what.capitalize()}: {why}." for what, why in reasons)]).strip()
 
 
-def _blaming(incident: Incident) -> Finding:
-    """Return the incident's first finding that has the incident's state and cause."""
-    return next(f for f in incident.findings if f.state is incident.state and f.cause is incident.cause)
-
-
 def _rivals(incident: Incident) -> tuple[Rival, ...]:
     return next((f.rivals for f in incident.findings if f.rivals and f.cause is incident.cause), ())
 
 
-def _reason(shown: Shown, by: Sequence[str]) -> str:
+def _reason(shown: Shown, by: Sequence[str], of: int) -> str:
     if not by:
         return BY_ITSELF[shown]
+    if of:
+        return f"{_few(by, 'identical devices')} never failed in {of:,} results"
     one, several = SHOWN[shown]
     return f"{_few(by, 'identical devices')} {one if len(by) == 1 else several}"
 
@@ -333,10 +404,12 @@ def _json(incident: Incident, todo: Step, after: Step) -> dict[str, Any]:
             for p in wrong.places
         ],
         "bits": list(wrong.bits),
+        "bits_by_type": to_json(_by_type(wrong.probes.values())),
         "confirmed": [c.ground.value for c in wrong.confirmed],
         "retests": retests if incident.wrong else None,
         "rivals": [to_json(rival) for rival in _rivals(incident)],
         "rules": list(incident.rules),
+        **{name: to_json(getattr(incident.blaming, name)) for name in ("subject", "parts", "shared_by", "reach")},
         "runs": list(incident.runs),
     }
 
@@ -370,7 +443,7 @@ def state_lines(
         if not (advised and number == 0) and not verdict.drill:
             yield from step_lines("Do now:  ", [step(incident, device), next_step(incident, device)])
         if verbose:
-            yield from finding_lines(incident.findings)
+            yield from finding_lines(incident.findings, incident.repeat)
     yield from note_lines(verdict, verbose=verbose)
 
 

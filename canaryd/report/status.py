@@ -18,13 +18,12 @@ from canaryd.judge import acks as judge_acks
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE, conclusion
-from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import verdict_note
 from canaryd.store.locks import Flag, may_make
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.rows import parse_time
-from canaryd.store.store import Store
+from canaryd.store.store import DRILL_EXPIRY, Store
 
 UNTENDED = 1800.0
 """Age in seconds above which a stored verdict no longer counts: a daemon stores it again every ten minutes."""
@@ -55,7 +54,7 @@ class Drill:
     """Time of the drill, in seconds since the epoch."""
     caught: bool
     until: float
-    """Time until which the drill is shown (s since the epoch). Its alert CanarydDrill, if any, has ended by then."""
+    """Time until which the drill is shown, and its metric served (s since the epoch)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,8 @@ class DeviceStatus:
     verdict: Verdict
     events: tuple[Event, ...]
     """Events of the last day, newest last."""
+    judged: bool = True
+    """Whether a verdict is on record; if not, `verdict` says so."""
     acks: tuple[Ack, ...] = ()
     """Operators' statements about the device, without acknowledgements that have ended; newest last."""
     evidence: Newest = field(default_factory=dict)
@@ -83,16 +84,16 @@ class DeviceStatus:
     def acknowledged(self) -> bool:
         """Whether an operator has acknowledged everything that makes the device's numbers doubtful."""
         doubts = self._doubts
-        return bool(doubts) and all(f.acknowledged for f in doubts) and self.acknowledged_until > 0
+        return bool(doubts) and all(f.acknowledged for f in doubts) and self.acknowledgement is not None
 
     @property
     def _doubts(self) -> list[Finding]:
         return [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
 
     @property
-    def acknowledged_until(self) -> float:
-        """Time at which the acknowledgement in force ends, in seconds since the epoch; 0.0 if none is in force."""
-        return max((a.until for a in self.acks if a.kind == AckKind.ACKNOWLEDGED), default=0.0)
+    def acknowledgement(self) -> Ack | None:
+        """The acknowledgement in force, or None."""
+        return next((a for a in self.acks if a.kind == AckKind.ACKNOWLEDGED), None)
 
     @property
     def acks_to_show(self) -> tuple[Ack, ...]:
@@ -167,7 +168,7 @@ def gather(
         and (r.present or not judge_acks.retired(r.device, acks, r.last_seen))
     ]
     events_of, acks_of = _by_device(store.events(since=now - RECENT)), _by_device(acks)
-    drills_of = _by_device(store.runs(since=now - DRILL_EXPIRY, drill=True))
+    drilled = store.drilled(now)
     if daemon is None:
         daemon = not store.unreadable and daemon_runs(store)
     postponed = _postponed(store) if daemon else {}
@@ -188,10 +189,11 @@ def gather(
                 device=device,
                 present=record.present,
                 verdict=verdict,
+                judged=device.uuid in verdicts,
                 events=tuple(events_of[device.uuid]),
                 acks=_in_force(device, own, now),
                 evidence=_since_repair(evidence.get(device.uuid, {}), judge_acks.cut(device, own)),
-                drill=_drill(drills_of[device.uuid], now),
+                drill=newest_drill(drilled.get(device.uuid, ())),
             )
         )
     absent = "" if os.path.exists(store.state_dir) else str(store.state_dir)  # noqa: PTH110  never raises
@@ -218,10 +220,10 @@ def _by_device(items: Iterable[Any]) -> Mapping[str, list[Any]]:
 
 def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -> tuple[Gap, ...]:
     """Return the parts that the stored tests did not examine, with the words of a check; () if no device was tested."""
-    tested = [d for d in devices if d.present and not d.device.is_endpoint and any(d.evidence.values())]
+    tested = [d for d in devices if d.present and d.device.computes_here and any(d.evidence.values())]
     if not tested:
         return ()
-    gaps = [] if any(d.device.is_endpoint for d in devices) else [NO_ENDPOINT]
+    gaps = [NO_ENDPOINT] if all(d.device.computes_here for d in devices) else []
     gaps += lacking({d.device.name: {probe for probe, at in d.evidence.items() if at} for d in tested})
     newest = store.runs(tested[0].device.uuid, LEVELLED, limit=1)
     return all_gaps(newest[-1].level if newest else config.schedule.level, gaps, [d.device for d in tested])
@@ -245,15 +247,14 @@ def _problems(store: Store, config: Config, acks: Iterable[Ack], now: float, *, 
         yield f"the kernel log is not read: {unread}"
 
 
-def _drill(runs: Iterable[Run], now: float) -> Drill | None:
-    """Return the newest drill of the last hour, or None if there is none."""
-    recent = sorted((r for r in runs if abs(now - r.started) <= DRILL_EXPIRY), key=lambda r: r.started)
-    if not recent:
+def newest_drill(runs: Sequence[Run]) -> Drill | None:
+    """Return the newest drill of these runs, or None if there are none."""
+    if not runs:
         return None
-    same = [r for r in recent if r.drill == recent[-1].drill]
+    same = [r for r in runs if r.drill == runs[-1].drill]
     missed = [r for r in same if r.wrong or r.unknown]
     newest = (missed or same)[-1].started
-    return Drill(fault=recent[-1].drill, at=newest, caught=bool(missed), until=newest + DRILL_EXPIRY)
+    return Drill(fault=runs[-1].drill, at=newest, caught=bool(missed), until=newest + DRILL_EXPIRY)
 
 
 def _postponed(store: Store) -> Mapping[str, Finding]:
@@ -328,14 +329,9 @@ def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
     return dict(sorted(found.items(), key=lambda item: (item[1] or 0.0, item[0])))
 
 
-def age(at: float | None, now: float) -> str:
-    """Return the time since `at` as text: "3 minutes"; "none yet" for None."""
-    return "none yet" if at is None else format_duration(now - at)
-
-
 def ago(at: float | None, now: float) -> str:
     """Return the time since `at` as part of a sentence: "3 minutes ago"; "none yet" for None."""
-    return age(at, now) if at is None else f"{age(at, now)} ago"
+    return "none yet" if at is None else f"{format_duration(now - at)} ago"
 
 
 JUDGE_NOW, TEST_NOW = "Wait some minutes for the daemon to judge it", "Test it: canaryd check"
@@ -381,7 +377,7 @@ def _up_to_date(
         f"The run started on {format_time(newest.started)}. Before it, the device was {verdict_note(verdict)}.",
     )
     note = replace(
-        note, cause=Cause.UNDETERMINED, probe=newest.probe, repro=newest.repeat, runs=tuple(r.id for r in wrong)
+        note, cause=Cause.UNDETERMINED, probe=newest.probe, repro=newest.repro, runs=tuple(r.id for r in wrong)
     )
     return _with(shown, note, newest.started)
 
@@ -413,15 +409,6 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
 
 def _is_renewed(verdict: Verdict, now: float) -> bool:
     return -AHEAD <= now - verdict.decided <= UNTENDED
-
-
-def in_force(verdicts: Mapping[str, Verdict], now: float) -> dict[str, Verdict]:
-    """Return device → verdict for the verdicts that count at `now`: suspect and faulty ones, and all that were renewed.
-
-    A device that was healthy when the daemon was stopped long ago is not known to be healthy now.
-    """
-    alarms = {u for u, v in verdicts.items() if v.state.severity > State.UNKNOWN.severity}
-    return {u: v for u, v in verdicts.items() if u in alarms or _is_renewed(v, now)}
 
 
 def _unless_alarm(verdict: Verdict, note: Finding) -> Verdict:

@@ -17,8 +17,8 @@ from canaryd.model import Device, Finding, State
 from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import Step, awaits_tests, describe, next_step, sentence, shown_notes, step
-from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, newest_of
-from canaryd.report.terminal import cause_words, rival_words, rule_words, verdict_note
+from canaryd.report.status import DeviceStatus, Newest, Status, ago, newest_of
+from canaryd.report.terminal import cause_words, rival_words, rule_words, typed, verdict_note
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 """Media type of what `render` returns."""
@@ -86,7 +86,8 @@ def render(status: Status) -> bytes:
 </main><footer>{_untested(status)}
 <p>The daemon is {"" if status.daemon else "not "}running. Times are {time_zone()}. This is the state at
 {_time(status.now)}; the page reloads itself every {RELOAD} seconds. The same facts:
-<code>canaryd status -v</code>, <code>canaryd status --json</code>; for Prometheus: <a href="/metrics">/metrics</a>.</p>
+<code>{_text("canaryd status -v")}</code>, <code>{_text("canaryd status --json")}</code>; for Prometheus:
+<a href="/metrics">/metrics</a>.</p>
 </footer>
 </body></html>
 """
@@ -94,8 +95,8 @@ def render(status: Status) -> bytes:
 
 
 def _text(text: object) -> str:
-    """Return a text as HTML. Control characters, which a device's name can contain, become "?"."""
-    return html.escape("\n".join(map(printable, str(text).split("\n"))))
+    """Return a text as HTML, with whole commands. Control characters, as in a device's name, become "?"."""
+    return html.escape("\n".join(map(printable, typed(str(text)).split("\n"))))
 
 
 def _items(texts: Iterable[object]) -> str:
@@ -106,7 +107,7 @@ def _items(texts: Iterable[object]) -> str:
 
 def _html(todo: Iterable[Step]) -> str:
     """Return the steps as HTML, each command on its own line, so that it can be copied."""
-    escaped = ((_text(each.text), _text(each.command)) for each in todo if each.text)
+    escaped = ((_text(each.text), html.escape(printable(each.shown))) for each in todo if each.text)
     return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in escaped)
 
 
@@ -141,8 +142,8 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
     said = "".join(_incident(i, device, advised=advised and not n) for n, i in enumerate(found))
     notes = "".join(f'<p class="faint">{_text(sentence(f.message))}</p>' for f in shown_notes(verdict))
     since = f"{_text(verdict_note(verdict))} since {_time(verdict.since)} ({ago(verdict.since, now)})"
-    oldest = f"oldest result: {_text(d.stalest[0])} ({age(d.stalest[1], now)})" if d.stalest else "no probe has run yet"
-    rules = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
+    oldest = f"oldest test: {_text(d.stalest[0])}, {ago(d.stalest[1], now)}" if d.stalest else "no test has run yet"
+    rules = "".join(map(_findings, found))
     faint = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
     events = _items(reversed(describe_events(d.events)))
     return f"""<article class="{verdict.state.value}">
@@ -164,13 +165,18 @@ def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
     return f'<p class="incident {incident.state.value}">{_text(describe(incident))} {cause}{action}</p>'
 
 
+def _findings(incident: Incident) -> str:
+    """Return what each rule says of an incident as HTML, and how to repeat the test."""
+    repeat = f"<li>To repeat the test: <code>{_text(incident.repeat)}</code></li>" if incident.repeat else ""
+    return "".join(map(_finding, incident.findings)) + repeat
+
+
 def _finding(finding: Finding) -> str:
     return "".join(
         [
             f'<li class="{finding.state.value}">{_text(rule_words(finding))}: {_text(finding.message)}',
             f"<p><strong>Do now:</strong> {_text(finding.action)}</p>" if finding.action else "",
             _items(finding.evidence),
-            f"<p>To repeat the test: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
             f"<p>Other explanations:</p>{_items(map(rival_words, finding.rivals))}" if finding.rivals else "",
             f'<p class="faint">Runs: {_text(", ".join(finding.runs))}</p></li>' if finding.runs else "</li>",
         ]

@@ -14,7 +14,7 @@ from canaryd.model import State
 from canaryd.report.advice import advice, advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import INDENT, STATE, describe, device_json, note_lines, state_lines, step, step_lines
-from canaryd.report.status import DeviceStatus, Status, age, ago, newest_of
+from canaryd.report.status import DeviceStatus, Status, ago, newest_of
 from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
 SCHEMA = "canaryd.status/1"
@@ -175,7 +175,7 @@ def _last_lines(status: Status) -> Iterator[Line]:
     oldest = ""
     if known:
         probe, at, name = min(known, key=lambda one: one[1] or 0.0)
-        oldest = f"; oldest result: {probe} of {name} ({age(at, status.now)})"
+        oldest = f"; oldest test: {probe}, {name}, {ago(at, status.now)}"
     daemon = "running" if status.daemon else "not running on this state directory"
     daemon = "not known without a state directory" if status.closed else daemon
     yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")

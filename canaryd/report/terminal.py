@@ -19,11 +19,11 @@ ROLES: Mapping[State, str] = {State.HEALTHY: "good", State.SUSPECT: "bad", State
 """State → role; every other state is "calm"."""
 
 COMMANDS = (
-    *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "devices", "drill"),
-    *("gate", "history", "pack", "probes", "release", "report", "run", "status"),
+    *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "demo", "devices"),
+    *("drill", "gate", "history", "pack", "probes", "prove", "release", "report", "run", "status"),
 )
 PRINTED = re.compile(
-    rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)"
+    rf"(?<![\w./-])(?<!sudo )canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)"
     r"((?: --[\w-]+(?: [^\s,;-][^\s,;]*)?)*)"
 )
 """Pattern of a canaryd command in a text for people, with its options. It matches neither a path to the program nor the
@@ -33,15 +33,16 @@ SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
 UNBROKEN = "\u00a0"
 """Character that looks like a space, and at which lines are never broken."""
 _REPLACED: dict[str, str] = {}
-"""What `type_with` set: "options" → text to add to commands; "start" → the command that starts the daemon."""
+"""What `type_with` set: "options" and "sudo" → text to add to commands; "start" → command that starts the daemon."""
 
 
-def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
-    """Set the options (such as --state-dir) that `typed` adds to every command, so that it uses the same store.
+def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD, *, sudo: bool = False) -> None:
+    """Set the options (such as --state-dir), and whether with `sudo`, of the commands that use this reader's store.
 
     Without options, the command that starts the daemon is systemd's, if its unit is installed below one of `roots`.
     """
     installed = any((Path(root) / "systemd/system/canaryd.service").is_file() for root in roots)
+    _REPLACED["sudo"] = "sudo " if sudo else ""
     _REPLACED["options"] = shlex.join(options)
     _REPLACED["start"] = "systemctl start canaryd" if installed and not options else ""
 
@@ -52,7 +53,7 @@ def typed(text: str, space: str = " ") -> str:
     def command(found: re.Match[str]) -> str:
         start = _REPLACED.get("start") if found[1] == "run" else ""
         plain = start or f"canaryd {found[1]} {_REPLACED.get('options', '')}".rstrip()
-        return f"{plain}{found[2]}".replace(" ", space)
+        return f"{_REPLACED.get('sudo', '')}{plain}{found[2]}".replace(" ", space)
 
     return PRINTED.sub(command, text)
 
@@ -104,8 +105,8 @@ def rival_words(rival: Rival) -> str:
     return f"{kind} {what} ({cause}): {reason}" if reason else f"{kind} {cause}: {rival.why}"
 
 
-def finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
-    """Yield lines about each finding: message, what to do, evidence, other explanations and runs.
+def finding_lines(findings: Sequence[Finding], repeat: str) -> Iterator[Line]:
+    """Yield lines about each finding: message, what to do, evidence, other explanations and runs; then how to `repeat`.
 
     Text that several findings share is printed once. A command has a line of its own, whatever its length.
     """
@@ -119,10 +120,10 @@ def finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
                 yield from paragraph("    ", sentence)
         if finding.runs:
             yield from paragraph("    Runs: ", ", ".join(finding.runs))
-        if finding.repro and finding.repro not in said:
-            yield "", "    To repeat the test:"
-            yield "", f"    {typed(finding.repro)}"
-        said |= {finding.action, *finding.evidence, *map(rival_words, finding.rivals), finding.repro}
+        said |= {finding.action, *finding.evidence, *map(rival_words, finding.rivals)}
+    if repeat:
+        yield "", "    To repeat the test:"
+        yield "", f"    {typed(repeat)}"
 
 
 def rule_words(finding: Finding) -> str:

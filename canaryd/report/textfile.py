@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from canaryd import __version__
 from canaryd.engine.check import Result
+from canaryd.judge.tally import counted
 from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Family, Page
 from canaryd.model import Cause, State
 
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (*OF_DEVICE, "rule", "state", "cause"), "Always 1; one series for each rule with a finding."
     ),
     "canaryd_check_trials": Family("gauge", OF_PROBE, "Results that the check compared with a known right answer."),
-    "canaryd_check_mismatches": Family("gauge", OF_PROBE, "Comparisons of the check that found a wrong bit."),
+    "canaryd_check_mismatches": Family("gauge", OF_PROBE, "Wrong results among canaryd_check_trials."),
     "canaryd_check_fault_rate_upper_bound": Family(
         "gauge",
         OF_PROBE,
@@ -59,9 +60,9 @@ def render(result: Result, exit_code: int) -> bytes:
             page.add("canaryd_check_finding", 1, *labels, *found)
         runs = result.runs.get(device.uuid, ())
         for probe in sorted({run.probe for run in runs}):
-            mine = [run for run in runs if run.probe == probe]
-            page.add("canaryd_check_trials", sum(run.trials for run in mine), *labels, probe)
-            page.add("canaryd_check_mismatches", sum(len(run.wrong) for run in mine), *labels, probe)
+            results = counted(run for run in runs if run.probe == probe)
+            page.add("canaryd_check_trials", results.of, *labels, probe)
+            page.add("canaryd_check_mismatches", results.wrong, *labels, probe)
         for probe, rate in sorted(result.rules_out.get(device.uuid, {}).items()):
             page.add("canaryd_check_fault_rate_upper_bound", rate, *labels, probe)
     return page.text()

@@ -31,8 +31,6 @@ from canaryd.store.rows import ADD_RUN, COPIED, MET, NOTE, RUN, VERDICT, add_met
 
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
-OPEN_LOCK = f"{DATABASE}.lock"
-"""Name of the file that a process locks while it opens, creates, migrates or renames the database."""
 BUSY_TIMEOUT = 5.0
 """Seconds that a statement waits for the end of another process's transaction."""
 CACHE = 512
@@ -70,10 +68,11 @@ REFUSED = (OSError, sqlite3.Error, StoreTooNew)
 class Database:
     """The database in a state directory; the tables of the store are built on it. Reads and writes never raise."""
 
-    def __init__(self, state_dir: Path, now: Callable[[], float], *, for_reading: bool) -> None:
-        """Open nothing yet; `now` is the clock in seconds since the epoch."""
+    def __init__(self, state_dir: Path, now: Callable[[], float], *, for_reading: bool, name: str = DATABASE) -> None:
+        """Open nothing yet; `now` is the clock in seconds since the epoch, `name` that of the file."""
         self.state_dir = state_dir
-        self.path = state_dir / DATABASE
+        self.path = state_dir / name
+        self._open_lock = f"{name}.lock"  # held while the file is opened, created, migrated or renamed
         self._log = Path(f"{self.path}-wal")
         self.for_reading = for_reading
         """Open read-only: never create, repair, migrate or lock. What is written stays in memory."""
@@ -102,7 +101,7 @@ class Database:
         self._dropped: Counter[str] = Counter()
         self._loss = ""  # what the new file's `LOST_NOTE` will say
         # Locks are taken only beside a record, and outlive it. Looked for once: later ones may be this process's own.
-        self._ran_before = _has_locks(state_dir)
+        self._ran_before = name == DATABASE and _has_locks(state_dir)
 
     def begin(self) -> None:
         """Open the file. Raises only `StoreTooNew`."""
@@ -173,7 +172,10 @@ class Database:
                     return True
             except REFUSED as error:
                 why = error
-            write(self._copy or self._make_copy())
+            try:
+                write(self._copy or self._make_copy())
+            except sqlite3.Error as error:  # the name of a column has rotted
+                write(self._lose(error))
             if why is not None:
                 self._waiting = self._waiting or _memory()
                 write(self._waiting)
@@ -287,7 +289,7 @@ class Database:
                 except sqlite3.DatabaseError as error:
                     if not again or self._read_only or not _is_damage(error):
                         raise
-                    with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
+                    with flock(self.state_dir, self._open_lock, OPEN_TIMEOUT):
                         if not self._is_moved():
                             self._set_aside(f"damaged ({error})")
         raise AssertionError
@@ -413,7 +415,7 @@ class Database:
             _expect_file(Path(f"{self.path}{suffix}"))
         if self._may_write():
             try:
-                with flock(self.state_dir, OPEN_LOCK, OPEN_TIMEOUT):
+                with flock(self.state_dir, self._open_lock, OPEN_TIMEOUT):
                     return self._open_to_write()
             except OSError as error:
                 # After an error of its own ext4 refuses every write, while access(2) still promises them.
@@ -531,7 +533,7 @@ class Database:
         `why`: the reason, for messages. `name`: part of the new names (default: "corrupt" and the time).
         """
         stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        base = f"{DATABASE}.{name or f'corrupt-{stamp}'}"
+        base = f"{self.path.name}.{name or f'corrupt-{stamp}'}"
         names = (f"{base}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
         aside = next(self.state_dir / name for name in names if not any(self.state_dir.glob(f"{name}*")))
         kept = []

@@ -73,19 +73,19 @@ class DeviceTables(Database):
         return self._write(lambda db: add_verdict(db, row))
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Return device uuid → newest verdict, without the verdicts of drills."""
-        newest = "SELECT max(number) FROM verdicts WHERE drill = 0 GROUP BY device"
+        """Return device uuid → newest verdict."""
+        newest = "SELECT max(number) FROM verdicts GROUP BY device"
         rows = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})")
         return {v.device: v for row in rows for v in self._decode_verdict(*row)}
 
     def verdict(self, device: str) -> Verdict | None:
-        """Return the newest verdict on one device (its uuid), or None if there is none. Drills do not count."""
-        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number DESC LIMIT 1"
+        """Return the newest verdict on one device (its uuid), or None if there is none."""
+        query = "SELECT device, body FROM verdicts WHERE device = ? ORDER BY number DESC LIMIT 1"
         return next((v for row in self._read(query, device) for v in self._decode_verdict(*row)), None)
 
     def verdict_history(self, device: str) -> list[Verdict]:
         """Return the verdicts on one device (its uuid), newest last; successive verdicts differ in state or cause."""
-        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number"
+        query = "SELECT device, body FROM verdicts WHERE device = ? ORDER BY number"
         return self._decode(Verdict, self._read(query, device))
 
     def _decode_verdict(self, device: str, body: bytes) -> list[Verdict]:

@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from canaryd.files import open_plain, owners_rights
+from canaryd.formatting import format_duration
 
 RETRY = 0.05
 """Seconds between two attempts to get a lock, since flock has no timeout."""
+WAIT = 600.0
+"""Seconds for which a command waits for a device that another process uses, unless --wait says otherwise."""
+DISK_FULL = "its disk is full"
 FULL = 1024 * 1024
 """Free bytes below which a disk counts as full: SQLite needs room for each file of a database."""
 
@@ -50,7 +54,7 @@ def reason(path: Path, error: Exception) -> str:
     except OSError:
         return why
     free = there.f_bavail * there.f_frsize
-    return f"{why} ({free:,} bytes are free on its disk)" if free < FULL else why
+    return f"{DISK_FULL} ({free:,} bytes free): {why}" if free < FULL else why
 
 
 def refusal(path: Path, error: Exception) -> str:
@@ -154,7 +158,7 @@ def flock(
                     held = f"still held after {waited:.0f} s" if timeout > 0 else "held"
                     raise Busy(f"{path}: {held} by {holder}; wait for it or stop it") from error
                 if on_wait and not holder.startswith(_name()):  # of another thread here, nobody needs to hear
-                    on_wait(f"{holder}; this command gives up after {timeout:g} s (--wait)")
+                    on_wait(f"{holder}; this command gives up after {format_duration(timeout)} (--wait)")
                     on_wait = None
                 time.sleep(RETRY)
         _sign(fd, f"{_name()}{doing and f', {doing}'}")

@@ -72,7 +72,14 @@ TALLIES = """
         device TEXT, probe TEXT, probe_version INTEGER, stack_id TEXT, own INTEGER, at REAL NOT NULL,
         body TEXT NOT NULL, PRIMARY KEY (device, probe, probe_version, stack_id, own))"""
 
-MIGRATIONS: dict[int, str] = {10: SCHEMA, 11: TALLIES}
+DRILLS_APART = """
+    DELETE FROM runs WHERE drill != '';
+    DELETE FROM counters WHERE name IN ('drill_runs', 'drill_mismatches');
+    DROP INDEX runs_by_kind;
+    CREATE INDEX runs_by_kind ON runs
+        (device, failed, probe, instruction_set, intensity, confirms, wrong, unknown, whole, outcome)"""
+
+MIGRATIONS: dict[int, str] = {10: SCHEMA, 11: TALLIES, 12: DRILLS_APART}
 """Version of the schema, ascending → SQL statements (separated by ";") that convert a database of the version
 before."""
 

@@ -13,14 +13,12 @@ from canaryd.store.runs import KIND
 
 BATCH = 100
 """Number of rows deleted in one transaction, so that another process never waits long."""
-FAILURE = "(drill = '' AND (failed OR confirms != ''))"
+FAILURE = "(failed OR confirms != '')"
 """SQL condition for failures and what was run to confirm them: without its clean retests a failure accuses more."""
 SUCCESS = f"NOT {FAILURE}"
 KEPT = 100
 """Number of newest failures of each kind on each device that stay, however large the file is; the judge reads no more.
 Without this, a device that fails all day would displace another device's failures and make it look healthy."""
-DRILLS = 1 * DAY
-"""Seconds for which runs with an injected fault are kept, whatever their outcome."""
 POLLS = 14 * DAY
 """Seconds for which telemetry polls are kept; events have their own limit. The newest completed poll is kept as long as
 a failure, because flags that the device set in that poll hold for 30 days, even if the driver hangs meanwhile."""
@@ -54,15 +52,11 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
     Failures are deleted early only if nothing else is left; this is reported as a problem. The newest failures of each
     kind always stay. `now` is in seconds since the epoch. Raises one of `REFUSED`.
     """
-    for condition, age in (
-        ("drill != ''", DRILLS),
-        (SUCCESS, keep.successes),
-        (FAILURE, keep.failures),
-    ):
+    for condition, age in ((SUCCESS, keep.successes), (FAILURE, keep.failures)):
         while _delete(database, f"{condition} AND stored < ?", now - age):
             pass
     oldest = now - keep.failures
-    newest = "SELECT max(number) FROM verdicts GROUP BY device, drill"
+    newest = "SELECT max(number) FROM verdicts GROUP BY device"
     for condition, limit in (
         (f"verdicts WHERE decided < ? AND number NOT IN ({newest})", oldest),
         ("events WHERE last < ?", oldest),

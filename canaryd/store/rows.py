@@ -21,7 +21,7 @@ from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.slower import Day
 from canaryd.judge.tally import Lane, Tallied
-from canaryd.model import Ack, Device, Event, Run, Verdict
+from canaryd.model import Ack, Device, Event, Run, Tally, Verdict
 
 T = TypeVar("T")
 
@@ -159,15 +159,15 @@ def lane(run: Run) -> tuple[Any, ...]:
     return (*kind, len(run.unknown), len(run.recordings), run.trials, run.uploads)
 
 
-def part_of(device: str, counted: Tallied) -> tuple[Any, ...]:
+def part_of(device: str, of: Tallied) -> tuple[Any, ...]:
     """Return the parameters of `PART` for the tally of one run."""
-    day = counted.first // DAY
-    return int(day), counted.lane.probe, counted.first, device, day * DAY, counted.first
+    day = of.first // DAY
+    return int(day), of.lane.probe, of.first, device, day * DAY, of.first
 
 
-def tally_row(device: str, counted: Tallied, part: float | None) -> tuple[Any, ...]:
+def tally_row(device: str, of: Tallied, part: float | None) -> tuple[Any, ...]:
     """Return the row of a tally; `part` is what `PART` found before it."""
-    return (device, *counted.lane, int(counted.first // DAY), part or 0.0, *counted[1:])
+    return (device, *of.lane, int(of.first // DAY), part or 0.0, *of[1:])
 
 
 def tally_from_row(row: Sequence[Any]) -> Tallied | None:
@@ -206,18 +206,18 @@ def stack_row(run: Run) -> tuple[str, str]:
     return run.stack_id, json.dumps(dict(run.stack))
 
 
-def run_counts(run: Run) -> list[tuple[str, str, float]]:
-    """Return the counts that a run adds to the counters, as (name, labels, increment).
+def run_counts(run: Run, results: Tally) -> list[tuple[str, str, float]]:
+    """Return the counts that a run with these results adds to the counters, as (name, labels, increment).
 
     Zero increments are included: `increase()` of Prometheus needs a series before its first increase.
     """
     of = {"device": run.device, "probe": run.probe}
     if run.drill:
-        return [("drill_runs", encode_labels(of), 1), ("drill_mismatches", encode_labels(of), len(run.wrong))]
+        return [("drill_runs", encode_labels(of), 1), ("drill_mismatches", encode_labels(of), results.wrong)]
     return [
         ("probe_runs", encode_labels({**of, "outcome": run.outcome.value}), 1),
-        ("probe_mismatches", encode_labels(of), len(run.wrong)),
-        ("probe_trials", encode_labels(of), float(run.trials)),
+        ("probe_mismatches", encode_labels(of), results.wrong),
+        ("probe_trials", encode_labels(of), float(results.of)),
     ]
 
 
@@ -299,10 +299,9 @@ def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
     """Add a verdict. It replaces the device's newest verdict if both have the same state and cause."""
-    device, drill, state, cause, decided, body = row
+    device, _, state, cause, decided, body = row
     last = db.execute(
-        "SELECT number, state, cause FROM verdicts WHERE device = ? AND drill = ? ORDER BY number DESC LIMIT 1",
-        (device, drill),
+        "SELECT number, state, cause FROM verdicts WHERE device = ? ORDER BY number DESC LIMIT 1", (device,)
     ).fetchone()
     if last and last[1:] == (state, cause):
         db.execute("UPDATE verdicts SET decided = ?, body = ? WHERE number = ?", (decided, body, last[0]))

@@ -62,7 +62,7 @@ def _ranked(of: str, which: str) -> str:
     rank = "row_number() OVER (PARTITION BY {} ORDER BY number DESC)"
     places = f"{rank.format(of)} AS place, {rank.format(f'{KIND}, whole, outcome')} AS turn"
     # Ranked in an index that has all these columns, and joined afterwards: a sort would copy every body.
-    ranked = f"SELECT number, {places} FROM runs WHERE device = ? AND drill = '' AND {which}"
+    ranked = f"SELECT number, {places} FROM runs WHERE device = ? AND {which}"
     return f"({ranked}) JOIN runs USING (number)"
 
 
@@ -87,17 +87,17 @@ class RunTables(Database):
         left. Dropped runs stay counted.
         """
         with self._lock:
-            row, counts = run_row(run, self._stamp()), run_counts(run)
+            found = tally(run)
+            row, counts = run_row(run, self._stamp()), run_counts(run, found.all)
             changed, classes = self._baseline_rows(baselines), self._met_rows(met)
             # What was wrong before is looked up here, as the rows that wait for the disk do not know it.
-            found = tally(run)
             (part,) = self._read(PART, *part_of(run.device, found))[0]
-            counted = [] if run.drill else [tally_row(run.device, found, part)]
+            counted = tally_row(run.device, found, part)
 
             def write(db: sqlite3.Connection) -> None:
                 if db.execute(ADD_RUN, row).rowcount:
                     db.executemany(ADD_COUNT, counts)
-                    db.executemany(ADD_TALLY, counted)
+                    db.execute(ADD_TALLY, counted)
                     db.execute(ADD_STACK, stack_row(run))
                     db.executemany(ADD_BASELINE, changed)
                     add_met(db, classes)
@@ -112,7 +112,6 @@ class RunTables(Database):
         since: float | None = None,
         *,
         until: float | None = None,
-        drill: bool | None = False,
         failed: bool | None = None,
         outcome: Outcome | None = None,
         limit: int | None = None,
@@ -124,7 +123,7 @@ class RunTables(Database):
         """
         times = {"stored >= ?": since, "stored < ?": until}
         terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed, "outcome = ?": outcome}
-        where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
+        where = {term: value for term, value in terms.items() if value is not None}
         # SQLite would rather read the whole table in order than the newest part of it and sort that.
         table = "runs" if since is None else "runs INDEXED BY runs_by_age"
         query = f"SELECT id, body FROM {table} WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
@@ -155,34 +154,39 @@ class RunTables(Database):
             return self._decode(Run, others)
 
     def failures(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest failures and retests in short form, at most `limit` of each kind, without drills.
+        """Return a device's newest failures and retests in short form, at most `limit` of each kind.
 
         Failures are of one kind if they have the same probe, instruction set and intensity, are both mismatches or both
         incomplete runs, and are both confirmations or both not.
         """
-        return self._brief(KIND, "(failed = 1 OR confirms != '')", 1, limit, device)
+        return self._brief(KIND, "(failed = 1 OR confirms != '')", limit, device)
+
+    def confirmations(self, of: Run) -> list[str]:
+        """Return the outcomes of the runs that confirm a run on its own device."""
+        lane = "probe = ? AND instruction_set = ? AND intensity = ? AND confirms = ?"
+        query = f"SELECT outcome FROM runs WHERE device = ? AND failed IN (0, 1) AND {lane}"
+        return [o for (o,) in self._read(query, of.device, of.probe, of.instruction_set, of.intensity, of.id)]
 
     def kinds_of_failures(self, device: str) -> int:
-        """Return the number of kinds (see `failures`) of a device's failures, without drills."""
-        query = f"SELECT DISTINCT {KIND} FROM runs WHERE device = ? AND drill = '' AND failed = 1"
+        """Return the number of kinds (see `failures`) of a device's failures."""
+        query = f"SELECT DISTINCT {KIND} FROM runs WHERE device = ? AND failed = 1"
         return len(self._read(query, device))
 
     def newest_clean(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest clean runs in short form, at most `limit` of each kind. Drills are left out.
+        """Return a device's newest clean runs in short form, at most `limit` of each kind.
 
         Runs of one kind have equal values in the columns `CLEAN`. So many runs of one probe do not hide the last run of
         another probe with a longer period, and many skipped runs do not hide the last completed one.
         """
-        return self._brief(CLEAN, "failed = 0", 1, limit, device)
+        return self._brief(CLEAN, "failed = 0", limit, device)
 
-    def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
-        """Return the `first` to `last` newest runs of each kind on a device in short form, oldest first.
+    def _brief(self, of: str, which: str, most: int, device: str) -> list[Run]:
+        """Return a device's newest runs that match `which`, in short form, oldest first; at most `most` of each kind.
 
-        Runs of one kind are equal in the columns `of`. SQL conditions: `which` chooses runs, `but` leaves some of them
-        out.
+        Runs of one kind are equal in the columns `of`.
         """
-        query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
-        return self._decode(Run, self._read(f"{query} ORDER BY number", device, first, last))
+        query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place <= ? ORDER BY number"
+        return self._decode(Run, self._read(query, device, most))
 
     # Tallies
 

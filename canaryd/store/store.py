@@ -17,9 +17,11 @@ from urllib.parse import quote
 from canaryd.files import allowed, owners_rights
 from canaryd.formatting import DAY
 from canaryd.judge.clock import EPOCH
+from canaryd.model import Run
 from canaryd.store.database import LOST_NOTE, PASSED_NOTE, REFUSED
 from canaryd.store.devices import DeviceTables
 from canaryd.store.locks import Busy, Unreadable, flock, is_held, refusal
+from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.retention import DEFAULT, Retention, prune
 from canaryd.store.rows import HOUR, parse_time
 from canaryd.store.runs import RunTables
@@ -28,6 +30,11 @@ from canaryd.store.telemetry import TelemetryTables
 STEP = 2 * HOUR
 """Maximum seconds by which one prune moves `Store.passed` forward: twice the hour between the daemon's prunes. A
 clock that is wrong for an hour thus ages the records by at most two hours (ours)."""
+DRILLS = f"drills.{max(MIGRATIONS)}.db"
+"""Name of the file of drills (runs with an injected fault) in the state directory. Another version of the schema has
+another file, so that none is ever converted: drills are not worth it."""
+DRILL_EXPIRY = 3600.0
+"""Seconds for which a drill is shown, and its alert stands (ours): a drill lasts minutes."""
 BELIEVED = 24
 """Number of successive prunes that must find the clock a day behind `Store.passed` before the clock is trusted
 (ours)."""
@@ -38,6 +45,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
 
     max_bytes = 256 * 1024 * 1024
     keep = DEFAULT
+    _drills: Store | None = None
     _behind = 0
     """Number of successive prunes that found the clock a day behind `passed`."""
 
@@ -70,6 +78,30 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Try once more to write the rows that wait in memory, then close the files."""
+        if self._drills is not None:
+            self._drills.close()
+        super().close()
+
+    @property
+    def drills(self) -> Store:
+        """The runs with an injected fault of the last day, in a file of their own: nothing here leaves them out."""
+        with self._lock:
+            if self._drills is None:
+                self._drills = Store(self.state_dir, self._now, for_reading=self.for_reading, name=DRILLS)
+                self._drills.keep = Retention(successes=DAY, failures=DAY)
+                self._drills.begin()
+            return self._drills
+
+    def drilled(self, now: float) -> dict[str, list[Run]]:
+        """Return device uuid → its runs with an injected fault in the hour before `now` (epoch s), oldest first."""
+        found: dict[str, list[Run]] = {}
+        for run in sorted(self.drills.runs(since=now - DRILL_EXPIRY), key=lambda r: r.started):
+            if abs(now - run.started) <= DRILL_EXPIRY:
+                found.setdefault(run.device, []).append(run)
+        return found
+
     @property
     def lost(self) -> tuple[float, str] | None:
         """Time (epoch s) of the last loss of a database and what is left of it, or None if none was ever lost."""
@@ -84,6 +116,8 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             prune(self, self.keep, self.max_bytes, self._advance(now))
         except REFUSED as error:
             self._refuse(error)
+        if self._drills is not None:
+            self._drills.prune(now)
 
     def _advance(self, now: float) -> float:
         """Move `passed` towards the clock's time `now`; return `passed` (epoch s), by which pruning measures ages.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 GROUP = "canaryd.answers"
 """Entry-point group for other packages: question → a module with a function `answer`, which the worker imports."""
-OWN = {"reproducer": "canaryd.worker.numeric.reproducer"}
+OWN = {"reproducer": "canaryd.worker.numeric.reproducer", "installed": "canaryd.worker.installed"}
 
 
 class Answerer(NamedTuple):

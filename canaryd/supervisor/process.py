@@ -128,6 +128,7 @@ class Worker:
         self.python = ""
         self.chatter = bytearray()
         self._remote = bool(spec.command)
+        self._bus_id = "" if spec.only is None else spec.only.detail.get("bus_id", "")
         self._nonce = secrets.token_hex(8)
         self.unreceived: deque[dict[str, Any]] = deque()
         """Messages that have arrived and were not received yet."""
@@ -256,7 +257,7 @@ class Worker:
         with self._lock:
             if not self._reaped:
                 if not self.exited():
-                    killed.note(self._process.pid)
+                    killed.note(self._process.pid, self._bus_id, hidden=self._remote)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, number)
 

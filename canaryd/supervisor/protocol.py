@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 from canaryd.codec import from_json
 from canaryd.facts import Comparison, Reading, Recording, Skipped, shared
 from canaryd.model import Device, Outcome, Reason
-from canaryd.probe import Absent, ProbeSpec
+from canaryd.probe import Absent, Fact, ProbeSpec
 
-FACT_TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Recording, Skipped, Absent)}
+FACT_TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in (Comparison, Recording, Skipped)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,8 @@ class Answer:
 
 MOST = 2**63
 """Limit (exclusive) for numbers in messages, because the store holds only smaller ones (SQLite's INTEGER)."""
+MOST_COUNTED = 2**40
+"""Limit (exclusive) for the trials and for the uploads of one comparison: sums over a run stay below `MOST`."""
 MOST_READ = 2**64
 """Limit (exclusive) for readings, larger than `MOST`: drivers set all 64 bits of a counter that they do not know."""
 
@@ -158,6 +160,8 @@ def parse_fact(item: Any) -> Reading | Absent:
     texts = isinstance(name, str) and isinstance(unit, str) and isinstance(labels, dict)
     if not (texts and isinstance(value, (str, int, float)) and all(isinstance(v, str) for v in labels.values())):
         raise ValueError(f"not a reading: {item!r:.100}")
+    if isinstance(value, int) and abs(value) >= MOST_READ:
+        raise ValueError(f"{name} has more than 64 bits")
     return Reading(
         name=shared(name),
         value=shared(value) if isinstance(value, str) else value,
@@ -166,48 +170,16 @@ def parse_fact(item: Any) -> Reading | Absent:
     )
 
 
-@dataclass
-class RunFacts:
-    """The facts of a run, collected while they arrive."""
-
-    readings: list[Reading] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
-    recordings: list[Recording] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
-    """Name of a missing reading → the reason why it is missing."""
-    codes: dict[str, int] = field(default_factory=dict)
-    """Name of a missing reading → the driver's error code for it, if there is one."""
-    counted: int = 0
-    """Sum of the trials and uploads in all comparisons that have arrived."""
-
-    def add(self, kind: str, message: Mapping[str, Any]) -> None:
-        """Add the facts in a message of this kind; raise `LookupError`, `TypeError` or `ValueError` if malformed."""
-        if kind == "readings":
-            for item in message["values"]:
-                self._add(parse_fact(item))
-        elif kind == "fact":
-            self._add(from_json(FACT_TYPES[message["type"]], message["value"]))
-        else:
-            raise ValueError(f"unknown kind {kind!r}")
-
-    def _add(self, fact: Any) -> None:
-        if isinstance(fact, Reading):
-            if isinstance(fact.value, int) and abs(fact.value) >= MOST_READ:
-                raise ValueError(f"{fact.name} has more than 64 bits")
-            self.readings.append(fact)
-        elif isinstance(fact, Comparison):
-            if not 0 <= fact.wrong_trials <= fact.trials:
-                raise ValueError(f"{fact.wrong_trials} wrong of {fact.trials} trials")
-            self.counted += fact.trials + max(0, fact.uploads)
-            if not (fact.uploads >= 0 and self.counted < MOST):
-                raise ValueError(f"{fact.trials} trials of {fact.uploads} uploads, {self.counted} in the run so far")
-            self.comparisons.append(fact)
-        elif isinstance(fact, Recording):
-            self.recordings.append(fact)
-        elif isinstance(fact, Skipped):
-            self.skipped.append(fact)
-        else:
-            self.absent[fact.name] = fact.reason
-            if fact.code:
-                self.codes[fact.name] = fact.code
+def facts_in(kind: str, message: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the facts in a message of this kind; raise `LookupError`, `TypeError` or `ValueError` if malformed."""
+    if kind == "readings":
+        yield from map(parse_fact, message["values"])
+    elif kind == "fact":
+        fact: Fact = from_json(FACT_TYPES[message["type"]], message["value"])
+        if isinstance(fact, Comparison) and not (
+            0 <= fact.wrong_trials <= fact.trials < MOST_COUNTED and 0 <= fact.uploads < MOST_COUNTED
+        ):
+            raise ValueError(f"{fact.wrong_trials} wrong of {fact.trials} trials of {fact.uploads} uploads")
+        yield fact
+    else:
+        raise ValueError(f"unknown kind {kind!r}")

@@ -7,18 +7,18 @@ other threads can only call `Series.kill`.
 
 from __future__ import annotations
 
-import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import LogPosition, LogRecord, whole
+from canaryd.facts import Comparison, LogPosition, LogRecord, Reading, Recording, Skipped, whole
+from canaryd.formatting import command
 from canaryd.model import MPS_CLIENT, Device, Outcome, Run
-from canaryd.probe import ProbeSpec
+from canaryd.probe import Absent, Fact, ProbeSpec
 from canaryd.supervisor import capabilities
 from canaryd.supervisor.answers import answerer
 from canaryd.supervisor.environment import INSTRUCTION_SETS
@@ -28,13 +28,15 @@ from canaryd.supervisor.protocol import (
     Description,
     Listing,
     Reach,
-    RunFacts,
     RunRequest,
     WorkerSpec,
+    facts_in,
     new_run_id,
     parse_text,
 )
 from canaryd.supervisor.slot import Slot, decoding
+
+T = TypeVar("T")
 
 STARVED = 4.0
 """Maximum extra time that a low-priority worker gets while it waits for a core, in multiples of its timeout (our
@@ -280,7 +282,8 @@ class Series:
         Never raises because of a worker. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
-        run, facts, ready_at, worker = new_run_id(started), RunFacts(), None, None
+        run, ready_at, worker = new_run_id(started), None, None
+        facts: list[Fact] = []
         try:
             worker = self._slot.ready(deadline)
             ready_at = time.monotonic()
@@ -288,18 +291,18 @@ class Series:
             worker.be_lenient(lenience)
             worker.begin(MAX_RUN if request.spec.numeric else MAX_TOLD)
             worker.send(self._run_message(worker, request, run, deadline - ready_at + lenience + self._slot.grace))
-            answer = self._receive_result(worker, run, facts, deadline)
+            message = self._receive_result(worker, run, facts, deadline)
+            with decoding(message):
+                answer = from_json(Answer, message)
             self._slot.wall_seconds -= answer.paused
             if answer.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED):
                 self.close()
         except LostError as lost:
             seconds = time.monotonic() - ready_at if ready_at is not None else 0.0
             outcome, detail = self._slot.discard(lost)
-            for message in worker.unreceived if worker else ():  # a wrong bit among them may not show again
-                with suppress(LostError), decoding(message):
-                    if message.pop("id") == run and message["kind"] in ("fact", "readings"):
-                        facts.add(message.pop("kind"), message)
+            facts += _last_facts(worker.unreceived if worker else (), run)
             answer = Answer(outcome=outcome, seconds=seconds, detail=detail, reason=lost.reason)
+        absent, recordings = _only(Absent, facts), _only(Recording, facts)
         return Run(
             id=run,
             device=request.device.uuid,
@@ -311,22 +314,27 @@ class Series:
             level=request.level,
             seed=request.seed,
             instruction_set=self._slot.instruction_set,
-            readings=tuple(facts.readings),
-            comparisons=tuple(facts.comparisons),
-            recordings=tuple(facts.recordings),
-            skipped=tuple(facts.skipped),
-            absent=facts.absent | dict(answer.absent),
-            codes=facts.codes,
+            readings=_only(Reading, facts),
+            comparisons=_only(Comparison, facts),
+            recordings=recordings,
+            skipped=_only(Skipped, facts),
+            absent={fact.name: fact.reason for fact in absent} | dict(answer.absent),
+            codes={fact.name: fact.code for fact in absent if fact.code},
             stack=answer.stack,
             environment={**answer.environment, **({MPS_CLIENT: "yes"} if self._slot.is_mps_client else {})},
             detail=answer.detail,
             reason=answer.reason,
-            repro=_repro(request, self._slot.instruction_set),
+            repro=command(
+                *("check", ("device", request.device.name), ("probe", request.spec.name)),
+                *(("case", case) for case in request.cases),
+                *(("seed", str(request.seed)), ("level", request.level)),
+                *(("instruction_set", self._slot.instruction_set), ("intensity", request.intensity)),
+            ),
             drill=request.drill,
             confirms=request.confirms,
             trigger=request.trigger,
             cases=request.cases,
-            baselining=request.baselining and bool(facts.recordings),
+            baselining=request.baselining and bool(recordings),
             intensity=request.intensity,
         )
 
@@ -352,8 +360,8 @@ class Series:
             "timeout": timeout,
         }
 
-    def _receive_result(self, worker: Worker, run: str, facts: RunFacts, deadline: float) -> Answer:
-        """Collect the facts of a run in `facts` until the run's result arrives, and return the result."""
+    def _receive_result(self, worker: Worker, run: str, facts: list[Fact], deadline: float) -> dict[str, Any]:
+        """Collect the facts of a run in `facts` until its result or answer arrives; return the fields of that."""
         while True:
             message = self._slot.receive(worker, deadline)
             progress = None
@@ -361,12 +369,12 @@ class Series:
                 if message.pop("id") != run:
                     continue  # a late message from a thread of an earlier probe
                 kind = message.pop("kind")
-                if kind == "result":
-                    return from_json(Answer, message)
+                if kind in ("result", "answered"):
+                    return message
                 if kind == "progress":
                     progress = (float(message["fraction"]), str(message["text"]))
                 else:
-                    facts.add(kind, message)
+                    facts += facts_in(kind, message)
             if progress is not None and self._on_progress is not None:
                 self._on_progress(*progress)
 
@@ -384,17 +392,9 @@ class Series:
             placed = "" if package is None else worker.place(package)
             request = {"op": "answer", "id": run, "module": name, "package": placed}
             worker.send({**request, "arguments": arguments, "timeout": timeout})
-            while True:
-                message = self._slot.receive(worker, deadline)
-                progress = None
-                with decoding(message):
-                    if message["id"] != run:
-                        continue
-                    if message["kind"] == "answered":
-                        return Outcome(message["outcome"]), dict(whole(message["value"])), str(message["detail"])
-                    progress = (float(message["fraction"]), str(message["text"]))
-                if self._on_progress is not None:
-                    self._on_progress(*progress)
+            message = self._receive_result(worker, run, [], deadline)
+            with decoding(message):
+                return Outcome(message["outcome"]), dict(whole(message["value"])), str(message["detail"])
         except LostError as lost:
             outcome, detail = self._slot.discard(lost)
             return outcome, {}, detail
@@ -430,14 +430,13 @@ def _description(
     )
 
 
-def _repro(request: RunRequest, instruction_set: str) -> str:
-    """Return the command line that repeats a run."""
-    words = ["canaryd", "check", "--device", request.device.name, "--probe", request.spec.name]
-    for case in request.cases:
-        words += ["--case", case]
-    words += ["--seed", str(request.seed), "--level", request.level]
-    if instruction_set:
-        words += ["--instruction-set", instruction_set]
-    if request.intensity:
-        words += ["--intensity", request.intensity]
-    return shlex.join(words)
+def _last_facts(messages: Iterable[Mapping[str, Any]], run: str) -> Iterator[Fact]:
+    """Yield the facts of a run in the last messages of a lost worker: a wrong bit among them may not show again."""
+    for message in messages:
+        with suppress(LostError), decoding(message):
+            if message["id"] == run and message["kind"] in ("fact", "readings"):
+                yield from facts_in(message["kind"], message)
+
+
+def _only(kind: type[T], facts: Iterable[object]) -> tuple[T, ...]:
+    return tuple(fact for fact in facts if isinstance(fact, kind))

@@ -42,10 +42,22 @@ class Answer(NamedTuple):
     body: bytes
     headers: tuple[str, ...] = ()
     """Additional header lines, e.g. "Content-Encoding: gzip"."""
+    bare: bool = False
+    """Whether only the body is sent, as HAProxy's agent checks want it."""
 
 
-Route = Callable[[Mapping[str, str]], Answer]
-"""Function (request headers, names in lower case) → answer. It must not wait for anything."""
+class Request(NamedTuple):
+    """What a client asks for."""
+
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    path: str = ""
+    query: str = ""
+    """What follows "?", as it was sent."""
+
+
+Route = Callable[[Request], Answer]
+"""Function request → answer. It must not wait for anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +80,8 @@ _QUIET = 60.0
 class Server(socketserver.ThreadingTCPServer):
     """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes, one request per connection.
 
-    A slow or silent client delays no other. If all places are taken, a new connection replaces the oldest.
+    A slow or silent client delays no other. If all places are taken, a new connection replaces the oldest. A route
+    whose path ends with "/" also answers every path below it, but for the root.
     """
 
     # Not http.server's own ThreadingHTTPServer: it looks up the host's full name, and may wait for a name server.
@@ -242,14 +255,15 @@ class _Connection(BaseHTTPRequestHandler):
             self._reply(self._found())
 
     def _found(self) -> Answer:
-        routes, path = self.server.routes, self.path.partition("?")[0]
+        routes, (path, _, query) = self.server.routes, self.path.partition("?")
+        route = routes.get(path) or routes.get(f"/{path.split('/')[1]}/" if path.count("/") > 1 else "")
         if self.command not in ("GET", "HEAD"):
             return Answer(405, PLAIN_TEXT, b"method not allowed: use GET or HEAD\n", ("Allow: GET, HEAD",))
-        if path not in routes:
+        if route is None:
             return Answer(404, PLAIN_TEXT, f"not found: use one of {', '.join(sorted(routes))}\n".encode())
         headers = {name.lower(): ", ".join(self.headers.get_all(name, ())) for name in self.headers}
         try:
-            return routes[path](headers)
+            return route(Request(headers, path, query))
         except Exception:
             log.exception("%s failed", path)
             return Answer(500, PLAIN_TEXT, b"internal error: see the log of canaryd\n")
@@ -265,6 +279,9 @@ class _Connection(BaseHTTPRequestHandler):
             "Connection: close",
         ]
         body = b"" if self.command == "HEAD" else answer.body
+        if answer.bare:
+            self.wfile.write(body)
+            return
         self.wfile.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import beginning
+from canaryd.facts import Skipped, beginning
 from canaryd.free_memory import of_host
 from canaryd.model import Device, Reason
 from canaryd.probe import Context, Skip
@@ -97,12 +97,13 @@ class Bursts:
         self._since = self.clock()
 
 
-def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
+def install(ctx: Context, budget: Mapping[str, Any], room: int) -> Bursts | None:
     """Make a run work in bursts and restart its budget; return its clock, or None for a retest, which has its own load.
 
-    `budget` contains "burst" (seconds), "rest" (length of a pause as a multiple of a burst) and "memory" (bytes).
+    `budget` contains "burst" (seconds) and "rest" (length of a pause as a multiple of a burst). `room`: what
+    `make_room` returned.
     """
-    ctx.room = budget["memory"]
+    ctx.room = room
     if ctx.intensity:
         return None
     bursts = Bursts(budget["burst"], budget["rest"])
@@ -111,20 +112,20 @@ def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
     return bursts
 
 
-def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise `Skip` if a run that takes budget["memory"] bytes leaves a server fewer than budget["free"] bytes.
+def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes that a run can take: budget["memory"], or budget["small"] if an accelerator's memory is short.
 
-    Otherwise limit the runtime to that memory; a CPU's runtime is not limited. The free memory of an accelerator is the
-    driver's number after this process has allocated its context. The free memory of a CPU is what the kernel can give
-    without swapping.
+    Limits the runtime to that memory; a CPU's runtime is not limited. Raises `Withheld` if a server would keep too
+    little. The free memory of an accelerator is the driver's number after this process has allocated its context. The
+    free memory of a CPU is what the kernel can give without swapping.
     """
     if device.unit == "cpu":
-        check_room(of_host(meminfo), None, budget)
-        return
+        return check_room(of_host(meminfo), None, {**budget, "small": 0})
     runtime = importlib.import_module("canaryd.worker.runtime.interface").of(device)
     free, total = runtime.memory(device)
-    check_room(free, total, budget)
-    runtime.limit_memory(device, int(budget["memory"]))
+    room = check_room(free, total, budget)
+    runtime.limit_memory(device, room)
+    return room
 
 
 class Withheld(Skip):
@@ -133,13 +134,30 @@ class Withheld(Skip):
     reason = Reason.BUDGET
 
 
-def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> None:
-    """Raise `Withheld` if `free` bytes of `total` are too few for the budget; None means unknown and is accepted."""
-    wanted = budget["memory"] + budget["free"]
-    if free is not None and free < wanted:
-        of = f" of {total >> 20}" if total else ""
-        need = f"budget.memory and what stays free need {wanted >> 20} MiB"
-        raise Withheld(f"{SKIPPED}{free >> 20}{of} MiB of memory are free; {need}")
+def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> int:
+    """Return the bytes that a run can take while `free` of `total` are free; None means unknown and is accepted.
+
+    A run of budget["memory"] bytes leaves budget["free"] to a server, one of budget["small"] as many as it takes. 0 for
+    "small" means that there are no small runs. Raises `Withheld` if too few bytes are free.
+    """
+    memory, small = int(budget["memory"]), int(budget["small"])
+    wanted = memory + int(budget["free"])
+    if free is None or free >= wanted:
+        return memory
+    if small and free >= 2 * small:
+        return small
+    what, wanted = ("a small run", 2 * small) if small else ("budget.memory", wanted)
+    of = f" of {total >> 20}" if total else ""
+    need = f"{what} and what stays free need {wanted >> 20} MiB"
+    raise Withheld(f"{SKIPPED}{free >> 20}{of} MiB of memory are free; {need}")
+
+
+def left_out(budget: Mapping[str, Any], room: int) -> Skipped | None:
+    """Return what a run with `room` bytes leaves out because the device's memory is short, or None if it is not."""
+    if room >= budget["memory"]:
+        return None
+    why = f"{SKIPPED}the device's memory is short, so this run took at most {room >> 20} MiB of it"
+    return Skipped(case="all that takes more memory", reason=why)
 
 
 def excuse(error: BaseException, *, capped: bool) -> str:
@@ -151,5 +169,5 @@ def excuse(error: BaseException, *, capped: bool) -> str:
     if isinstance(error, RuntimeError) and TAKEN in str(error):
         return f"{SKIPPED}the device admits no further process (compute mode, or its holder): {text}"
     if capped and (any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__) or FULL.search(str(error))):
-        return f"{SKIPPED}the run needs more than budget.memory, or the server has taken the rest: {text}"
+        return f"{SKIPPED}the run needs more memory than it may take, or the server has taken the rest: {text}"
     return ""

@@ -48,8 +48,6 @@ BATCH = 256
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 OWN = ("kind", "id", "type", "outcome")
 """Fields whose values are words of the protocol, so they need no check for secrets."""
-HOSTS = ("cpu", "endpoint")
-"""Values of `Device.unit` that are no accelerators: their errors cannot be failures of an accelerator."""
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 
 
@@ -230,11 +228,11 @@ class Runner:
         run = request["id"]
         device = from_json(Device, request["device"])
         seconds, numeric, detail, reason = 0.0, False, "", Reason.NONE
-        limited, capped, bursts = request["beside"], False, None
+        limited, capped, room, bursts = request["beside"], False, 0, None
         readings: list[list[Any]] = []
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
-            if device.is_endpoint:
+            if not device.computes_here:
                 limits.bound_memory()
             probe = self._load(request["probe"])
             numeric = probe.SPEC.numeric
@@ -243,11 +241,13 @@ class Runner:
             stress = importlib.import_module("canaryd.worker.numeric.stress") if retest else None
             if limited and numeric:
                 capped = device.unit != "cpu"
-                limits.make_room(device, limited)
+                room = limits.make_room(device, limited)
             context = self._context(request, device)
             sensors: Callable[[], list[Any]] = stress.install(context) if stress is not None else list
             if limited and numeric:
-                bursts = limits.install(context, limited)
+                bursts = limits.install(context, limited, room)
+                if (less := limits.left_out(limited, room)) is not None:
+                    self._send(kind="fact", id=run, type="Skipped", value=_plain(less))
             begun = time.monotonic()
             try:
                 self._send_facts(run, probe, context, readings, bursts)
@@ -264,7 +264,7 @@ class Runner:
             outcome = _outcome_of(error, device)
             traceback.clear_frames(error.__traceback__)  # frees what filled the memory before anything is written
             detail = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))[-DETAIL:]
-            if isinstance(error, MemoryError) and device.is_endpoint:
+            if isinstance(error, MemoryError) and not device.computes_here:
                 detail = f"the server's answers need more than {limits.ENDPOINT_MEMORY >> 20} MiB of memory"
             excusable = numeric and outcome is not Outcome.DEVICE_ERROR
             excuse, why = _excuse(error, device, capped=capped) if excusable else ("", reason)
@@ -455,7 +455,7 @@ def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Outcome.OUT_OF_MEMORY
     errors = importlib.import_module("canaryd.worker.numeric.errors")
-    if device is None or device.unit not in HOSTS:
+    if device is None or device.is_accelerator:
         chain: list[BaseException] = [error]
         while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
             chain.append(before)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]  # .ci/full makes the whole table, too
 
 from benchmarks import runtimes  # noqa: E402  it needs torch
 

@@ -45,6 +45,16 @@ def test_coverage(bench):
 
 @needs_torch
 @pytest.mark.torch
+@pytest.mark.slow
+def test_verified_gemm(bench):
+    """Products of a processor are verified by comparison and by each digest, and the right ones are right by all."""
+    (row,) = bench("verified_gemm", "--sizes", 64, "--pairs", 2, result="verified_gemm-cpu-float32")["rows"]
+    assert row["ratio"]["pairs"] == 2
+    assert set(row["digests"]) == {"32 bits", "32 bits of halves", "64 bits", "bytes"}
+
+
+@needs_torch
+@pytest.mark.torch
 def test_clean_runs_draw_what_the_probe_tests():
     """Formats with the kinds of shapes that exact_matmul gives them: FP8 has no batch, and would be refused."""
     from benchmarks import clean_runs
@@ -77,6 +87,15 @@ def test_healthy_days(bench):
     assert (data["hardware_accusations"], data["device_rounds"]) == ([], 36)
 
 
+@pytest.mark.slow
+def test_quarter(bench):
+    """Each history is played and weighed: the fleet adds up, and the gate drains no sound device as hardware."""
+    data = bench("quarter", "--seeds", 1, "--wrong", 1, "--sound", 1, result="quarter")
+    assert sum(data["weights"].values()) == pytest.approx(10_000)
+    assert {each["kind"] for each in data["lives"]} == {*data["weights"]}
+    assert all(each["device"] in ("", each["defect"]) for each in data["lives"] if each["cause"] == "hardware")
+
+
 @needs_torch
 @pytest.mark.torch
 @pytest.mark.slow
@@ -89,3 +108,20 @@ def test_engines(bench):
     assert all(row[-2] > 0 == row[-1] for row in data["in process"])
     assert all(row[4] == 2 and row[-2] > 0 == row[-1] for row in data["served"])
     assert data["served"] or any("not installed" in line for line in data["not run"])
+
+
+@needs_torch
+@pytest.mark.torch
+def test_the_simulated_cases_of_a_gpu_are_those_that_serve(monkeypatch):
+    """The model is within a fifth of the H200's records; most 16-bit cases are aligned and fill the chip twice."""
+    from benchmarks import case_list
+
+    assert all(0.8 < float(ratio) < 1.2 for *_, ratio in case_list.recorded())
+    monkeypatch.setattr(case_list, "SEEDS", range(48))  # kinds and layouts come in turn
+    for chip in case_list.CHIPS:
+        for level, waves, bound in (("quick", 0.6, 0.5), ("standard", 0.8, 0.85)):
+            found = case_list.figures(chip, level, case_list.names(chip, level), case_list.BURST)
+            assert found["aligned"] >= 0.8, (chip.name, level)
+            assert found["two_waves"] >= waves, (chip.name, level)
+            assert found["bound"] >= bound, (chip.name, level)
+            assert found["pools"] < case_list.exact_matmul.SPEC.budget[level]

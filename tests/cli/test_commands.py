@@ -80,6 +80,13 @@ def test_one_command_is_parsed_without_the_modules_of_the_others():
     }
 
 
+def test_help_is_a_word_too():
+    """As of git and apt: alone, and before a command."""
+    (one, other), (short, long) = in_turn(("help",), ("--help",)), in_turn(("help", "ack"), ("ack", "--help"))
+    assert (one.code, one.out) == (0, other.out)
+    assert (short.code, short.out) == (0, long.out)
+
+
 def test_version():
     """The package's own."""
     answer = canaryd("--version")
@@ -98,15 +105,8 @@ def test_probes_lists_the_catalogue(tmp_path):
     listed = [line.split()[0] for line in answer.out.splitlines()]
     asked_for = ["model_canary", "vendor_selftest"]  # these run only where the configuration asks for them
     assert sorted([*listed, *asked_for]) == list(BUILTIN)
-    exact = [name for name in listed if name.startswith("exact")]
-    assert exact == [
-        "exact_integer",
-        "exact_matmul",
-        "exact_units",
-        "exact_attention",
-        "exact_canary",
-        "exact_endpoint",
-    ]
+    order = ["exact_integer", "exact_matmul", "exact_units", "exact_attention", "exact_canary", "exact_endpoint"]
+    assert [name for name in listed if name in order] == order
     for line in answer.out.splitlines():
         assert f"(builtin: {ROOT}/probes/{line.split()[0]}.py)" in line
 

@@ -155,6 +155,19 @@ def test_a_user_without_a_name_is_told_by_number(place):
 
 
 @AS_ANOTHER
+def test_commands_name_sudo_where_this_user_may_only_read(place):
+    """What would test a device there needs it; root himself types it nowhere."""
+    state, config = recorded(place / "state"), configure(place, "passes")
+    for path in (state, *state.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    ((_, told),) = asked([("status",)], config, state, user=NOBODY)
+    ((_, plain),) = asked([("status",)], config, state)
+    assert "sudo canaryd run --config " in told.out
+    assert "canaryd run --config " in plain.out
+    assert "sudo" not in plain.out
+
+
+@AS_ANOTHER
 def test_a_directory_behind_a_closed_one_is_unreadable(place):
     """Where even its name cannot be looked up."""
     state = recorded(place / "closed/state")

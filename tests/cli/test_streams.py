@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.command import ROOT, Process, configure, environment
+from tests.command import PATIENCE, ROOT, Process, configure, environment
 
 LOST = 3
 """What a command that did well ends with where its answer could not be written."""
@@ -99,6 +100,9 @@ def test_an_interrupted_command_ends_without_a_traceback(tmp_path):
     """At any moment, also before or after it handles signals itself: as the shell expects, 128 + SIGINT."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with contextlib.closing(Process("config", "check", "--config", pipe)) as reading, pipe.open("w"):  # once it reads
-        code, _ = reading.end(signal.SIGINT)
-        assert (code, reading.lines) == (130, [])
+    with contextlib.closing(Process("config", "check", "--config", pipe)) as reading:
+        with pipe.open("w"):  # once it reads
+            reading.send(signal.SIGINT)
+            time.sleep(0.5)
+        # A signal that comes just before the system call ends it no more; the end of the pipe does.
+        assert (reading.popen.wait(PATIENCE), reading.lines) == (130, [])

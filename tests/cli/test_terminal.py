@@ -78,6 +78,31 @@ def test_every_line_fits_the_terminal(tmp_path, columns):
                 assert len(moving) <= columns or whole, (command, moving)
 
 
+def test_a_check_says_how_far_it_is(tmp_path):
+    """From the first moment, over all its parts with the retests: neither the part nor the bar goes back."""
+    config = configure(tmp_path, "passes", "mismatches", "records")
+    ((*lines,),) = shown(80, ("check", "--config", config, "--state-dir", tmp_path / "state"))
+    drawn = [moving for line in lines for moving in line.split("\r") if moving.startswith("[")]
+    assert "looking for devices" in drawn[0]
+    parts = [(int(n), int(of)) for line in drawn for n, of in re.findall(r"\] part (\d+) of (\d+)", line)]
+    assert parts[0] == (1, 3)
+    assert parts[-1][0] == parts[-1][1] > 3  # the retests of the mismatch came
+    assert parts == sorted(parts)
+    bars = [line.count("#") for line in drawn]
+    assert bars == sorted(bars)
+    assert re.search(r"part 1 of 3, about \d+ s left: cpu:0 ", "".join(drawn))
+
+
+def test_a_check_of_given_length_is_not_done_after_its_first_round(tmp_path):
+    """How far it is, and how long the rest takes, follows from the time that --for gives, not from the first round."""
+    config = configure(tmp_path, "passes")
+    ((*lines,),) = shown(80, ("check", "--for", "6s", "--config", config, "--state-dir", tmp_path / "state"))
+    drawn = [re.match(r".*\[(#*)\.*\] part (\d+) .*about (\d+) s", line) for line in "\r".join(lines).split("\r")]
+    told = [(int(found[2]), len(found[1]), int(found[3])) for found in drawn if found]
+    assert all(left >= 4 and bar <= 4 for part, bar, left in told if part <= 2), told
+    assert told[-1][1] >= 5, told
+
+
 def test_a_pipe_gets_whole_lines(tmp_path):
     """For grep and awk."""
     config = configure(tmp_path, "passes")

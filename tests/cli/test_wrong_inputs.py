@@ -38,7 +38,13 @@ FILES: dict[str, str | bytes] = {
     "tab.yaml": "judge:\n\tstale_after: 30d\n",
     "twice.yaml": "judge:\n  stale_after: 3h\n  stale_after: 2h\n",
     "key.yaml": "judge:\n  stale_aftr: 3h\n",
+    "own.yaml": "probes:\n  memory_sweep:\n    mebibytes: 8\n",
+    "every.yaml": "probes:\n  memory_sweep:\n    every: 1h\n",
+    "sweep.yaml": "probes:\n  memory_sweep:\n    settings:\n      mebibyte: 8\n",
+    "none.yaml": "probes:\n  exact_integer:\n    settings: {x: 1}\n",
     "section.yaml": "jugde:\n  stale_after: 3h\n",
+    "unindented.yaml": "schedule:\nlevel: quick\n",
+    "secret.yaml": URL + "    key_file: sk-12345\n",
     "type.yaml": "devices:\n  expected: many\n",
     "level.yaml": "schedule:\n  level: quik\n",
     "listen.yaml": "listen: 19469\n",
@@ -71,12 +77,14 @@ TABLE = (
     Wrong(("status", "--jsn"), ("unrecognized arguments: --jsn", "canaryd --help")),
     Wrong(("check", "--level", "quik"), ("--level", "'quik'", "choose from", "standard")),
     Wrong(("check", "--for", "1yr"), ("--for", '"1yr" is not a duration', 'write e.g. "15m"')),
-    Wrong(("check", "--wait", "30"), ("--wait", '"30" has no unit', 'write "30s"')),
+    Wrong(("check", "--wait", "30"), ("--wait", '"30" of what?', "write 30d for days")),
     Wrong(("check", "--seed", "1e3"), ("--seed", "'1e3' is not a seed", "write a whole number")),
     Wrong(("check", "--instruction-set", "avx9"), ("--instruction-set", "'avx9'", "choose from", "avx2")),
     Wrong(("status", "--since", "3"), ("unrecognized arguments: --since 3; type",)),
     Wrong(("drill", "--fault", "flop"), ("--fault", "'flop'", "choose from", "flip")),
     Wrong(("check", "--for=-5m"), ("--for", '"-5m" is not a positive duration', 'write e.g. "15m"')),
+    Wrong(("check", "quick"), ("unrecognized arguments: quick; did you mean --level quick?\n",)),
+    Wrong(("config", "check", "x.yaml"), ("unrecognized arguments: x.yaml; did you mean --config x.yaml?\n",)),
     Wrong(("status", "cpu:0"), ("unrecognized arguments: cpu:0; type",)),
     Wrong(("pack", "verify", "@absent"), ("pack verify: @absent: cannot be read", "name a readable file")),
     Wrong(("report", "CPU-1", "-o", "@file/x", *RECORD), ("@file/x: cannot be made", "name another directory with -o")),
@@ -92,7 +100,14 @@ TABLE = (
     Wrong(("run", "--listen", "@port", *RECORD), ("Address already in use", "choose another port")),
     Wrong(("run", "--listen", "192.0.2.1:9", *RECORD), ("192.0.2.1:9", "choose an address of this machine")),
     Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0")),
-    Wrong(("check", "--probe", "pases", *RECORD), ("--probe pases", "choose from passes", 'did you mean "passes"?')),
+    Wrong(
+        ("check", "--probe", "pases", *RECORD),
+        ('--probe pases: no such probe; did you mean "passes"?\n',),
+    ),
+    Wrong(
+        ("check", "--probe", "unlike", *RECORD),
+        ("--probe unlike: no such probe; to list them, type canaryd probes --config",),
+    ),
     Wrong(("drill", "--device", "cuda:9", *RECORD), ("--device cuda:9: no such device", "this host has")),
     Wrong(("check", "--report", "@absent/x", *RECORD), ("--report", "cannot be written", "name a file in a directory")),
     Wrong(("check", "--textfile", "@directory", *RECORD), ("--textfile", "cannot be written", "name a file")),
@@ -127,17 +142,27 @@ TABLE = (
     config("twice.yaml", "@twice.yaml:3: judge.stale_after: given twice, on lines 2 and 3", "keep one"),
     config("key.yaml", "@key.yaml:2: judge.stale_aftr: unknown setting", 'did you mean "stale_after"?'),
     config("section.yaml", "@section.yaml:1: jugde: unknown setting", 'did you mean "judge"?'),
+    config("unindented.yaml", "@unindented.yaml:2: level: unknown setting", "indent it below schedule"),
+    config("secret.yaml", "endpoints.main.key_file: wanted the absolute path of a file", "what is there is not shown"),
     config("type.yaml", '@type.yaml:2: devices.expected: "many" is text', "wanted a whole number"),
     config("level.yaml", '@level.yaml:2: schedule.level: "quik" is not a level', "write one of quick, standard, deep"),
     config("listen.yaml", '@listen.yaml:1: listen: "19469" is not HOST:PORT', "write e.g."),
     config("relative.yaml", 'state_dir: "canaryd" is not an absolute path', "write e.g."),
-    config("duration.yaml", '@duration.yaml:2: judge.stale_after: "30" has no unit', "write"),
+    config("duration.yaml", '@duration.yaml:2: judge.stale_after: "30" of what?', "write 30d for days"),
     config("no-url.yaml", "@no-url.yaml:2: endpoints.main: url is missing", "write e.g."),
     config("bad-url.yaml", 'endpoints.main.url: "localhost" is not the address of an API', "write e.g."),
     config("exact.yaml", "endpoints.main.exact: @directory holds no expected.json", "canaryd canary export", code=3),
     config("no-exact.yaml", "endpoints.main.exact: @absent does not exist", "create it, or correct", code=3),
     config("no-key.yaml", "endpoints.main.key_file: @absent does not exist", "create it, or correct", code=3),
     config("probe.yaml", "probes.exact_matmull: no probe of that name", 'did you mean "exact_matmul"?', code=3),
+    config("own.yaml", "@own.yaml:3: probes.memory_sweep.mebibytes: unknown setting", "under settings the probe's own"),
+    config("every.yaml", "@every.yaml:3: probes.memory_sweep.every: unknown setting; known settings: enabled"),
+    config(
+        "sweep.yaml",
+        'probes.memory_sweep.settings.mebibyte: no such setting; did you mean "mebibytes"?',
+        code=3,
+    ),
+    config("none.yaml", "probes.exact_integer.settings.x: no such setting; exact_integer has none", code=3),
     config("no-drop-ins.yaml", "@absent: there is no such directory", "correct probes.directories", code=3),
     config("drop-in.yaml", "raises_at_import.py", code=3),
     config("python.yaml", "worker.python: @absent cannot be run", "name another one"),
@@ -205,7 +230,7 @@ def test_a_wrong_input_is_one_clear_sentence(directory, answers, number):
     assert len(told) == 1 or (wrong.words[0] == "compare" and len(set(told)) == 1), told
     assert told[0].startswith("canaryd")
     for part in wrong.said:
-        assert spelled(part, directory) in told[0], told
+        assert spelled(part, directory) in f"{told[0]}\n", told
 
 
 def test_commands_that_read_make_nothing_of_a_wrong_input(answers):

@@ -23,6 +23,7 @@ from canaryd.config.load import load
 from canaryd.daemon import daemon as daemon_module
 from canaryd.daemon.rounds import log_run
 from canaryd.engine.engine import Progress
+from canaryd.metrics.families import FAMILIES
 from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import STRICT
@@ -37,6 +38,7 @@ from tests.command import (
     eventually,
     intervals,
     running,
+    soon,
 )
 from tests.judge import made
 from tests.judge.recordings.made import recording
@@ -67,10 +69,12 @@ def uuid_of(daemon: Daemon) -> str:
 
 def test_it_serves_before_the_first_round_ends(tmp_path, state):
     """Metrics at once, and no health before there is evidence; then, with the evidence, both."""
-    log = tmp_path / "log"
-    each = {"records": {"settings": {"log": str(log), "seconds": 2.0}}}
+    log, enough = tmp_path / "log", tmp_path / "enough"
+    each = {"records": {"settings": {"log": str(log), "until": str(enough)}}}
     with running(Daemon(configure(tmp_path, "records", each=each), state)) as daemon:
         assert daemon.value("canaryd_build_info") == 1
+        given = set(re.findall(r"^# TYPE (\w+)", daemon.get("/metrics")[1], re.MULTILINE))
+        assert {name for name, of in FAMILIES.items() if not of.labels} - given == {"canaryd_devices_expected"}
         assert daemon.get("/readyz")[0] == 503
         eventually(lambda: begun(log))
         assert intervals(log) == []
@@ -78,7 +82,8 @@ def test_it_serves_before_the_first_round_ends(tmp_path, state):
         assert status == 503
         assert "records: no evidence yet" in eventually(lambda: daemon.get("/healthz")[1])
         assert reasons
-        assert daemon.value("canaryd_device_state", state="unknown") == 1
+        eventually(lambda: daemon.value("canaryd_device_state", state="unknown") == 1)
+        enough.touch()
         eventually(lambda: daemon.get("/healthz") == (200, "ok\n"))
         assert daemon.get("/readyz") == (200, "ready\n")
         eventually(lambda: daemon.value("canaryd_device_state", state="healthy") == 1)
@@ -87,16 +92,19 @@ def test_it_serves_before_the_first_round_ends(tmp_path, state):
 
 def test_a_restart_is_ready_when_it_has_tested_itself(tmp_path, state):
     """A roll-out waits for what the new release computed; the runs of the release before prove nothing about it."""
-    log = tmp_path / "log"
-    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log), "seconds": 3.0}}})
+    log, enough = tmp_path / "log", tmp_path / "enough"
+    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log), "until": str(enough)}}})
+    enough.touch()
     with running(Daemon(config, state)) as daemon:
         eventually(lambda: daemon.get("/readyz")[0] == 200)
         assert daemon.end()[0] == 0
     before = len(begun(log))
+    enough.unlink()
     with running(Daemon(config, state)) as daemon:
         eventually(lambda: len(begun(log)) > before)
-        assert daemon.value("canaryd_device_state", state="healthy") == 1
+        eventually(lambda: daemon.value("canaryd_device_state", state="healthy") == 1)
         assert daemon.get("/readyz") == (503, "waiting for a first run on every device\n")
+        enough.touch()
         eventually(lambda: daemon.get("/readyz")[0] == 200)
 
 
@@ -185,13 +193,13 @@ def test_it_stops_at_once_with_a_worker_that_will_not(tmp_path, state, number):
         eventually(lambda: begun(log))
         code, seconds = daemon.end(number)
         assert (code, daemon.others()) == (0, [])
-        assert seconds < STOP
+        assert seconds < soon(STOP)
     assert not any("Traceback" in line for line in daemon.lines)
     with Store.open(state) as store:
         assert store.runs() == []
 
 
-@pytest.mark.parametrize("held", [60.0, 2.0])
+@pytest.mark.parametrize("held", [60.0, 0.5])
 def test_it_stops_at_once_while_another_process_holds_the_database(tmp_path, state, held):
     """Within five seconds, and a run that waited in memory is on disk where the disk is free again in time."""
     config = configure(tmp_path, "passes", each={"passes": {"period": "1s"}})
@@ -200,6 +208,8 @@ def test_it_stops_at_once_while_another_process_holds_the_database(tmp_path, sta
         other = sqlite3.connect(state / "canaryd.db", isolation_level=None, check_same_thread=False, timeout=10)
         with contextlib.closing(other):
             other.execute("BEGIN IMMEDIATE")
+            before = len(daemon.lines)
+            eventually(lambda: any(" passes completed: " in line for line in daemon.lines[before:]))
             eventually(lambda: daemon.value("canaryd_store_problem") == 1)
             free = threading.Timer(held, lambda: other.execute("ROLLBACK"))
             free.start()
@@ -207,7 +217,7 @@ def test_it_stops_at_once_while_another_process_holds_the_database(tmp_path, sta
             free.cancel()
             free.join()
         assert code == 0
-        assert seconds < STOP
+        assert seconds < soon(STOP)
     found = {RUN_ID.search(line)[0] for line in daemon.lines if " passes completed: " in line}
     with Store.open(state) as store:
         assert (found <= {run.id for run in store.runs()}) is (held < STOP)
@@ -222,7 +232,7 @@ def test_it_stops_at_once_while_it_looks_for_devices(tmp_path, state):
         time.sleep(0.5)
         code, seconds = daemon.end()
         assert (code, daemon.others()) == (0, [])
-        assert seconds < STOP
+        assert seconds < soon(STOP)
 
 
 @pytest.mark.parametrize("reloaded", [False, True])
@@ -286,7 +296,7 @@ def test_it_goes_on_after_a_restart(tmp_path, state):
 def test_a_stopped_worker_is_timed_out_and_recorded(tmp_path, state):
     """SIGSTOP, as a debugger or a frozen cgroup would: the deadline holds, and the daemon goes on."""
     log = tmp_path / "log"
-    each = {"records": {"timeout": "2s", "period": "1h", "settings": {"log": str(log), "seconds": 1.0}}}
+    each = {"records": {"timeout": f"{soon(2):g}s", "period": "1h", "settings": {"log": str(log), "seconds": 600}}}
     with running(Daemon(configure(tmp_path, "records", "passes", each=each), state)) as daemon:
         (worker,) = eventually(lambda: begun(log))
         os.kill(worker, signal.SIGSTOP)
@@ -354,7 +364,7 @@ def test_a_reload_that_fails_in_any_way_keeps_the_old_configuration(tmp_path, st
 # --- Killed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_killed_daemon_has_lost_no_run_that_it_logged(tmp_path, state, times):
     """SIGKILL at any moment, again and again: every run whose id was logged is stored, and counted once."""
     names = [f"passes:p{number}" for number in range(12)]
@@ -486,8 +496,8 @@ def test_a_drill_beside_it_shows_as_a_drill(watched):
     answer = canaryd("drill", "--probe", "records", "--config", config, "--state-dir", state)
     assert answer.code == 2
     eventually(lambda: daemon.value("canaryd_drill_device_state", state="faulty") == 1)
-    assert daemon.value("canaryd_drill_runs_total", probe="records") == 4
-    assert daemon.value("canaryd_drill_mismatches_total", probe="records") == 4
+    eventually(lambda: daemon.value("canaryd_drill_runs_total", probe="records") == 4)
+    eventually(lambda: daemon.value("canaryd_drill_mismatches_total", probe="records") == 4)
     assert daemon.value("canaryd_probe_mismatches_total", probe="records") == before == 0
     assert daemon.value("canaryd_device_state", state="faulty") == 0
     assert daemon.value("canaryd_device_state", state="suspect") == 0

@@ -31,7 +31,7 @@ from canaryd.store.store import Store
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from probes.nvidia_telemetry import SPEC
-from tests.command import BUILTIN, ROOT, Daemon, bare_python, canaryd, configure, eventually, in_turn, running
+from tests.command import BUILTIN, ROOT, Daemon, bare_python, canaryd, configure, eventually, in_turn, running, soon
 from tests.nvml_stand_in import StandIn
 from tests.worker.telemetry.trees import plant
 
@@ -240,7 +240,7 @@ def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where, what):
             site.machine.set(0, key, what)
         eventually(lambda: daemon.value("canaryd_device_present", device=lost) == 0, within=4 * SWEEP)
         eventually(lambda: state_of(daemon, lost) == ("suspect", "hardware"))
-        assert time.monotonic() - begun < 2 * SWEEP + 3.0  # on a busy machine; one sweep comes every `SWEEP`
+        assert time.monotonic() - begun < soon(2 * SWEEP + 3.0)  # one sweep comes every `SWEEP`
         found = next(f for f in site.status()[lost]["findings"] if f["rule"] == "gpu-lost")
         assert "serial 1650423000000, PCI address 0000:10:00.0" in " ".join(found["evidence"])
         assert state_of(daemon, other) == ("healthy", "none")
@@ -292,7 +292,7 @@ def test_a_gpu_that_was_never_identified_is_lost_and_not_left_out(tmp_path, gpus
     check, gate, status, document = site.run_all(CHECK, ("gate",), ("status",), STATUS)
     assert check.code == 2, check.out
     assert (gate.code, gate.out.partition(":")[0]) == (3, "unknown"), gate.out
-    assert (status.code, status.out.startswith("NO, do not trust this node's numbers: cuda:")) == (2, True), status.out
+    assert (status.code, status.out.startswith("NO, do not trust ")) == (2, True), status.out
     devices = {uuid: d for uuid, d in by_uuid(document).items() if d["backend"] == "cuda"}
     wanted = {site.uuids[n] for n in range(gpus) if n not in lost}
     assert {uuid for uuid, d in devices.items() if d["state"] == "healthy"} == wanted
@@ -323,9 +323,9 @@ def test_what_the_kernel_says_of_an_unidentified_gpu_is_shown_and_stays_with_its
         site.hide()
         eventually(lambda: gpu in site.status())
         eventually(lambda: state_of(daemon, gpu) == ("suspect", "hardware"))
-        assert daemon.value("canaryd_device_present", device=gpu) == 1
-        assert place not in site.status()
-        assert daemon.value("canaryd_device_present", device=place) is None
+        eventually(lambda: daemon.value("canaryd_device_present", device=gpu) == 1)
+        eventually(lambda: place not in site.status())
+        eventually(lambda: daemon.value("canaryd_device_present", device=place) is None)
         rules = {f["rule"] for d in site.status().values() for f in d["findings"]}
         assert "device-vanished" not in rules
 
@@ -419,7 +419,7 @@ def test_a_known_fault_outlives_the_part(tmp_path):
         assert seen == {"faulty"}
         told = site.status()[broken]
         assert (told["present"], told["state"], gate()) == (False, "faulty", 2)
-        assert {"row-remap-failed", "device-vanished"} <= {f["rule"] for f in told["findings"]}
+        assert {"memory-failed", "device-vanished"} <= {f["rule"] for f in told["findings"]}
         assert state_of(daemon, broken) == ("faulty", "hardware")
         assert daemon.value("canaryd_device_present", device=broken) == 0
     check = site.run("check", "--level", "quick", "--json")
@@ -485,7 +485,7 @@ def test_counters_that_fall_silent_are_told(tmp_path):
         for function in COUNTERS:
             site.machine.unset(0, function)
         eventually(lambda: "readings-lost" not in rules(silent), within=5 * SWEEP)
-        assert not told(daemon)
+        eventually(lambda: not told(daemon), within=SWEEP)  # the page follows the stored verdict
         assert "uncorrected-error" in rules(silent)
 
 
@@ -494,7 +494,7 @@ def test_counters_that_fall_silent_are_told(tmp_path):
 
 def test_instances_are_devices_and_a_call_that_hangs_costs_a_worker(tmp_path):
     """Three GPUs, the first divided in two, under one daemon; the second begins to hang."""
-    site = Site(tmp_path, gpus=3, timeout="2s")
+    site = Site(tmp_path, gpus=3, timeout=f"{soon(2.0):g}s")
     site.machine.divide(0, 2)
     instances = [f"MIG-00000000-0000-4000-800{n}-000000000000" for n in range(2)]
     with site.daemon() as daemon:
@@ -517,7 +517,7 @@ def instances_are_devices_of_their_own(site, daemon, instances):
     for instance in instances:
         eventually(lambda instance=instance: site.triggers(instance) == "Xid 31")
     assert site.runs(site.uuids[0]) == []
-    assert "xid-application" in {f["rule"] for f in site.status()[instances[1]]["findings"]}
+    eventually(lambda: "xid" in {f["rule"] for f in site.status()[instances[1]]["findings"]})
 
 
 def a_call_that_hangs_costs_a_worker_and_nothing_else(site, daemon):
@@ -525,21 +525,20 @@ def a_call_that_hangs_costs_a_worker_and_nothing_else(site, daemon):
     hung, sound = site.uuids[1:]
     site.machine.hang(1, "nvmlDeviceGetPowerUsage")
     seconds, holding = [], 0
-    end = time.monotonic() + SWEEP + 3.0  # a sweep begins within this, and hangs for most of the rest
-    while time.monotonic() < end:
+    timed_out = {"device": hung, "probe": "nvidia_telemetry", "outcome": "timed_out"}
+
+    def scraped() -> float | None:
+        nonlocal holding
         begun = time.monotonic()
-        assert daemon.get("/metrics")[0] == 200
+        found = daemon.value("canaryd_probe_runs_total", **timed_out)
         seconds.append(time.monotonic() - begun)
         holding += bool(site.machine.holders())
-        time.sleep(0.05)
-    eventually(
-        lambda: daemon.value("canaryd_probe_runs_total", device=hung, probe="nvidia_telemetry", outcome="timed_out")
-    )
-    print(f"{len(seconds)} scrapes: median {statistics.median(seconds):.4f} s, slowest {max(seconds):.4f} s")
-    assert len(seconds) >= 50
-    assert holding >= 10  # of them while a worker hung
-    assert statistics.median(seconds) < 0.1
-    assert max(seconds) < 1.0
+        return found
+
+    eventually(scraped, every=0.05)
+    assert holding  # of the scrapes while a worker hung
+    assert statistics.median(seconds) < soon(0.1)
+    assert max(seconds) < soon(1.0)
     stands = success(daemon, hung)
     before = success(daemon, sound)
     eventually(lambda: success(daemon, sound) > before)
@@ -554,7 +553,7 @@ def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
     log = tmp_path / "kmsg"
     log.touch()
     each = {name: ProbeSettings(enabled=False) for name in BUILTIN}
-    each["nvidia_telemetry"] = ProbeSettings(period=SWEEP, timeout=0.5)
+    each["nvidia_telemetry"] = ProbeSettings(period=SWEEP, timeout=soon(0.5))
     config = Config(
         state_dir=tmp_path / "state",
         worker=WorkerConfig(python=bare_python()),
@@ -582,7 +581,7 @@ def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
         assert "telemetry-stale" not in rules(sound)
         stale = rules(hung)["telemetry-stale"]
         assert stale.state is State.DEGRADED
-        assert "a call into the driver hung" in stale.message
+        assert "the newest poll timed out" in stale.message
         assert engine.verdict(hung).state is State.UNKNOWN
         assert engine.watch.readings(hung, engine.clock()) == ()
         assert engine.watch.readings(sound, engine.clock())
@@ -612,13 +611,13 @@ def test_without_persistence_one_worker_holds_until_it_is_released(tmp_path):
         eventually(lambda: success(daemon, device) > before + 1.5 * SWEEP)
         assert errors() == 7
         assert list(site.machine.holders()) == [holder]
-        note = next(f for f in site.status()[device]["findings"] if f["rule"] == "persistence-off")
+        note = next(f for f in site.status()[device]["findings"] if f["rule"] == "noted")
         assert note["severity"] == "healthy"
 
         answer = site.run("release", "--for", "10m")
         assert (answer.code, answer.err) == (0, "")
         assert site.machine.holders() == {}
-        assert daemon.value("canaryd_released") == 1
+        eventually(lambda: daemon.value("canaryd_released") == 1)
         assert "released until" in site.run("status").out
         assert site.run("status", "--json").document["released_until"] > time.time() + 300
         before, end = success(daemon, device), time.monotonic() + 1.5 * SWEEP
@@ -630,7 +629,7 @@ def test_without_persistence_one_worker_holds_until_it_is_released(tmp_path):
         assert site.run("release", "--end").code == 0
         eventually(lambda: success(daemon, device) > before)
         assert len(eventually(site.machine.holders)) == 1
-        assert daemon.value("canaryd_released") == 0
+        eventually(lambda: daemon.value("canaryd_released") == 0)
         assert errors() == 0  # as on a real driver: this is what holding it prevents
 
 
@@ -700,7 +699,7 @@ def test_a_check_tells_what_devices_say(tmp_path):
         line = f"nvidia_telemetry {len(told['readings']):,} readings; {len(told['absent'])} unavailable on this machine"
         assert spoken(answer.out).count(line) == len(site.uuids)
         assert devices[uuid]["state"] == ("degraded" if uuid == site.uuids[2] else "healthy")
-    assert [f["rule"] for f in devices[site.uuids[2]]["findings"]] == ["row-remap-pending"]
+    assert [f["rule"] for f in devices[site.uuids[2]]["findings"]] == ["memory-worn"]
     assert "A bad memory row will be replaced at the next reset" in spoken(answer.out)
     assert site.machine.holders() == {}
 
@@ -798,19 +797,19 @@ def test_nothing_is_held_between_polls(fleet):
     assert daemon.popen.pid not in holders
     assert longest > SWEEP / 2
     assert eventually(lambda: not site.machine.holders() and not holders.intersection(daemon.others()))
-    assert daemon.value("canaryd_device_handles_held") == 0
+    eventually(lambda: daemon.value("canaryd_device_handles_held") == 0)
 
 
 # --- Findings ---------------------------------------------------------------------------------------------------------
 
 FINDINGS = {
-    0: {"row-remap-failed": "faulty", "uncorrected-error": "suspect"},
-    1: {"sram-threshold": "faulty", "gpu-lost": "suspect"},
-    2: {"row-remap-pending": "degraded", "xid-application": "healthy"},
-    3: {"uncorrected-error": "suspect", "recovery-action": "suspect"},
+    0: {"memory-failed": "faulty", "uncorrected-error": "suspect"},
+    1: {"memory-failed": "faulty", "gpu-lost": "suspect"},
+    2: {"memory-worn": "degraded", "xid": "healthy"},
+    3: {"uncorrected-error": "suspect", "driver-advice": "suspect"},
     4: {"corrected-errors-rising": "degraded"},
-    5: {"throttled": "degraded", "pcie-width": "degraded"},
-    6: {"nvlink-errors": "degraded"},
+    5: {"throttled": "degraded", "pcie-slow": "degraded"},
+    6: {"link-errors": "degraded"},
     7: {"gpu-lost": "suspect"},
 }
 """GPU → rule → how much it weighs; `provoke` brings each about."""
@@ -822,10 +821,10 @@ STATES = {
     5: ("degraded", "environment"),
 }
 HOST = {
-    "sxid": "degraded",
+    "event-reported": "degraded",
     "machine-check": "suspect",
-    "host-uncorrected-error": "suspect",
-    "dimm-errors-rising": "degraded",
+    "uncorrected-error": "suspect",
+    "corrected-errors-rising": "degraded",
 }
 TRIGGERS = {0: "Xid 48", 2: "Xid 31", 3: "uncorrected ECC error", 4: "corrected errors jumped", 5: "throttled"}
 """GPU → why exact goldens are run on it out of turn."""
@@ -885,10 +884,11 @@ def test_each_finding_reaches_verdict_metric_and_status(provoked):
 
     assert eventually(spelled_out, every=0.5)
     for gpu, code in ((0, "48"), (1, "79"), (2, "31")):
-        assert daemon.value("canaryd_xid_errors_total", device=site.uuids[gpu], xid=code) == 1
-    assert daemon.value("canaryd_sxid_errors_total", device=host, sxid="20034") == 1
+        xids = {"device": site.uuids[gpu], "xid": code}
+        eventually(lambda xids=xids: daemon.value("canaryd_xid_errors_total", **xids) == 1)
+    eventually(lambda: daemon.value("canaryd_sxid_errors_total", device=host, sxid="20034") == 1)
     for kind in ("mce", "edac"):
-        assert daemon.value("canaryd_kernel_log_events_total", device=host, kind=kind) == 1
+        eventually(lambda kind=kind: daemon.value("canaryd_kernel_log_events_total", device=host, kind=kind) == 1)
     lost = site.status()[site.uuids[7]]
     assert "GPU is lost" in next(" ".join(f["evidence"]) for f in lost["findings"] if f["rule"] == "gpu-lost")
     assert daemon.value("canaryd_device_info", device=site.uuids[7], serial="1650423000007") == 1
@@ -908,7 +908,7 @@ def test_what_happened_calls_for_exact_goldens(provoked):
     passed = "Exact tests passed"
     eventually(lambda: any(passed in " ".join(f.evidence) for f in site.findings()[site.uuids[2]]), every=0.5)
     findings = site.status()[site.uuids[2]]["findings"]
-    assert passed in next(" ".join(f["evidence"]) for f in findings if f["rule"] == "xid-application")
+    assert passed in next(" ".join(f["evidence"]) for f in findings if f["rule"] == "xid")
 
 
 def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
@@ -923,7 +923,7 @@ def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
     eventually(lambda: "driver changed" in site.triggers(site.uuids[6]))
     devices = site.status()
     for uuid in site.uuids[:7]:
-        note = next(f for f in devices[uuid]["findings"] if f["rule"] == "changed")
+        note = next(f for f in devices[uuid]["findings"] if f["rule"] == "noted" and "driver" in f["message"])
         assert note["severity"] == "healthy"
         assert "driver changed: 580.95.05 → 590.44.01" in note["message"]
         event = next(e for e in devices[uuid]["events"] if e["kind"] == "change")
@@ -932,7 +932,7 @@ def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
     assert not lost["present"]
     assert (lost["state"], lost["cause"]) == ("suspect", "undetermined"), "it was lost with another"
     assert "gpu-lost" in {f["rule"] for f in lost["findings"]}
-    assert daemon.value("canaryd_device_present", device=site.uuids[7]) == 0
+    eventually(lambda: daemon.value("canaryd_device_present", device=site.uuids[7]) == 0)
 
 
 def test_promtool_has_nothing_to_say(provoked):

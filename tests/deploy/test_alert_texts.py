@@ -43,7 +43,7 @@ def test_an_alert_claims_no_more_than_the_verdict(uuid, state, cause):
 def test_a_text_that_claims_more_is_found(alert, part, old, uuid, cause):
     """The experiment can fail: texts that were shipped, and one that is wrong, are told."""
     texts = {**TEXTS, alert: {**TEXTS[alert], part: old}}
-    assert untrue(verdict(uuid, State.FAULTY, cause, "row-remap-failed"), texts)
+    assert untrue(verdict(uuid, State.FAULTY, cause, "memory-failed"), texts)
 
 
 def test_the_text_follows_the_cause():

@@ -174,6 +174,7 @@ ANSWERS = {
         | {("no majority", "7" if name in "ab" else "8", name) for name in "abcd"}
         | {("shared", "3" if name in "ab" else "4", name) for name in "abcdef"},
     ),
+    "What is not compared": (("model",), {("fleet of two",), ("stale",)}),
     "Which devices have no vote": (
         ("why", "instance", "device"),
         {("accused", "d", "known-d"), ("duplicate", "a", "twice"), ("duplicate", "b", "twice")},

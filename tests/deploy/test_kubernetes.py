@@ -268,6 +268,22 @@ def test_only_devices_that_need_it_make_it_privileged(tmp_path, name):
     assert not context.get("privileged") or "capabilities" not in context
 
 
+def test_only_the_writer_of_taints_may_ask_the_api_server():
+    """By an account of its own, for two kinds of objects; it only reads the record, and its default does nothing."""
+    text = (HERE / "components/device-taint/taint.yaml").read_text()
+    documents = list(yaml.safe_load_all(text))
+    (role,) = [d for d in documents if d["kind"] == "ClusterRole"]
+    assert {(r, v) for rule in role["rules"] for r in rule["resources"] for v in rule["verbs"]} == {
+        ("resourceslices", "list"),
+        *(("devicetaintrules", verb) for verb in ("list", "create", "update", "delete")),
+    }
+    spec = one(documents, "DaemonSet", "canaryd-taint")["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == "canaryd-taint"
+    (only,) = spec["containers"]
+    assert all(mount["readOnly"] for mount in only["volumeMounts"])
+    assert only["args"] == ["--effect=None", "--share=0.05"]
+
+
 @pytest.mark.parametrize(
     "path", [HERE / "base/canaryd.yaml", HERE / "example/canaryd.yaml"], ids=lambda p: p.parent.name
 )

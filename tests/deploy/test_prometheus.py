@@ -16,7 +16,9 @@ import yaml
 from canaryd.cli.main import parser
 from canaryd.metrics.families import FAMILIES
 from canaryd.report import textfile
-from tests.command import ROOT
+from canaryd.store.locks import WAIT
+from canaryd.store.store import DRILL_EXPIRY
+from tests.command import ROOT, canaryd
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 ALERTMANAGER = ROOT / "deploy/alertmanager/alertmanager.yml"
@@ -131,6 +133,29 @@ def test_an_alert_gives_its_command_on_a_line_of_its_own(file, name):
     if last.startswith("canaryd "):
         words = re.sub(r"\{\{.*?\}\}", "cuda:0", last).split()[1:]
         parser().parse_args(words)
+
+
+def test_a_drill_names_the_same_times_everywhere():
+    """How long it waits, when its alert arrives, and when that ends: README, guide, help, alert, runbook, files."""
+    readme, install, alerting, runbook = (
+        " ".join((ROOT / name).read_text().split())
+        for name in ("README.md", "docs/install.md", "docs/alerting.md", "docs/runbook.md")
+    )
+    assert (WAIT, DRILL_EXPIRY) == (600.0, 3600.0)
+    assert all("up to ten minutes" in text for text in (readme, install))
+    assert "(default: 10 minutes)" in " ".join(canaryd("drill", "--help").out.split())
+    alert = ALERTS[OURS.name, "CanarydDrill"]
+    assert "ends one hour after the drill" in alert["annotations"]["description"]
+    assert "the alert ends an hour after the drill" in runbook
+    assert "`CanarydDrill` ends after an hour" in readme
+    (evaluated,) = (g["interval"] for g in yaml.safe_load(OURS.read_text())["groups"] if alert in g["rules"])
+    scraped = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"][0]["scrape_interval"]
+    route = yaml.safe_load(ALERTMANAGER.read_text())["route"]
+    (told,) = (r for r in route["routes"] if r["receiver"] == "canaryd-drill")
+    waits = scraped, evaluated, alert.get("for", "0s"), told.get("group_wait", route["group_wait"])
+    most = 1 + sum(int(wait.removesuffix("s")) for wait in waits)
+    assert f"at most {most} s" in alerting
+    assert most < int(re.findall(r"sleep (\d+)", readme)[0])
 
 
 def test_the_runbook_has_no_section_for_an_alert_that_is_not_there():

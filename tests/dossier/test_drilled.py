@@ -84,7 +84,7 @@ def test_what_the_device_says_of_itself_is_judged_again_too(tmp_path):
     assert done.code == 2, done.err
     done = canaryd("report", machine.uuids[0], "--json", "-o", tmp_path / "out", *common, **machine.environment)
     document = json.loads(done.out)
-    assert [f["rule"] for f in document["verdict"]["findings"]].count("row-remap-failed") == 1
+    assert [f["rule"] for f in document["verdict"]["findings"]].count("memory-failed") == 1
     assert (document["verdict"]["state"], document["kind"]) == ("faulty", "rma")
     assert document["verdict"]["note"] == ""
     assert "telemetry-stale" not in done.out
@@ -94,9 +94,9 @@ def test_drills_of_another_day_are_another_dossier(tmp_path):
     """The verdict counts those of the last hour, so the cases, the rates and the name of the fault do too."""
     with Store.open(tmp_path / "state", now=lambda: NOW) as store:
         store.see_device(GPU, NOW - 40 * HOUR)
-        store.add_run(run(0, wrong=100, drill="consistent", started=NOW - 20 * HOUR))
+        store.drills.add_run(run(0, wrong=100, drill="consistent", started=NOW - 20 * HOUR))
         for number in (1, 2):
-            store.add_run(run(number, wrong=1, drill="flip", started=NOW - 5 * HOUR + number))
+            store.drills.add_run(run(number, wrong=1, drill="flip", started=NOW - 5 * HOUR + number))
         _, document, _ = written(store, tmp_path, drill=True)
     assert document["drill"] == "flip"
     assert [p["results"] for p in document["probes"]] == [{"wrong": 2, "total": 200}]
@@ -119,7 +119,7 @@ def drilled(tmp_path_factory):
         engine = Engine(loaded, store)
         engine.recall()
         device = next(d for d in engine.devices.values() if d.backend == "cpu")
-        now = store.runs(device.uuid, drill=True)[-1].started + 60
+        now = store.drills.runs(device.uuid)[-1].started + 60
         yield written(store, directory, device, engine, drill=True, now=now)
 
 
@@ -153,7 +153,7 @@ def test_an_interrupted_report_is_none(drilled, tmp_path):
         engine.recall()
         device = next(d for d in engine.devices.values() if d.backend == "cpu")
         engine.stop("you interrupted the command")
-        now = store.runs(device.uuid, drill=True)[-1].started + 120
+        now = store.drills.runs(device.uuid)[-1].started + 120
         with pytest.raises(DossierError, match=r"^cpu:0: no report is written: you interrupted the command$"):
             write.write(store, settings, engine, device, tmp_path, now=now, redact=False, drill=True)
     assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ import pytest
 
 from canaryd.dossier import redact
 from canaryd.dossier.document import DossierError
+from canaryd.dossier.page import asked, by_case
 from canaryd.facts import Place, Span
 from canaryd.judge import acks
 from canaryd.model import Ack, Cause, Event, State
@@ -230,13 +231,13 @@ def test_each_wrong_element_is_listed_once(store, tmp_path):
 
 
 def test_failing_cases_are_rows_worst_first_with_one_chart_of_bits(store, tmp_path):
-    """The one that fails most is on the first sheet; each place has its share; all formats are in one chart."""
+    """The one to repeat is on the first sheet; each place has its share; all formats are in one chart."""
     other = replace(run(30, wrong=1, probe="exact_attention"), id="00000000001e-abcdef")
     wide = replace(other.comparisons[0], case="float32/full", place=place("core 3"), trials=4, wrong_trials=1)
     store.add_run(replace(other, comparisons=(wide,)))
     _, document, html = written(store, tmp_path)
     first, second = html.split('<section class="sheet">')[1:]
-    assert "The test that fails most: exact_matmul" in first
+    assert "The test to repeat: exact_matmul" in first
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>', second)
     assert rows[:2] == [f"exact_matmul {CASE}", "exact_attention float32/full"]
     assert len(document["bits"]) == 2
@@ -307,3 +308,33 @@ def test_without_jinja2_the_report_says_what_to_install(store, tmp_path, monkeyp
     with pytest.raises(DossierError, match=r"^Jinja2 is missing; install it: .* -m pip install Jinja2$"):
         written(store, tmp_path)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_a_vendor_asks_for_is_a_list_with_what_is_missing(store, tmp_path):
+    """Page one says what is here and what is not, so that nobody sends half a case."""
+    _, document, page = written(store, tmp_path)
+    assert document["verdict"]["cause"] == "hardware"
+    found = dict(asked(document))
+    assert list(found) == [
+        *("Serial number", "Fails again", "Identical part", "Vendor's diagnostic", "Other slot or host", "Bug report"),
+    ]
+    assert found["Serial number"] == SERIAL
+    assert found["Vendor's diagnostic"] == "missing: not on record"
+    assert found["Bug report"].startswith("missing: ")
+    text = " ".join(Reader(page).texts)
+    assert "What the vendor asks for" in text
+    assert all(value in text for value in found.values())
+
+
+def test_a_case_is_one_row_whatever_its_operands():
+    """Its counts are added, and the interval is that of the sum."""
+    failure = {
+        "probe": "exact_matmul", "case": "float32/dense", "instruction_set": "", "bits": {"3": 1}, "last": 0.0,
+        "format": "float32",
+        **{of: {"wrong": 1, "total": 4} for of in ("results", "uploads", "runs")},
+        "places": [{"place": "device", "results": {"wrong": 1, "total": 4}}],
+    }  # fmt: skip
+    (row,) = by_case([failure, failure | {"bits": {"5": 1}, "last": 60.0}])
+    assert row[:2] == ("exact_matmul float32/dense", "2 of 8")
+    assert row[2].startswith("2 of 8 (95 % interval: 3.19 % to 65.1 %)")
+    assert row[3:] == ("2 of 8", "device: 2 of 8 (25 %)", "3, 5 of float32", "1970-01-01 00:01:00 UTC")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from canaryd.model import Outcome, State
+from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 from tests.engine.test_engine import carry_out, made, settings, start, the_cpu, verdict
 from tests.store.hosts import DAY, GPU, HOUR, NOW, Host
@@ -107,17 +108,17 @@ def test_a_record_that_comes_back_is_no_news(tmp_path):
 
 
 def test_a_run_after_the_newest_was_pruned_is_news(tmp_path):
-    """Drills were stored last, and are deleted after a day: no other run gets the number of one that was passed."""
+    """No other run gets the number of one that was passed."""
     now = [1_700_000_000.0]
     with Store.open(tmp_path, now=lambda: now[0]) as store, Store.open(tmp_path, now=lambda: now[0]) as other:
-        store.add_run(made(0))
-        for number in (1, 2):
-            store.add_run(made(number, drill="flip"))
+        for number in range(3):
+            store.add_run(made(number))
         assert store.news() == []
+        store.keep = Retention(successes=DAY)
         for _ in range(60):
             now[0] += 3 * 3600.0
             store.prune(now[0])
-        assert len(store.runs(drill=None)) < 3
+        assert len(store.runs()) < 3
         other.add_run(made(9, wrong=True))
         assert [r.id for r in store.news()] == [made(9).id]
 

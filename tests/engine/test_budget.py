@@ -31,8 +31,8 @@ def utc(monkeypatch):
 # --- The decision ----------------------------------------------------------------------------------------------------
 
 
-NEED = 2 * GIB
-"""Bytes that an accelerator must have free by default: what a worker may take, what stays free, and the context."""
+NEED = GIB
+"""Bytes that an accelerator must have free: what a small run takes, as much for the server, and the context."""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,11 @@ NEED = 2 * GIB
         ("compute_mode", {}, {"mode": "exclusive_process", "processes": 0}, {"mode": ""}),
         ("memory", {}, {"free": NEED - 1}, {"free": NEED}),
         ("memory", {}, {"free": 0}, {"free": None}),
-        ("memory", {"memory": 4 * GIB}, {"free": NEED}, {"free": 5 * GIB}),
+        ("memory", {"memory": 4 * GIB}, {"free": NEED - 1}, {"free": NEED}),
+        ("memory", {}, {"free": NEED, "accelerator": False}, {"free": 2 * NEED, "accelerator": False}),
+        ("starting", {}, {"newest": 0.0}, {"newest": None}),
+        ("starting", {}, {"newest": 599.0}, {"newest": 600.0}),
+        ("starting", {}, {"newest": 1.0, "starting": 1199.0}, {"newest": 1.0, "starting": 1200.0}),
         ("heat", {}, {"margin": 4.9}, {"margin": 5.0}),
         ("heat", {}, {"margin": -1.0}, {"margin": None}),
         ("load", {}, {"busy": 0.9}, {"busy": 0.89}),
@@ -71,6 +75,7 @@ def test_each_reason_from_both_sides(policy, utc, reason, changed, waits, runs):
 ALL = {
     "compute_mode": {"mode": "prohibited"},
     "memory": {"free": 0},
+    "starting": {"newest": 1.0},
     "quiet_hours": {},
     "heat": {"margin": 0.0},
     "load": {"busy": 1.0},
@@ -78,17 +83,25 @@ ALL = {
 }
 
 
+@pytest.mark.parametrize(("free", "room"), [(None, GIB), (2 * GIB, GIB), (2 * GIB - 1, GIB // 4), (NEED, GIB // 4)])
+def test_a_run_is_small_where_memory_is_short(policy, free, room):
+    """Only on an accelerator; never more than the setting says."""
+    assert budget.room(policy, Conditions(now=NOW, free=free)) == room
+    assert budget.room(policy, Conditions(now=NOW, free=free, accelerator=False)) == GIB
+    assert budget.room(BudgetConfig(memory=1 << 20), Conditions(now=NOW, free=NEED - 1)) == 1 << 20
+
+
 @pytest.mark.parametrize(
     ("purpose", "heeded"),
     [
         (ROUND, set(REASONS)),
-        (FORCED, {"compute_mode", "memory"}),
-        (DOUBT, {"compute_mode", "memory"}),
-        (RETEST, {"compute_mode", "memory", "quiet_hours", "heat"}),
+        (FORCED, {"compute_mode", "memory", "starting"}),
+        (DOUBT, {"compute_mode", "memory", "starting"}),
+        (RETEST, {"compute_mode", "memory", "starting", "quiet_hours", "heat"}),
     ],
 )
 def test_who_waits_for_what(purpose, heeded):
-    """Age of evidence and doubt overrule all but memory and compute mode; a retest is meant for load."""
+    """Age of evidence and doubt overrule neither memory, compute mode nor a server's start; a retest is for load."""
     found = set()
     for reason, fields in ALL.items():
         hours = ((0, 1440),) if reason == "quiet_hours" else ()
@@ -138,9 +151,11 @@ def test_facts_of_an_accelerator():
         reading("temperature_threshold_celsius", 92.0, threshold="shutdown"),
         reading("compute_mode", 1, mode="exclusive_process"),
         reading("compute_processes", 2),
+        reading("compute_process_age_seconds", 40.0),
     )
     assert (found.busy, found.free, found.margin) == (0.4, 8 * GIB, 5.0)
-    assert (found.mode, found.processes, found.accelerator) == ("exclusive_process", 2, True)
+    assert (found.mode, found.processes, found.newest) == ("exclusive_process", 2, 40.0)
+    assert found.accelerator
     assert (found.spent, found.expected, found.now) == (1.0, 2.0, NOW)
 
 
@@ -157,6 +172,16 @@ def test_the_share_is_of_a_sliding_hour():
     clock.now = 3600.0
     assert account.spent("a") == 4.0
     assert account.totals("a")[0] == {ROUND: 10.0, FORCED: 4.0, RETEST: 7.0, DOUBT: 5.0}
+
+
+def test_new_processes_count_from_the_first_of_a_row():
+    """A server that starts again and again is one row, until no process is new any more."""
+    clock = Clock()
+    account, seen = Account(clock), []
+    for clock.now, newest in ((0.0, 30.0), (60.0, 5.0), (600.0, 20.0), (900.0, 700.0), (910.0, 2.0), (920.0, None)):
+        seen.append(account.starting("a", newest))
+    assert seen == [30.0, 90.0, 630.0, 0.0, 2.0, 0.0]
+    assert account.starting("b", 1.0) == 1.0
 
 
 # --- The configuration -----------------------------------------------------------------------------------------------

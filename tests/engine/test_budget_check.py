@@ -47,10 +47,10 @@ class Served:
         self.state = directory / "state"
         for gpu, mebibytes, processes in (
             (FREE, 100, ""),
-            (LISTED, 20, "4242:none,77:none"),
+            (LISTED, 20, "4999999:none,4999998:none"),
             (UNLISTED, 400, ""),
-            (FULL, TOTAL - 551 - 1536, "4242:94371840000"),
-            (CLOSED, 90_000, "4242:94371840000"),
+            (FULL, TOTAL - 551 - 1000, "4999999:94371840000"),
+            (CLOSED, 90_000, "4999999:94371840000"),
         ):
             self.machine.set(gpu, "memory_total", TOTAL * MIB)
             self.machine.set(gpu, "memory_reserved", 551 * MIB)  # what the driver keeps of an H200
@@ -73,7 +73,8 @@ class Served:
         """Return what the newest test of each device was given."""
         with Store.open(self.state) as store:
             names = {r.device.uuid: r.device.name for r in store.devices()}
-            runs = [r for r in store.runs(probe="computes", drill=None) if r.outcome is Outcome.COMPLETED]
+            every = (*store.runs(probe="computes"), *store.drills.runs(probe="computes"))
+            runs = [r for r in every if r.outcome is Outcome.COMPLETED]
         said = {names[r.device]: told(r) for r in sorted(runs, key=lambda r: r.started)}
         return {name: (readings["room"], readings["nice"]) for name, readings in said.items()}
 
@@ -121,7 +122,7 @@ def test_where_the_budget_does_not_fit_nothing_runs(served):
     """No worker opens a context where a server has left too little memory; the GPU is unknown, never healthy."""
     _, _, devices, _ = served
     for gpu, why in (
-        (FULL, "1,536 MiB of memory free, 2,048 MiB needed"),
+        (FULL, "1,000 MiB of memory free, 1,024 MiB needed"),
         (CLOSED, "the compute mode prohibits computing"),
     ):
         device = devices[f"cuda:{gpu}"]

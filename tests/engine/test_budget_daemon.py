@@ -9,16 +9,19 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.load import load
 from canaryd.config.settings import BudgetConfig, Config, ScheduleConfig
 from canaryd.daemon import daemon as daemon_daemon
-from canaryd.engine.budget import DOUBT, FORCED, RETEST, ROUND
+from canaryd.engine.budget import DOUBT, FORCED, RETEST, ROUND, STARTING, STARTS
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.schedule import Plan
 from canaryd.facts import Reading
+from canaryd.judge.telemetry.signals import Poll
 from canaryd.model import Outcome, Run, State
 from canaryd.probe import ProbeSpec
 from canaryd.report import status
@@ -27,7 +30,7 @@ from canaryd.store.notes import BUDGET_NOTE
 from canaryd.store.store import Store
 from canaryd.worker.limits import SKIPPED
 from tests.command import Daemon, canaryd, configure, eventually, running
-from tests.engine.budgets import CPU, GIB, GPU, NOW, PROBE, reading, told
+from tests.engine.budgets import CPU, GIB, GPU, NOW, PROBE, Clock, reading, told
 
 # --- The daemon, asked directly --------------------------------------------------------------------------------------
 
@@ -102,6 +105,45 @@ def test_a_probe_that_never_completes_is_no_way_around_the_budget(served, outcom
     assert served.waits() == "load"
 
 
+def test_nothing_runs_on_an_accelerator_before_its_memory_is_known(served):
+    """A worker would open a context, which takes half a GiB, before it finds that the server has left less."""
+    served.said = dict.fromkeys(served.engine.devices, ())
+    spec = ProbeSpec(name="t", summary="s", telemetry=True, numeric=False)
+    served.engine.entries["t"] = Entry(spec=spec, file=ProbeFile(name="t", path=Path("/t.py"), source="builtin"))
+    served._rounds.tick(CARD.uuid)
+    assert served.ran == []
+    words = {"id": "r", "device": CARD.uuid, "probe": "t", "probe_version": 1, "started": NOW, "seconds": 0.1}
+    poll = Run(**words, outcome=Outcome.COMPLETED)
+    for known in ({}, {"t": Poll(period=15.0, newest=None, completed=poll)}):  # that of the daemon before is old
+        served.engine.watch.polls = lambda _, known=known: known
+        served._rounds.tick(CARD.uuid)
+        assert served.ran == []
+    served.engine.watch.polls = lambda _: {"t": Poll(period=15.0, newest=poll, completed=None)}
+    served._rounds.tick(CARD.uuid)
+    assert served.ran == [(CARD.uuid, ("a", "b"), ROUND)]
+
+
+def test_a_server_that_loads_its_model_meets_no_test(served):
+    """Not even the first round of a device; but not for longer than evidence may age, and not for ever."""
+    clock = served.engine.account._clock = Clock()
+    new = (reading("compute_process_age_seconds", 30.0),)
+    served.said = dict.fromkeys(served.engine.devices, new)
+    assert (served.chosen(), served.waits()) == (([], ROUND), "starting")
+    assert "a process began 30 s ago" in served.engine.account.withheld(CARD.uuid).wait.text
+    assert not served._rounds.may(CARD, DOUBT)
+    clock.now = STARTS
+    assert served.chosen() == (["a", "b"], ROUND)
+    served.said[CARD.uuid] = (reading("compute_process_age_seconds", STARTING),)
+    assert served.chosen() == (["a", "b"], ROUND)
+    served.said[CARD.uuid] = new
+    served.engine.config = replace(served.engine.config, judge=JudgePolicy(stale_after=900.0))
+    chosen = []
+    for _ in range(2):
+        chosen.append(served._rounds.within_budget(CARD, ["a"], {"a": 300.0})[0])
+        clock.now += 900.0 / 4
+    assert chosen == [[], ["a"]]
+
+
 @pytest.mark.parametrize("hindered", ["busy", "released"])
 @pytest.mark.parametrize("trigger", ["", "Xid 31"])
 def test_what_could_not_be_run_is_due_as_before(served, hindered, trigger):
@@ -126,6 +168,38 @@ def test_what_could_not_be_run_is_due_as_before(served, hindered, trigger):
     assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT if trigger else ROUND)]
     served._rounds.tick(CARD.uuid)
     assert len(served.ran) == 1
+
+
+def test_extra_tests_get_rarer_while_events_go_on(served, monkeypatch):
+    """A program that crashes every minute keeps no device busy: the pause doubles, from ten minutes on."""
+    served.said, minute = dict.fromkeys(served.engine.devices, ()), 0
+    served._rounds._last = {(CARD.uuid, n): time.time() for n in PERIODS}
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: 1e6 + 60.0 * minute)
+    monkeypatch.setattr("canaryd.daemon.rounds.time", clock)
+    tested = []
+    for minute in range(240):
+        served.engine.watch.history.triggers[CARD.uuid] = "Xid 31"
+        served._rounds.tick(CARD.uuid)
+        tested += [minute] * (len(served.ran) - len(tested))
+    assert tested == [0, 10, 30, 70, 150]
+
+
+def test_a_restart_resets_no_share(served):
+    """The last hour's rounds count, without their pauses; older ones, and runs that are no rounds, do not."""
+    aside = {"confirms": "1"}, {"intensity": "idle"}
+    for age, fields in ((1800.0, {}), (3700.0, {}), *((600.0, fields) for fields in aside)):
+        served.know("a", age, **fields)
+    served._rounds.recall_spent(CARD.uuid)
+    assert served.engine.account.spent(CARD.uuid) == 32.0 / 4.0
+
+
+def test_a_restart_resets_no_share_of_a_card_that_another_runtime_reaches(served):
+    """What all runtimes of a card take is one share."""
+    view = replace(CARD, uuid="onnx-of-GPU", backend="onnx-cuda", card=CARD.uuid)
+    served.engine.devices[view.uuid] = view
+    served.know("a", 1800.0, device=view.uuid)
+    served._rounds.recall_spent(view.uuid)
+    assert served.engine.account.spent(view.physical) == 32.0 / 4.0
 
 
 def test_a_round_that_failed_has_had_its_turn(served):

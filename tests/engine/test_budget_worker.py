@@ -21,7 +21,7 @@ from canaryd.worker.limits import SKIPPED, Bursts, excuse, install, make_room
 from tests.command import bare_python
 from tests.engine.budgets import CPU, GPU, Clock, told
 
-LEAST = {"burst": 0.02, "rest": 3.0, "memory": 1024, "free": 1024}
+LEAST = {"burst": 0.02, "rest": 3.0, "memory": 1024, "free": 1024, "small": 0}
 
 
 def ask(
@@ -54,14 +54,11 @@ def test_a_worker_steps_back_only_where_it_is_asked(probe):
 
 @pytest.mark.parametrize("paces", [True, False], ids=["a probe that paces", "a probe that only yields"])
 def test_pauses_cost_no_trials(probe, paces):
-    """In bursts a run does as many trials within its budget, and its pauses are no device time."""
-    whole, _ = ask(probe, paces=paces)
+    """In bursts a run works for as long as its budget, and its pauses, three times as long, are no device time."""
+    begun = time.monotonic()
     bursts, series = ask(probe, paces=paces, beside_=LEAST)
-    paused = bursts.seconds - 0.3
-    assert int(told(bursts)["trials"]) >= 0.3 / 0.005 / 4  # a busy machine makes trials longer, not many of them
-    assert paused > 0.3
-    assert series.wall_seconds < bursts.seconds
-    assert whole.seconds < bursts.seconds
+    assert bursts.seconds > 0.3 + 0.5
+    assert series.wall_seconds < time.monotonic() - begun - 0.5
 
 
 def test_pauses_by_count(monkeypatch):
@@ -83,8 +80,8 @@ def test_a_retest_keeps_its_own_rhythm():
     """Its load and its pauses are the test."""
     ctx = Context(device=CPU, level="quick", seed=1, budget=1.0, intensity="steady")
     before = ctx.pace
-    assert install(ctx, LEAST) is None
-    assert (ctx.pace, ctx.clock) == (before, time.monotonic)
+    assert install(ctx, LEAST, 7) is None
+    assert (ctx.pace, ctx.clock, ctx.room) == (before, time.monotonic, 7)
 
 
 def test_memory_that_is_not_there_is_not_taken(tmp_path, probe):
@@ -94,9 +91,9 @@ def test_memory_that_is_not_there_is_not_taken(tmp_path, probe):
     with pytest.raises(
         Skip, match=re.escape("budget: 1 MiB of memory are free; budget.memory and what stays free need 2 MiB")
     ):
-        make_room(CPU, {"memory": 1 << 20, "free": 1 << 20}, meminfo)
-    make_room(CPU, {"memory": 1 << 19, "free": 1 << 19}, meminfo)
-    make_room(CPU, {"memory": 1 << 60, "free": 0}, tmp_path / "none")
+        make_room(CPU, LEAST | {"memory": 1 << 20, "free": 1 << 20}, meminfo)
+    make_room(CPU, LEAST | {"memory": 1 << 19, "free": 1 << 19}, meminfo)
+    make_room(CPU, LEAST | {"memory": 1 << 60, "free": 0}, tmp_path / "none")
     run, _ = ask(probe, beside_=LEAST | {"memory": 1 << 60})
     assert run.outcome is Outcome.SKIPPED
     assert (run.detail.startswith(SKIPPED), run.reason) == (True, Reason.BUDGET)
@@ -134,7 +131,7 @@ def test_the_cap_holds_on_an_accelerator():
     device = next(
         d for d in __import__("canaryd.worker.numeric.stack", fromlist=["x"]).discover()[0] if d.backend != "cpu"
     )
-    make_room(device, {"memory": 64 << 20, "free": 0})
+    make_room(device, LEAST | {"memory": 64 << 20, "free": 0})
     try:
         kept = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError) as caught:

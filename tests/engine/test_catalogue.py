@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,6 +29,15 @@ def directory(place: Path, *names: str) -> Path:
 def test_the_checkouts_probes_are_the_builtin_ones():
     """Beside a checkout's pyproject.toml the directory probes/ wins."""
     assert catalogue.builtin_directory() == Path(__file__).parents[2] / "probes"
+
+
+@pytest.mark.parametrize("vendor", ["amd", "apple", "ascend", "host", "intel", "nvidia"])
+def test_a_probe_declares_the_settings_that_it_takes(vendor):
+    """`canaryd config check` knows the same names as the run, which refuses others."""
+    spec = runpy.run_path(str(catalogue.builtin_directory() / f"{vendor}_telemetry.py"))["SPEC"]
+    with pytest.raises(ValueError, match="no such setting; it has ") as refused:
+        importlib.import_module(f"canaryd.worker.telemetry.{vendor}").devices({"unheard": 1})
+    assert str(refused.value).partition("it has ")[2] == ", ".join(sorted(spec.settings))
 
 
 def test_probes_are_found_by_their_stems(tmp_path):

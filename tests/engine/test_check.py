@@ -23,6 +23,7 @@ import pytest
 from canaryd.model import Device, Outcome, State
 from canaryd.store.store import Store
 from tests.command import (
+    PATIENCE,
     ROOT,
     Answer,
     Process,
@@ -34,6 +35,7 @@ from tests.command import (
     in_turn,
     intervals,
     running,
+    soon,
 )
 
 SCHEMA = json.loads((ROOT / "docs/check.schema.json").read_text())
@@ -205,11 +207,11 @@ def test_progress_and_report_count_the_same_wrong_results(drill):
 
 @pytest.mark.torch
 def test_a_drill_leaves_no_trace_in_the_record(drill):
-    """Its runs are stored as drills; real evidence and verdicts know nothing of it."""
+    """Its runs have a file of their own; real evidence and verdicts know nothing of it."""
     _, common = drill
     with Store.open(Path(common[-1])) as store:
-        assert len(store.runs(drill=True)) == 4
-        assert all(not run.wrong for run in store.runs(drill=False))
+        assert len(store.drills.runs()) == 4
+        assert all(not run.wrong for run in store.runs())
         assert all(verdict.state.value != "faulty" for verdict in store.verdicts().values())
 
 
@@ -298,10 +300,11 @@ def test_without_torch_a_device_is_unknown(tmp_path):
     assert device["state"] == "unknown"
     assert {run["outcome"] for run in device["runs"]} == {"skipped"}
     reasons = {part["probe"]: part["reason"] for part in device["skipped"]}
-    assert sorted(reasons) == [
+    assert reasons.keys() == {run["probe"] for run in device["runs"]}
+    assert reasons.keys() >= {
         *("exact_attention", "exact_canary", "exact_integer", "exact_matmul"),
         *("exact_units", "memory_sweep", "recorded_kernels"),
-    ]
+    }
     assert all("torch" in reason for reason in reasons.values())
     assert any("cannot import torch" in problem for problem in document["problems"])
 
@@ -349,7 +352,8 @@ def test_an_unwritable_state_directory_costs_the_record_only(tmp_path):
     common = ("--config", config, "--state-dir", tmp_path / "file/state")
     answer, told = in_turn(("check", *common), ("check", "--json", *common))
     assert answer.code == 0
-    why = f"what this check found is not kept: {tmp_path}/file/state/canaryd.db: Not a directory; use sudo, make room,"
+    remedy = "use sudo" if os.geteuid() else "make it writable"
+    why = f"what this check found is not kept: {tmp_path}/file/state/canaryd.db: Not a directory; {remedy},"
     assert f"problem: {why}".replace(" ", "") in "".join(answer.out.split())
     assert f"{why} or name another directory with --state-dir" in valid(told.document)["problems"]
     assert "waiting in memory" not in answer.out + told.out
@@ -393,7 +397,7 @@ def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, num
         eventually(lambda: log.exists() and log.read_text())
         code, seconds = process.end(number)
         assert (code, process.others()) == (3, [])
-        assert seconds < 5
+        assert seconds < soon(5)
         out = process.popen.stdout.read()
     who = "you interrupted the check" if number is signal.SIGINT else "SIGTERM ended the check"
     assert f"{who}; 0 of 1 test had ended (0 results, 0 wrong). Do now: Run it again: canaryd check" in " ".join(
@@ -410,7 +414,8 @@ def test_a_check_that_compared_nothing_is_unknown(tmp_path):
     config = configure(tmp_path, "echoes")
     answer = canaryd("check", "--level", "quick", "--config", config, "--state-dir", tmp_path / "state")
     assert answer.code == 3
-    assert "echoes completed but checked nothing" in " ".join(answer.out.split())
+    assert "echoes completed but checked nothing" in (text := " ".join(answer.out.split()))
+    assert re.search("To see why, test it alone: canaryd check .*--probe echoes --device cpu:0 -v", text)
     assert "HEALTHY" not in answer.out
 
 
@@ -428,16 +433,18 @@ def test_an_interrupted_drill_says_nothing_of_its_alarm(tmp_path):
 
 def test_two_checks_never_use_a_device_at_once(tmp_path):
     """The second waits for the first, says for whom, and then runs."""
-    log = tmp_path / "log"
-    slow = {"records": {"settings": {"log": str(log), "seconds": 4.0}}}
+    log, enough = tmp_path / "log", tmp_path / "enough"
+    slow = {"records": {"settings": {"log": str(log), "until": str(enough)}}}
     options = ("--config", configure(tmp_path, "records", each=slow), "--state-dir", tmp_path / "state")
     with running(Process("check", *options)) as first:
         eventually(lambda: log.exists() and log.read_text())
-        second = canaryd("check", *options)
-        assert first.popen.wait(30) == second.code == 0
-        assert f"waiting: pid {first.popen.pid}: " in second.err
+        with running(Process("check", *options)) as second:
+            waiting = second.line("waiting: ")
+            enough.touch()
+            assert first.popen.wait(PATIENCE) == second.popen.wait(PATIENCE) == 0
+        assert f"waiting: pid {first.popen.pid}: " in waiting
         # A budget of 0.1 s and a time-out of 60 s.
-        assert ", testing cpu:0 (records) for at most 61 s; this command gives up after 600 s (--wait)" in second.err
+        assert ", testing cpu:0 (records) for at most 61 s; this command gives up after 10 minutes (--wait)" in waiting
     (_, end), (begin, _) = intervals(log)
     assert begin >= end
 
@@ -452,7 +459,7 @@ def test_an_interrupt_ends_the_wait_for_a_device(tmp_path):
         with running(Process("check", *options)) as second:
             second.line("waiting: ")
             code, seconds = second.end(signal.SIGINT)
-            assert (code, seconds < 5) == (3, True)
+            assert (code, seconds < soon(5)) == (3, True)
             assert "you interrupted the check" in second.popen.stdout.read()
         assert first.popen.poll() is None
 
@@ -472,7 +479,7 @@ def test_an_interrupt_while_devices_are_sought_is_no_usage_error(tmp_path):
         time.sleep(0.3)
         code, seconds = process.end(signal.SIGINT)
         assert (code, process.others()) == (3, [])
-        assert seconds < 5
+        assert seconds < soon(5)
         assert "you interrupted the check" in process.popen.stdout.read()
 
 
@@ -508,11 +515,11 @@ def test_a_terminal_shows_one_moving_line(tmp_path):
                 if not data:
                     break
                 seen += data
-            assert process.popen.wait(30) == 0
+            assert process.popen.wait(PATIENCE) == 0
     finally:
         os.close(watcher)
-    bars = re.findall(rb"\r\[(#*)(\.*)\] cpu:0 reports_progress", seen)
-    assert all(len(done) + len(left) == 20 for done, left in bars)
+    bars = re.findall(rb"\r\[(#*)(\.*)\] part 1 of 1[^:]*: cpu:0 reports_progress", seen)
+    assert all(len(done) + len(left) == 10 for done, left in bars)
     assert len({len(done) for done, _ in bars}) > 3
     assert re.search(rb"\rcpu:0 reports_progress: completed, .*\r\n", seen)
 
@@ -576,7 +583,7 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
             document = document[key]
         return document
 
-    free = {"rules_out", "telemetry", "labels", "fields", "absent", "probes"}
+    free = {"rules_out", "telemetry", "labels", "fields", "absent", "probes", "bits_by_type"}
     paths = [path for path in places(good) if not free.intersection(path[-1:])]
     objects = {"devices", "findings", "rivals", "characterised", "runs", "skipped", "telemetry", "readings", "events"}
     objects |= {"incidents", "probes", 0}  # 0: an incident has an object of its retests

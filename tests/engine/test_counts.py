@@ -9,9 +9,10 @@ import pytest
 from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine
 from canaryd.engine.evidence import NEWEST
+from canaryd.engine.host import Options
 from canaryd.facts import TRIALS, Comparison, Evidence, Exactness, Reading
 from canaryd.formatting import DAY
-from canaryd.judge.case import Case, record
+from canaryd.judge.case import Case, Mismatches
 from canaryd.judge.tally import total
 from canaryd.model import Ack, Cause, Device, State
 from canaryd.store.database import PASSED_NOTE
@@ -122,6 +123,18 @@ def test_runs_that_checked_nothing_are_no_tests(config):
     again.store.close()
 
 
+def test_a_drill_counts_for_nothing(config):
+    """Not its injected wrong results, not its right ones, and its day is no day of tests."""
+    engine, device = start(config), CPU.uuid
+    add(engine, *runs_of(device, range(10), wrong=(4,)))
+    assert counted(engine, device) == (4, 0, 5)
+    for run in runs_of(device, range(96, 106), wrong=(100,), drill="flip"):
+        engine.add(run)
+    assert counted(engine, device) == (4, 0, 5)
+    assert engine._counts.tested(device) == {"passes": {int(START // DAY)}}
+    engine.store.close()
+
+
 @pytest.mark.parametrize("kept", [3, 50, 1000])
 def test_a_suspect_clears_at_the_same_time_whatever_is_kept(config, monkeypatch, kept):
     """One wrong result in 100: three hundred clean ones and 30 days of tests clear it, though memory keeps three."""
@@ -140,9 +153,9 @@ def test_a_suspect_clears_at_the_same_time_whatever_is_kept(config, monkeypatch,
     assert (until(2, 1).state, engine.verdict(device).cause) == (State.SUSPECT, Cause.UNDETERMINED)
     assert until(31, 24).state is State.SUSPECT, "30 days, but fewer than 300 clean results"
     assert until(52, 24).state is State.SUSPECT
-    for part, asked in ("only", frozenset({"passes"})), ("cases", ("a",)), ("intensity", "idle"):
+    for asked in Options(probes=("passes",)), Options(cases=("a",)), Options(intensity="idle"):
         with monkeypatch.context() as restricted:
-            restricted.setattr(engine, part, asked)
+            restricted.setattr(engine, "asked", asked)
             assert engine.verdict(device).state is State.SUSPECT, "a check of a part counts the whole record"
     assert until(54, 24).state is State.UNKNOWN, "no probe is enabled here"
     engine.store.close()
@@ -186,7 +199,7 @@ class Fleet:
 
     def cause(self, gpu, case):
         """Return the causes of a GPU's mismatches in a case."""
-        among = self.engine._decisions._node(served=False)
+        among = self.engine.decisions._node(Device)
         judged = Case(device=GPUS[gpu], node=among, wanted={}, policy=self.engine.config.judge, now=self.now)
         return {m.cause for m in judged.accusations if m.comparison.case == case}
 
@@ -277,9 +290,9 @@ def test_runs_dated_ahead_are_no_clean_trials(config):
     add(engine, *(dataclasses.replace(r, started=r.started + 300 * DAY) for r in runs_of(CPU.uuid, range(40))))
     add(engine, *(dataclasses.replace(r, id=f"b{r.id}") for r in runs_of(CPU.uuid, range(12), wrong=(9,))))
     assert len(engine._counts.of(CPU.uuid)) == 4
-    among = engine._decisions._node(served=False)
+    among = engine.decisions._node(Device)
     case = Case(device=CPU, node=among, wanted={}, policy=config.judge, now=START + 40 * DAY)
-    _, clean = record(case, among.accusing[CPU.uuid])
+    clean = Mismatches(case, among.accusing[CPU.uuid]).clean
     assert clean.results == 2
     engine.store.close()
 

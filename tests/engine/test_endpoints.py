@@ -134,7 +134,7 @@ def test_unknown_bits_are_confirmed_and_the_device_behind_is_tested(host):
     catalogue(host.path.parent / "probes.d", "fails_under_load")  # one that can test the device
     engine = host.start()
     ask(engine)
-    assert engine.retests(cpu(engine)) == []
+    assert engine.experiments.retests(cpu(engine)) == []
     host.say(vector(0.01))
     runs = ask(engine)
     assert [bool(r.confirms) for r in runs] == [False, True, True, True]
@@ -144,7 +144,7 @@ def test_unknown_bits_are_confirmed_and_the_device_behind_is_tested(host):
         behind = rules(known, cpu(known))["endpoint-departed"]
         assert behind.state is State.HEALTHY
         assert "endpoint:main, served by this device, gives wrong answers" in behind.message
-        steps = [step for plan in known.retests(cpu(known)) for step in plan.steps]
+        steps = [step for plan in known.experiments.retests(cpu(known)) for step in plan.steps]
         assert {(step.trigger, step.level) for step in steps} == {("endpoint:main departed", "deep")}
 
 

@@ -12,17 +12,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
 pytestmark = pytest.mark.torch
 
-from canaryd_lab.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd_lab.worker.exact_canary.export import export  # noqa: E402
 
 from canaryd.config import load  # noqa: E402
 from canaryd.engine import schedule  # noqa: E402
 from canaryd.engine.engine import Engine  # noqa: E402
 from canaryd.model import Cause, Outcome, State  # noqa: E402
 from canaryd.store.store import Store  # noqa: E402
-from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from tests.command import configure  # noqa: E402
-from tests.exact_server import serving  # noqa: E402
+from tests.exact_server import exported, serving  # noqa: E402
 
 NAMED = "endpoint:exact"
 NORM = ("model.norm.weight", 7, 3)
@@ -31,12 +28,8 @@ NORM = ("model.norm.weight", 7, 3)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """An exported exact canary."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads waits for its cores more than it computes
-    path = tmp_path_factory.mktemp("exact") / "canary"
-    export(construct(TINY, 3), path)
-    yield path
-    torch.set_num_threads(threads)
+    with exported(tmp_path_factory.mktemp("exact") / "canary") as path:
+        yield path
 
 
 class Host:
@@ -122,7 +115,7 @@ def test_the_first_wrong_answers_accuse_the_endpoint_alone(tmp_path, directory):
     assert "Do not use its answers" in found.action
     assert any("not tested since" in text for text in found.evidence)
     assert not {"exact-mismatch", "endpoint-departed"} & set(host.found(host.cpu))
-    plans = host.engine.retests(host.cpu)
+    plans = host.engine.experiments.retests(host.cpu)
     assert {step.trigger for plan in plans for step in plan.steps} == {f"{NAMED} departed"}
     assert {step.intensity for plan in plans for step in plan.steps} == {"content"}
 
@@ -134,7 +127,7 @@ def test_answers_that_were_never_right_are_unknown(tmp_path, directory):
         host.ask()
         found = host.found()["uncharacterised-mismatch"]
         assert (found.state, found.cause) == (State.UNKNOWN, Cause.UNDETERMINED)
-        assert host.engine.retests(host.cpu)
+        assert host.engine.experiments.retests(host.cpu)
 
 
 def test_a_setting_makes_it_unknown(tmp_path, directory):

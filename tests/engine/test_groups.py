@@ -4,11 +4,14 @@ import threading
 
 import pytest
 
-from canaryd.engine import schedule
+from canaryd.config.settings import Config
+from canaryd.engine import budget, check, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
+from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Exactness, Place, Reading
 from canaryd.model import Device, Outcome, Run
 from canaryd.probe import ProbeSpec
+from canaryd.store.store import Store
 from tests.command import canaryd
 
 SPEC = ProbeSpec(name="collectives", summary="links", backends=("cpu", "cuda", "rocm"), group=True)
@@ -77,12 +80,12 @@ def test_all_devices_of_a_group_are_locked(entry, tmp_path):
     try:
         assert entered.wait(20)
         for device in GPUS:
-            with pytest.raises(Busy), engine._locked(device, 0.0, lambda _: None):
+            with pytest.raises(Busy), engine.locked(device, 0.0, lambda _: None):
                 pass
     finally:
         leave.set()
         holder.join()
-    with engine._locked(GPUS[2], 0.0, lambda _: None):
+    with engine.locked(GPUS[2], 0.0, lambda _: None):
         pass
     engine.store.close()
 
@@ -105,3 +108,21 @@ def test_a_check_of_links_between_cores(tmp_path, drill):
     (done,) = device["runs"]
     assert (done["probe"], done["outcome"], done["wrong_trials"]) == ("collectives", "completed", 0)
     assert not [gap for gap in answer.document["not_checked"] if gap.startswith("links")]
+
+
+def test_links_are_left_out_where_memory_is_short(entry, tmp_path):
+    """What their library takes has no limit; the rest of the check goes on, and the links are a gap of it."""
+    with Store.open(tmp_path) as store:
+        engine = Engine(Config(), store)
+        engine.entries = {"collectives": entry}
+        engine.together = frozenset(d.uuid for d in GPUS)
+        read = (("memory_total_bytes", 80 << 30), ("memory_used_bytes", 79 << 30), ("compute_processes", 1))
+        readings = tuple(Reading(name=name, value=value) for name, value in read)
+        engine.watch.readings = lambda *_: readings
+        result = check.Result(level="standard", started=1.0)
+        plan = schedule.Plan(device=GPUS[0], instruction_set="", steps=(step(entry),), peers=GPUS[1:])
+        check._carry_out(engine, [plan], result, 0.0, lambda _: None)
+        assert (result.missed, engine.together) == ({}, frozenset())
+        ((_, skipped),) = result.skipped["cuda-0"]
+        assert "too little of its memory is free for links" in skipped.reason
+        assert engine.shared == {"cuda-0": ("1 process computes on it", budget.SMALL)}

@@ -20,7 +20,6 @@ from canaryd.engine.engine import Engine
 from canaryd.model import Run, State
 from canaryd.store.store import Store
 from tests.command import canaryd, configure
-from tests.worker.endpoint.asked import streaming
 from tests.worker.endpoint.served import completion, models, served
 
 NAMED = "endpoint:main"
@@ -38,7 +37,7 @@ class Server:
             "GET /v1/models": models("tiny", owner="vllm"),
             "GET /version": {"version": "0.32.0"},
             "GET /metrics": lambda _: self.metrics(),
-            "POST /v1/completions": streaming(self.answer),
+            "POST /v1/completions": self.answer,
         }
 
     def metrics(self) -> bytes:

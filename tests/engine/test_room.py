@@ -9,7 +9,7 @@ import time
 import pytest
 
 from canaryd.engine.room import Room
-from canaryd.free_memory import available
+from canaryd.free_memory import available, of_host
 from tests.command import bare_python, canaryd, configure, eventually
 from tests.daemon.test_telemetry import TORCH
 from tests.worker.telemetry.trees import plant
@@ -94,6 +94,17 @@ def test_the_least_of_host_and_control_groups_counts(tmp_path, groups, expected)
         }
         plant(tmp_path / "cgroup" / group, files)
     assert available(tmp_path / "cgroup", tmp_path / "proc") == expected
+
+
+def test_the_memory_of_a_gpu_is_none_of_the_hosts(tmp_path):
+    """Grace Hopper: the kernel counts a node without processors as available memory, and it is the GPU's."""
+    plant(tmp_path / "proc", {"meminfo": "MemAvailable: 100000 kB\n"})
+    nodes = tmp_path / "nodes"
+    for name, cores, free in (("node0", "0-71", 60000), ("node1", "", 30000)):
+        told = f"Node 0 MemFree: {free} kB\nNode 0 FilePages: 4000 kB\n"
+        plant(nodes / name, {"cpulist": f"{cores}\n", "meminfo": told})
+    assert of_host(tmp_path / "proc/meminfo", nodes) == 66000 << 10
+    assert available(tmp_path / "cgroup", tmp_path / "proc", nodes) == 66000 << 10
 
 
 @pytest.mark.parametrize(("memory", "together"), [("256MiB", 3), ("1024GiB", 1)])

@@ -70,7 +70,7 @@ def test_a_worker_runs_under_the_interpreter_of_its_runtime(engine):
 
 def test_two_runtimes_never_use_a_card_at_once(engine):
     """The lock is the card's."""
-    with engine._locked(CPU, 0.0, lambda _: None), pytest.raises(Busy), engine._locked(MLX, 0.0, lambda _: None):
+    with engine.locked(CPU, 0.0, lambda _: None), pytest.raises(Busy), engine.locked(MLX, 0.0, lambda _: None):
         pass
 
 

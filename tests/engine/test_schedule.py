@@ -164,11 +164,10 @@ def test_a_retest_asks_the_same_bytes_for_the_time_of_a_deep_run(intensity):
 
 
 @pytest.mark.parametrize("intensity", INTENSITIES)
-def test_drills_endpoints_and_what_is_not_computed_are_never_retested(intensity):
-    """A fault of software, a server that is not ours to load, a reading."""
+def test_endpoints_and_what_is_not_computed_are_never_retested(intensity):
+    """A server that is not ours to load, a reading."""
     server = Device(uuid="endpoint:main", backend="endpoint", index=0, model="a server")
     assert retest(run(comparison()), intensity)
-    assert retest(run(comparison(), drill="flip"), intensity) == []
     assert retest(run(comparison(), device="endpoint:main", probe="e"), intensity, device=server) == []
     assert retest(run(comparison(), probe="s"), intensity, entry("s", numeric=False)) == []
     assert retest(run(comparison(), probe="gone"), intensity) == []

@@ -143,22 +143,3 @@ def test_a_server_without_a_dialect_is_learnt_and_compared(name, tmp_path):
         assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
     finally:
         strange.server.stop()
-
-
-def test_a_slow_server_is_degraded(tmp_path):
-    """The same bits, several times later: nothing is wrong with the numbers."""
-    slow = Watched("llama", tmp_path)
-    slow.server.start()
-    try:
-        slow.learn()
-        for _ in range(12):
-            slow.ask()
-        assert slow.state is State.HEALTHY, slow.found()
-        with slow.server.slowed():
-            for _ in range(3):
-                slow.ask()
-        found = slow.found()["endpoint-slow"]
-        assert (found.state, found.cause) == (State.DEGRADED, Cause.ENVIRONMENT)
-        assert "recording-departed" not in slow.found()
-    finally:
-        slow.server.stop()

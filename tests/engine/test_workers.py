@@ -7,6 +7,7 @@ import pytest
 from canaryd.config.settings import Config, ProbesConfig, ProbeSettings
 from canaryd.engine import check
 from canaryd.engine.engine import Engine
+from canaryd.engine.host import Options
 from canaryd.model import Device, Outcome
 from canaryd.store.store import Store
 from canaryd.supervisor.series import Series
@@ -75,7 +76,7 @@ def test_a_check_of_a_processor_alone_imports_torch_once(tmp_path, keep):
     start = engine.workers.start
     engine.workers.start = lambda *a, **k: started.append(start(*a, **k)) or started[-1]
     device = next(d for d in engine.devices.values() if d.backend == "cpu")
-    result = check.run(engine, check.Options(level="quick", seed=7), [device], print)
+    result = check.run(engine, Options(level="quick", seed=7), [device], print)
     assert [run.outcome for run in result.runs[device.uuid]] == [Outcome.COMPLETED]
     tested = [series for series in started if series.workers_started and series._slot.instruction_set == "native"]
     assert len(tested) == 1

@@ -74,13 +74,17 @@ GARBAGE = Finding(rule="broken-output", state=State.FAULTY, cause=Cause.UNDETERM
 
 
 def hanging(answers, sibling="1111111111", apart=HOUR, pair=(GPU, TWIN), third=None):
-    """Judge the first of a pair that completed ("1") or timed out ("0") in its runs, newest last, beside the others."""
+    """Judge the first of a pair that completed ("1") or timed out ("0") in its runs, newest last, beside the others.
+
+    Of what is " " no run is at hand.
+    """
 
     def runs(of, told):
         ends = {"1": {}, "0": {"outcome": Outcome.TIMED_OUT}}
         return [
             run(MINUTE + apart * (len(told) - 1 - n), *[right(seed=9)] * (answer == "1"), of=of, **ends[answer])
             for n, answer in enumerate(told)
+            if answer in ends
         ]
 
     peers = [(pair[1], runs(pair[1], sibling))]
@@ -235,7 +239,11 @@ EVIDENCE = {
         ask(fresh(), serving={"endpoint:main": (1, [DEPARTED, GARBAGE])}),
         HEALTHY, Cause.NONE, {"endpoint-departed"},
     ),
-    "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
+    "hung two separate times, siblings answer": lambda: (hanging("1011101"), UNKNOWN, U, {"keeps-failing"}),
+    "hung two separate times, and not for a day": lambda: (hanging("10101" + 24 * "1"), HEALTHY, Cause.NONE, set()),
+    "hung for three runs, and once more": lambda: (hanging("1100011101"), SUSPECT, U, {"keeps-failing"}),
+    "hung three times, the answers are forgotten": lambda: (hanging("0  0  0  111"), SUSPECT, U, {"keeps-failing"}),
+    "hung three times in hours, a day ago": lambda: (hanging("10101" * 2 + 21 * "1"), SUSPECT, U, {"keeps-failing"}),
     "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
     "hung three separate times, alone": lambda: (hanging("10110101", ""), UNKNOWN, U, {"keeps-failing"}),
     "hung three separate times, its sibling once, at another time": lambda: (
@@ -276,13 +284,6 @@ EVIDENCE = {
     "the records were lost, and somebody has looked": lambda: (
         ask(fresh(), history_lost=(NOW - DAY, "canaryd.db.corrupt-X"), acks=[said("acknowledged", HOUR, NOW - 1)]),
         HEALTHY, Cause.NONE, set(),
-    ),
-    # drills
-    "a drill in the real world": lambda: (
-        ask(run(60, wrong(), drill="stuck bit"), fresh()), HEALTHY, Cause.NONE, set(),
-    ),
-    "a drill does not see real mismatches": lambda: (
-        ask(run(60, wrong()), run(60, right(), drill="none"), drill=True), HEALTHY, Cause.NONE, set(),
     ),
 }  # fmt: skip
 """Scenarios of evidence: outcomes, its age, ways out, endpoints, hangs, telemetry, what operators say."""

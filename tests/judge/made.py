@@ -1,6 +1,7 @@
 """Devices, runs and signs as tests of the judge make them, and what it says of them."""
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -80,12 +81,11 @@ TODAY = int(NOW // DAY)
 
 def ask(*runs, of=GPU, peers=(), days=range(TODAY - 120, TODAY + 1), **changes):
     """Judge `of` by its runs; `peers` are (device, runs) pairs, `days` the days on which all of them were tested."""
-    given = {"wanted": WANTED, "policy": POLICY, "now": NOW, "previous": None}
-    given |= changes
+    given = {"wanted": WANTED, "policy": POLICY, "now": NOW, "previous": None} | changes
     devices = {**{d.uuid: d for d, _ in peers}, of.uuid: of}
     evidence = {**{d.uuid: r for d, r in peers}, of.uuid: runs}
     summed = {uuid: {"exact_matmul": days} for uuid in devices}
-    among = node(devices, evidence, given["now"], drill=given.get("drill", False), summed=summed)
+    among = replace(node(devices, evidence, given["now"]), summed=summed)
     return decide(Case(device=of, node=among, **given))
 
 

@@ -30,7 +30,7 @@ from tests.judge.made import (
     signs,
     wrong,
 )
-from tests.places import line, place
+from tests.places import lane, line, place
 
 UNDRIVEN = device("PCI-1", torch_index=None, detail={"bus_id": "0000:65:00.0", "undriven": "no driver is loaded"})
 
@@ -54,7 +54,7 @@ MISMATCHES = {
     "8 of 8": lambda: (ask(fresh(of=CPU), of=CPU, accelerators=(8, 8)), HEALTHY, Cause.NONE, set()),
     "gone, and condemned by itself before": lambda: (
         ask(fresh(), signs=signs(remap_failed=1), gone_since=NOW - HOUR),
-        FAULTY, H, {"device-vanished", "row-remap-failed"},
+        FAULTY, H, {"device-vanished", "memory-failed"},
     ),
     "a mismatch that a crashed run delivered": lambda: (
         ask(run(120, wrong(), outcome=Outcome.CRASHED, stack={}), fresh()),
@@ -79,6 +79,10 @@ MISMATCHES = {
     "the same bit of another row": lambda: (
         ask(*spots(("device", {"bits": ("5",)}), ("device", {"bits": ("5",), "lines": {"row": line(3)}})), fresh()),
         SUSPECT, U, {"exact-mismatch"},
+    ),
+    "the same bit of one lane in other columns": lambda: (
+        ask(*spots(*(("device", {"bits": ("5",), "lines": {"column": lane(n)}}) for n in (5, 21))), fresh()),
+        FAULTY, U, {"exact-mismatch", "exact-mismatch-confirmed"},
     ),
     # cause
     "sibling right on the same bytes under another stack": lambda: (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from canaryd.facts import Comparison, Evidence, Exactness, Subject
-from canaryd.judge.characterised import By, Claims, Met, Proof, met_in
+from canaryd.judge.characterised import By, Claims, Met, Proof, class_of, met_in
 from canaryd.model import Outcome, Run
 
 KIND, STACK = ("cuda", "Newcomer 1"), {"torch": "2.13", "driver": "580"}
@@ -32,15 +32,14 @@ def met(device="GPU-a", *classes, **fields):
 
 
 def test_a_class_is_met_by_agreement_alone():
-    """Not by a run with a mismatch in the same class, by a golden or comparator in doubt, a drill, or no software."""
+    """Not by a run with a mismatch in the same class, by a golden or comparator in doubt, or no software."""
     right, other = compared("bfloat16/full/square/nt@64x64x64"), compared("float16/full/square/nt@8x8x8")
-    met_right, met_other = "bfloat16/full/square/nt@64x64x64", "float16/full/square/nt@8x8x8"
+    met_right, met_other = "bfloat16/full/square/nt@64x64x64/aligned", "float16/full/square/nt@8x8x8/ragged"
     assert met_in(run(right, other)) == {met_right, met_other}
-    assert met_in(run(right, compared("bfloat16/full/square/nt@60x60x60", wrong=1), other)) == {met_other}
+    assert met_in(run(right, compared("bfloat16/full/square/nt@64x64x64#3", wrong=1), other)) == {met_other}
     assert met_in(run(right, compared(right.case, wrong=1, subject=Subject.HOST))) == set()
     assert met_in(run(right, compared(right.case, wrong=1, subject=Subject.COMPARATOR))) == set()
     assert met_in(run(compared("bfloat16/full/square/nt", subject=Subject.HOST))) == set()
-    assert met_in(run(right, drill="bitflip")) == set()
     assert met_in(run(right, stack={})) == set()
     assert met_in(run(compared("*"))) == set(), "clean comparisons summed into one"
     assert met_in(run(right, outcome=Outcome.CRASHED)) == {met_right}, "a fact stays one after a crash"
@@ -48,10 +47,30 @@ def test_a_class_is_met_by_agreement_alone():
 
 def test_a_kernel_for_other_sizes_vouches_for_nothing():
     """A healthy lone device that is exact at small sizes, and whose library splits large sums, is not accused."""
-    small = met("GPU-a", "bfloat16/dense/square/nt@512x512x512")
+    small = met("GPU-a", "bfloat16/dense/square/nt@512x512x512/ragged")
     case = "bfloat16/dense/square/nt"
     assert Claims([small]).proof(KIND, run(), f"{case}@497x497x497") == Proof(By.ITSELF, ("GPU-a",))
     assert Claims([small]).proof(KIND, run(), f"{case}@2048x2048x2048") is None
+
+
+@pytest.mark.parametrize(
+    ("case", "of"),
+    [
+        ("f/dense/square/nn@512x512x512", "f/dense/square/nn@512x512x512/aligned"),
+        ("f/dense/square/nn@500x512x512", "f/dense/square/nn@512x512x512/aligned"),  # M is no stride
+        ("f/dense/square/tn@500x512x512", "f/dense/square/tn@512x512x512/ragged"),
+        ("f/dense/square/nt@512x512x500#7", "f/dense/square/nt@512x512x512/ragged"),
+        ("f/dense/batched/nn@4x512x512x512#7g", "f/dense/batched/nn@4x512x512x512/aligned/graph"),
+        ("bfloat16/onehot/causal@1x8x2x500x500x64", "bfloat16/onehot/causal@1x8x2x512x512x64"),
+    ],
+)
+def test_strides_and_graphs_are_part_of_a_products_class(case, of):
+    """Libraries choose kernels by them. A class on record from before has no such mark, and proves nothing now."""
+    assert class_of(case) == of
+    assert met_in(run(compared(case))) == {of}
+    before = met("GPU-a", "f/dense/square/nn@512x512x512", "bfloat16/onehot/causal@1x8x2x512x512x64")
+    proof = Claims([before]).proof(KIND, run(), case)
+    assert (proof is not None) is (case.partition("/")[0] == "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,15 @@ from tests.judge.made import (
     DAY,
     GPU,
     HOUR,
+    NOW,
     TWIN,
     UNREACHED,
     ask,
+    comparator,
     evidence,
     finding,
     fresh,
+    host,
     message,
     mismatches,
     right,
@@ -42,7 +45,8 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
             "2 of 3 fresh uploads wrong."
         ),
     )
-    assert (verdict.findings[0].runs, verdict.findings[0].repro) == (("r1",), "canaryd check …")
+    repeat = "--device cuda:0 --probe exact_matmul --case bfloat16/wide --seed 0 --level standard --for 12s"
+    assert (verdict.findings[0].runs, verdict.findings[0].repro) == (("r1",), f"canaryd check {repeat}")
 
 
 def test_why_torch_sees_no_gpu_is_told():
@@ -100,3 +104,66 @@ def test_stale_evidence_says_its_age(ago, text):
     """The age stands in the finding in whole units."""
     found = message(ask(run(ago, right())), "stale-evidence")
     assert found == f"The last result of exact_matmul is {text} old; its interval is 15 minutes"
+
+
+# --- One fault: one count, one command -------------------------------------------------------------------------------
+
+
+def test_each_finding_of_a_fault_gives_the_same_counts():
+    """A wrong result, a wrong golden and a wrong comparison are one result each, whatever rule names them."""
+    cpu = dataclasses.replace(GPU, uuid="CPU-1", backend="cpu", instruction_sets=("native",))
+    both = run(HOUR, wrong(trials=3, wrong_trials=2), host(), comparator(), of=cpu)
+    clean = run(60, right(trials=4), of=cpu, probe="exact_matmul", instruction_set="native")
+    verdict = ask(run(2 * HOUR, right(trials=9), of=cpu), both, clean, of=cpu)
+    tallies = [f.wrong.probes["exact_matmul"] for f in verdict.findings if f.wrong]
+    assert {f.rule for f in verdict.findings if f.wrong} >= {"exact-mismatch", "golden-disagreement"}
+    # Not the 9 that were right before it failed; the 4 that are right since.
+    assert {(t.wrong, t.of) for t in tallies} == {(4, 3 + 1 + 1 + 4)}
+
+
+TYPES = [
+    ("exact_matmul", "bfloat16/wide", "3f80", "bfloat16"),
+    ("exact_matmul", "bfloat16>float32/wide", "3f800000", "float32"),
+    ("exact_matmul", "tfloat32/dense/square/nt@8x8x8", "3f800000", "float32"),
+    ("exact_integer", "int64/embedding/one", "0000007f", "int32"),
+    ("recorded_kernels", "sdpa/math/float16/wide@1x2x3", "3c00", "float16"),
+    ("memory_sweep", "checkerboard@64", "5555555555555555", "64 bits"),
+    ("exact_units", "bfloat16/words", "3f800000", "32 bits"),
+    ("another", "case", "", "not known"),
+]
+"""Probe, case and a wrong word of a result in hexadecimal digits → the type of its numbers."""
+
+
+@pytest.mark.parametrize(("probe", "name", "word", "kind"), TYPES)
+def test_flipped_bits_are_those_of_a_number_type(probe, name, word, kind):
+    """The case names it, unless the words compared have another width; else the width is told."""
+    first = (((3, 17), f"0x{word}", f"0x{word}"),) if word else ()
+    verdict = ask(run(60, wrong(case=name, first=first), probe=probe))
+    (found,) = (f.wrong.probes[probe] for f in verdict.findings if f.wrong)
+    assert (found.bits, found.bits_by_type) == ((3, 7), {kind: (3, 7)})
+
+
+def repeated(verdict):
+    """Return the case and the seed of the command that repeats the fault, of all its findings."""
+    ((case, seed),) = {(w.case, w.seed) for f in verdict.findings if f.wrong and (w := f.wrong.elsewhere)}
+    assert all(f"--case {case} --seed {seed} " in f.repro for f in verdict.findings if f.wrong)
+    return case, seed
+
+
+def test_the_command_repeats_the_case_that_fails_most_then_the_cheapest():
+    """More runs before more results, and fewer elements to compute where both are equal."""
+    large, small = evidence(), evidence(total=64)
+    first = run(HOUR, wrong(case="a", trials=9, wrong_trials=9), wrong(case="b"), seed=7)
+    again = run(HOUR - 9, wrong(case="b"), seed=7, confirms=first.id)
+    assert repeated(ask(first)) == ("a", 7)
+    assert repeated(ask(first, again)) == ("b", 7)
+    assert repeated(ask(run(HOUR, wrong(case="c", evidence=large), wrong(case="d", evidence=small)))) == ("d", 0)
+
+
+def test_the_command_stays_the_same_while_the_fault_lasts():
+    """However often other cases fail later, and after a repair the fault is another one."""
+    first, later = run(9 * HOUR, wrong(case="a"), seed=7), [run(n * HOUR, wrong(case="b"), seed=8) for n in (5, 4, 3)]
+    before = ask(first, now=NOW - 8 * HOUR)
+    assert repeated(ask(first, *later)) == ("b", 8)
+    assert repeated(ask(first, *later, previous=before)) == ("a", 7)
+    assert repeated(ask(*later, previous=before)) == ("b", 8)

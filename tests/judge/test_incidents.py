@@ -21,6 +21,7 @@ from tests.judge.made import (
     signs,
     wrong,
 )
+from tests.judge.telemetry import made
 from tests.places import line, place
 
 PROBES = ("exact_attention", "exact_matmul", "recorded_kernels")
@@ -143,3 +144,10 @@ def test_what_is_worse_than_an_acknowledged_fault_is_another():
     worse = Finding(rule="pcie-aer", state=State.SUSPECT, cause=Cause.UNDETERMINED, message="m", action="a", since=NOW)
     given = {"device": GPU.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "decided": NOW, "since": NOW}
     assert [i.rules for i in incidents(Verdict(**given, findings=(fault, worse)))] == [("pcie-aer",), ("gpu-lost",)]
+
+
+def test_a_link_explains_no_memory():
+    """Who reseats the link must still read of the memory."""
+    found = made.findings(made.sign(made.event("amdgpu", "bad-pages"), made.rise(made.LINK("recovery_failed"), ago=60)))
+    given = {"device": GPU.uuid, "state": State.DEGRADED, "cause": Cause.HARDWARE, "decided": NOW, "since": NOW}
+    assert len(incidents(Verdict(**given, findings=tuple(found)))) == 2

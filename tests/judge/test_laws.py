@@ -41,6 +41,8 @@ A_MINUTE_BEFORE, TWO_BEFORE = ([Moment(NOW.first - s, NOW.first - s)] for s in (
         (Trouble(at(10), {}, ["b", "c", "d"], [7 * DAY], 16 * DAY), Who.ALONE),
         (Trouble(at(6, 10), {}, ["b", "c", "d"], [7 * DAY], 11 * DAY), Who.ALONE),
         (Trouble(at(10), {}, ["b", "c", "d"], [2 * DAY], 11 * DAY), Who.ALONE),
+        (Trouble(at(10), {"b": at(5)}, ["b"], [2 * DAY, 7 * DAY]), Who.OTHERS),
+        (Trouble(at(10), {}, ["b", "c", "d"], [2 * DAY, 7 * DAY], 11 * DAY), Who.UNCOMPARED),
         (Trouble([Moment(9 * DAY, 10 * DAY)], {"b": [Moment(9 * DAY, 10 * DAY)]}, ["b"]), Who.TOGETHER),
     ],
 )

@@ -16,6 +16,7 @@ TODAY = 20_500
 NOW = (TODAY + 0.5) * DAY
 KERNEL = Key("recorded_kernels", "kernel_seconds{kind=prefill}", "1/quick/aa")
 LIMIT = Key("nvidia_telemetry", "power_limit_watts{limit=enforced}", "1/quick/aa")
+LOWER = 700 * (1 - slower.POWER_LIMIT_MOVED)
 USED = Key("nvidia_telemetry", "utilization_ratio{engine=gpu}", "1/quick/aa")
 
 
@@ -111,13 +112,7 @@ def test_another_stack_is_another_series():
 @pytest.mark.parametrize(
     ("key", "was", "enough", "too_little", "word"),
     [
-        (
-            LIMIT,
-            700.0,
-            700 * (1 - slower.POWER_LIMIT_MOVED) - 2,
-            700 * (1 - slower.POWER_LIMIT_MOVED) + 2,
-            "power limit",
-        ),
+        (LIMIT, 700.0, LOWER - 2, LOWER + 2, "power limit"),
         (USED, 0.3, 0.3 + slower.LOAD_MOVED + 0.02, 0.3 + slower.LOAD_MOVED - 0.02, "other work"),
     ],
 )
@@ -132,6 +127,15 @@ def test_settings_and_load_explain_slowness(key, was, enough, too_little, word):
         assert any(text.startswith("Not counted against the device: ") for text in finding.evidence) is noted
 
 
+@pytest.mark.parametrize(("theirs", "noted"), [(0.0122, True), (0.0115, False), (0.01, False)])
+def test_peers_that_became_as_slow_make_it_a_note(theirs, noted):
+    """It must be 1.10 times as slow as they became, as it must be as it was; where there are none it says so."""
+    own = {KERNEL: stepped(0.01, 0.013)}
+    finding = found(own, {"cuda:1": {KERNEL: stepped(0.01, theirs, seed=7)}})
+    assert finding.state is (State.HEALTHY if noted else State.DEGRADED)
+    assert any("there is no peer" in r.why for r in found(own).rivals)
+
+
 # --- From runs and polls ----------------------------------------------------------------------------------------------
 
 
@@ -141,9 +145,9 @@ def levels(*runs, polls=()):
 
 
 def test_only_runs_as_usual_count():
-    """Drills, confirmations, retests, baselining, failed runs and another intensity are no readings of the usual."""
+    """Confirmations, retests, baselining, failed runs and another intensity are no readings of the usual."""
     reading = Reading(name="kernel_seconds", value=0.01, unit="seconds", labels={"kind": "prefill"})
-    odd = [{"drill": "bit"}, {"confirms": "x"}, {"cases": ("a",)}, {"intensity": "steady"}, {"baselining": True}]
+    odd = [{"confirms": "x"}, {"cases": ("a",)}, {"intensity": "steady"}, {"baselining": True}]
     odd += [{"outcome": Outcome.CRASHED}]
     assert levels(*(run(n, reading, **more) for n, more in enumerate(odd))) == {}
     assert levels(run(5.0, reading), run(3.0, reading)) == {"kernel_seconds{kind=prefill}": 0.01}

@@ -20,8 +20,7 @@ from canaryd.config.settings import TelemetryConfig
 from canaryd.judge import cause
 from canaryd.judge.recordings import baseline, departed
 from canaryd.judge.statistics import RULE_OF_THREE, rate_bound, tail
-from canaryd.judge.telemetry import link_rules, xid_rules
-from canaryd.judge.telemetry.memory_rules import LEAST_STEP
+from canaryd.judge.telemetry import rate_rules, xid_rules
 from tests.command import ROOT
 from tests.judge.made import DAY, HOUR, MINUTE, POLICY
 
@@ -35,6 +34,7 @@ JUDGING = (
 MODULES = (*sorted(set(JUDGING) - set(CATALOGUES)), "engine.schedule")
 SECTIONS = {"judge": JudgePolicy, "telemetry": TelemetryConfig}
 NOT_THRESHOLDS = {
+    "judge.wrong.WIDTH": "bits of the number types",
     "judge.brief.ELEMENTS": "how much of an older run stays in memory; the store keeps all of it",
     "judge.brief.FEW": "how much of an older run stays in memory; the store keeps all of it",
     "judge.brief.SHOWN": "how many runs stay in memory whole; the store keeps all of them",
@@ -42,8 +42,9 @@ NOT_THRESHOLDS = {
     "judge.exact.NAMED": "length of a list in a message",
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.selftest.SHOWN": "length of a list in a message",
-    "judge.telemetry.rules.MOST_NAMED": "length of a list in a message",
+    "judge.telemetry.poll_rules.MOST_NAMED": "length of a list in a message",
     "judge.phrases.DETAIL": "characters of a message",
+    "judge.statistics.CONFIDENCE": "of intervals that are printed",
     "judge.telemetry.signals.MINUTE": "a unit of time",
     "judge.telemetry.signals.HOUR": "a unit of time",
     "telemetry.kernel_log": "a path",
@@ -124,13 +125,12 @@ FORMULAS: Mapping[str, Callable[[], float]] = {
     "too-often-half": lambda: ever_too_often(BOUND / 2, BOUND, 1000),
     "unsteady": lambda: 2 / (baseline.LEARN + 1),
     "unsteady-reruns": lambda: (2 / (baseline.LEARN + 1)) ** POLICY.confirm_runs,
-    "two-of-three": lambda: tail(2, POLICY.confirm_runs, 0.01),
     "slow-simulated": lambda: rate_bound(80),
-    "step": lambda: poisson(LEAST_STEP, 10),
+    "step": lambda: poisson(rate_rules.LEAST_STEP, 10),
     "corrected": lambda: poisson(1000, 500),
     "ten-a-day": lambda: poisson(10, 1),
-    "replays-at-limit": lambda: poisson(311, 10 * 60 * link_rules.BIT_ERROR_RATE * link_rules.TRANSFERS[5] * 16),
-    "replays-tenth": lambda: poisson(311, 60 * link_rules.BIT_ERROR_RATE * link_rules.TRANSFERS[5] * 16),
+    "replays-at-limit": lambda: poisson(311, 10 * 60 * rate_rules.BIT_ERROR_RATE * rate_rules.TRANSFERS[5] * 16),
+    "replays-tenth": lambda: poisson(311, 60 * rate_rules.BIT_ERROR_RATE * rate_rules.TRANSFERS[5] * 16),
     "crashes": lambda: poisson(xid_rules.REPEATS, 1 / 7),
     "three-of-a-life": lambda: poisson(3, 0.5),
     "two-of-a-month": lambda: poisson(2, 30 / 3652.5),

@@ -1,7 +1,6 @@
 """The judge: each rule from both sides, properties that must hold for any history, and that no rule is idle."""
 
 import dataclasses
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -79,9 +78,9 @@ def test_the_worst_device_decides_the_exit_code(states, state, code):
 
 
 def test_fault_rate_bound():
-    """So many clean trials bound the rate at 95 %; a mismatch, no trial, or the other world gives no bound."""
+    """So many clean trials bound the rate at 95 %; a mismatch or no trial gives no bound."""
     runs = [
-        run(60, right(trials=600), right(trials=400)), run(60, right(trials=2000), drill="x"),
+        run(60, right(trials=600), right(trials=400)),
         run(60, right(trials=5), wrong(characterised=False), probe="bad"), run(60, probe="none"),
         run(60, right(), probe="once"),
     ]  # fmt: skip
@@ -90,7 +89,6 @@ def test_fault_rate_bound():
     assert bounds["exact_matmul"] == pytest.approx(1 - 0.05 ** (1 / 1000))
     assert bounds["exact_matmul"] == pytest.approx(3 / 1000, rel=0.01), "the rule of three"
     assert bounds["once"] == pytest.approx(0.95)
-    assert fault_rate_bound(runs, drill=True) == {"exact_matmul": pytest.approx(1 - math.exp(math.log(0.05) / 2000))}
 
 
 def histories(of, **fixed):
@@ -143,16 +141,6 @@ def test_a_mismatch_within_the_watch_is_never_healthy(runs, peers):
     verdict = ask(*runs, run(5 * HOUR, wrong(characterised=False), stack={}), fresh(), peers=peers)
     assert verdict.state is not HEALTHY
     assert ask(*runs, run(5 * HOUR, wrong(), stack={}), fresh(), peers=peers).state in (SUSPECT, FAULTY)
-
-
-@few
-@given(histories(GPU), nodes, histories(GPU, drill="stuck bit"), histories(TWIN, drill="stuck bit"))
-def test_drills_never_reach_the_real_verdict(runs, peers, drills, twin_drills):
-    """Drill runs, the device's own or its siblings', change nothing outside the drill, and the other way round."""
-    mixed = [(d, [*r, *twin_drills] if d is TWIN else r) for d, r in peers]
-    assert ask(*runs, *drills, peers=mixed) == ask(*runs, peers=peers)
-    only = [(TWIN, twin_drills), (CPU, [])]
-    assert ask(*runs, *drills, peers=mixed, drill=True) == ask(*drills, peers=only, drill=True)
 
 
 @few

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 from tests.story.catalogue import EXACT
-from tests.story.format import Fault, Happening, Machine, Part, Story, numbered
+from tests.story.format import Fault, Happening, Machine, Part, Story, listed, numbered
 
 
 def reordered(story: Story, seed: int) -> Story:
@@ -33,7 +33,8 @@ def reordered(story: Story, seed: int) -> Story:
 def with_sibling(story: Story) -> Story | None:
     """Return the story with one more clean GPU in each machine, like its first.
 
-    None where no machine has a GPU, and where what goes wrong strikes every device: it would not be clean.
+    None where no machine has a GPU, and where what goes wrong strikes every device, or gives the same wrong bits on all
+    of several like it: it would not be clean.
     """
     if any(fault.device == "*" and fault.kind != "golden" for fault in story.faults):  # a golden is the host's
         return None
@@ -47,7 +48,8 @@ def with_sibling(story: Story) -> Story | None:
         like[sibling.name] = _alike(machine, part)
         expected = None if machine.expected is None else machine.expected + 1
         machines.append(replace(machine, devices=(*machine.devices, sibling), expected=expected))
-    if not like:
+    shared = [{*listed(fault.device, ())} for fault in story.faults if fault.same]
+    if not like or any(len(alike) > 1 and alike <= devices for alike in like.values() for devices in shared):
         return None
     events = [_joined(happening, like) for happening in story.events]
     return replace(story, hosts=tuple(machines), events=tuple(events))

@@ -23,7 +23,7 @@ LATER = (0.0, 1.0, 8.0, 48.0)
 CAPS = (50, 1000)
 """How many runs of a kind are kept."""
 OFTEN = 2
-"""How often a steady fault may change a state within a day."""
+"""How often a steady fault may change a state within a day; that it passed for the first time counts for nothing."""
 RETOLD = {"clock_jump", "damage_store", "hide_store", "prune", "import"}
 """What a story may not have if its facts come late: an hour is no hour there, or facts are lost."""
 Said = tuple[str, str]
@@ -96,7 +96,7 @@ def _decided(hosts: Sequence[Host]) -> dict[str, Verdict]:
     """Judge everything now, and return the verdicts by name."""
     found = {}
     for host in hosts:
-        while host.engine.sum_up():
+        while host.engine.days.sum_up():
             pass
         found.update({host.names[uuid]: verdict for uuid, verdict in host.engine.decide().items()})
     return found
@@ -143,8 +143,10 @@ def steady(of: Base) -> Iterator[str]:
     for name, told_of in of.played.verdicts.items():
         states = [said(verdict)[0] for verdict in told_of]
         changed = [n for n in range(max(1, begun), len(states)) if states[n] != states[n - 1]]
-        for first in changed:
-            within = [n for n in changed if first <= n < first + day]
+        # An error that does not come back passes: nobody can tell earlier that a fault is a steady one.
+        passed = next((n for n in changed if states[n] == states[changed[0] - 1]), len(states))
+        for first in (n for n in changed if n != passed):
+            within = [n for n in changed if first <= n < first + day and (n < passed) is (first < passed)]
             if len(within) > OFTEN:
                 course = " → ".join([states[within[0] - 1], *(states[n] for n in within)][:7])
                 yield f"{name}: {len(within)} changes within a day from {_at(story, first)[3:]}: {course}"

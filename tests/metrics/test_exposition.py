@@ -49,7 +49,7 @@ def test_many_scrapers_at_once_get_whole_pages():
 def serving():
     """A server of the page of a full node: (server, exposition)."""
     page = metrics_families.page_of(node(2, 7))
-    server = Server("127.0.0.1", 0, {"/metrics": page.answer})
+    server = Server("127.0.0.1", 0, {"/metrics": lambda request: page.answer(request.headers)})
     server.start()
     yield server, page
     server.close()
@@ -82,9 +82,9 @@ def test_a_real_prometheus_reads_it(tmp_path):
         if not v.device.parent
     )
 
-    def scraped(headers):
-        seen.append(headers["accept-encoding"])
-        return page.answer(headers)
+    def scraped(request):
+        seen.append(request.headers["accept-encoding"])
+        return page.answer(request.headers)
 
     one = Server("127.0.0.1", 0, {"/metrics": scraped})
     other = Server("127.0.0.1", 0, {"/metrics": lambda _: Answer(200, TEXT, dcgm.encode())})

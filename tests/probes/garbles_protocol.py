@@ -18,7 +18,7 @@ def run(ctx):
         "json": b"\n" + nonce + b"{]\n",
         "list": b"\n" + nonce + b"[1]\n",
         "deep": b"\n" + nonce + b"[" * 100_000 + b"\n",
-        "fact": b"\n" + nonce + b'{"kind":"fact","id":"ID","type":"Reading","value":{"name":7}}\n',
+        "fact": b"\n" + nonce + b'{"kind":"fact","id":"ID","type":"Recording","value":{"case":7}}\n',
         "line": b"x" * (1 << 20),
     }[ctx.settings["how"]]
     block = block.replace(b"ID", inspect.getclosurevars(ctx.progress).nonlocals["run"].encode())

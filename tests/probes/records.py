@@ -22,6 +22,8 @@ def run(ctx):
     before = write(ctx, "begin")
     ctx.progress(0.5, "half way")
     time.sleep(ctx.settings.get("seconds", 0))
+    while "until" in ctx.settings and not os.path.exists(ctx.settings["until"]):
+        time.sleep(0.05)
     if "fingerprint" in ctx.settings:
         yield Reading(name="golden_fingerprint", value=ctx.settings["fingerprint"])
     wrong = bool(ctx.drill) or before < ctx.settings.get("wrong", 0)

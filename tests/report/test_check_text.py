@@ -41,6 +41,13 @@ def test_a_clean_repeat_on_a_faulty_node_says_what_it_found():
     assert (device["results"], device["wrong"], device["recordings"], device["differ"]) == (488, 0, 0, 0)
 
 
+def test_a_healthy_device_says_what_fault_its_results_would_have_shown():
+    """The rate that so many clean results exclude at 95 %, in a sentence with one number of its own."""
+    healthy = replace(of_earlier(), state=State.HEALTHY, cause=Cause.NONE, findings=())
+    result = replace(checked(healthy, clean(299)), rules_out={GPU.uuid: {clean(1).probe: 0.01}})
+    assert "would have caught any fault that hits at least 1 in 100 results (95 %)" in unwrapped(as_text(result))
+
+
 def test_a_repeat_that_is_wrong_again_counts_its_own_results():
     """The verdict counts all that is on record."""
     wrong = replace(mismatch(2), comparisons=tuple(replace(c, trials=12) for c in mismatch(2).comparisons))

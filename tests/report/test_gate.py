@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 
 from canaryd.config.settings import Config
-from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
+from canaryd.model import Cause, Device, Finding, Outcome, Part, Run, State, Verdict, Whose
 from canaryd.report import gate
 from canaryd.store.database import DATABASE
 from canaryd.store.locks import Flag
@@ -71,7 +71,7 @@ def acting(tmp_path):
     return path
 
 
-def told(state, *verdicts, drill=False, runs=()):
+def told(state, *verdicts, runs=()):
     """Store devices with a verdict each: (device, state, cause)."""
     now = time.time()
     with Store.open(state) as store:
@@ -79,7 +79,7 @@ def told(state, *verdicts, drill=False, runs=()):
             found = () if what is State.HEALTHY else (Finding(rule="a-rule", state=what, cause=cause, message="a row"),)
             store.see_device(device, now)
             told = {"device": device.uuid, "state": what, "cause": cause, "findings": found}
-            assert store.set_verdict(Verdict(**told, decided=now, since=now, drill=drill))
+            assert store.set_verdict(Verdict(**told, decided=now, since=now))
         for run in runs:
             assert store.add_run(run)
 
@@ -117,6 +117,22 @@ def test_a_faulty_device_fails_with_its_name_its_cause_and_why(state, acting):
     """One line, the worst device first."""
     told(state, FINE, FAULTY, (OTHER, State.FAULTY, Cause.UNDETERMINED))
     assert ask(state, acting) == ("fail", 2, "fail: cuda:3 faulty (hardware): a row (and cuda:4)")
+
+
+def test_what_several_devices_share_is_the_subject(state, acting):
+    """So that nobody drains and returns each device for itself."""
+    shared_by = (GPU.name, OTHER.name)
+    found = Finding(rule="gpu-lost", state=State.FAULTY, cause=Cause.UNDETERMINED, message="It was lost.")
+    found = replace(found, subject=Whose.SHARED, parts=(Part.SUPPLY,), shared_by=shared_by, reach=shared_by)
+    told(state, FINE, FAULTY, (OTHER, State.FAULTY, Cause.UNDETERMINED))
+    with Store.open(state) as store:
+        for verdict in store.verdicts().values():
+            if verdict.state is State.FAULTY:
+                store.set_verdict(replace(verdict, cause=Cause.UNDETERMINED, findings=(found,)))
+    assert ask(state, acting)[2] == (
+        "fail: cuda:3 faulty (cause unknown): It was lost; this points to what cuda:3 and cuda:4 share, not to one"
+        " device (and cuda:4)"
+    )
 
 
 def test_a_daemon_that_cannot_store_makes_it_unknown(state, acting):
@@ -181,13 +197,6 @@ def test_the_variable_cannot_turn_it_on(state, tmp_path):
     told(state, FAULTY)
     (tmp_path / "canaryd.yaml").write_text("{}")
     assert ask(state, tmp_path / "canaryd.yaml", CANARYD_ENFORCEMENT="act")[1] == 0
-
-
-def test_drills_are_ignored(state, acting):
-    """A drilled verdict is of another world."""
-    told(state, FINE, (GPU, State.HEALTHY, Cause.NONE))
-    told(state, FAULTY, drill=True)
-    assert ask(state, acting)[:2] == ("pass", 0)
 
 
 @pytest.mark.parametrize(("cause", "words"), [(Cause.SOFTWARE, "software"), (Cause.HARNESS, "canaryd itself")])
@@ -319,12 +328,10 @@ def test_a_disk_that_hangs_does_not_hang_the_answer(hanging, acting):
 
 
 THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-JAX = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
-"""Threads of a test, or of JAX that another test imported, hold nothing that the reader takes; the command has none."""
+"""Threads of a test hold nothing that the reader takes; the command has none."""
 
 
 @THREADS
-@JAX
 def test_silence_is_a_failure_where_unknown_was_named(hanging):
     """Whatever it was that could not be known."""
     before = children()
@@ -335,7 +342,6 @@ def test_silence_is_a_failure_where_unknown_was_named(hanging):
 
 
 @THREADS
-@JAX
 def test_a_reader_that_fails_is_unknown():
     """Whatever happens to it: an exception, or death."""
 
@@ -355,14 +361,13 @@ def test_a_configuration_that_cannot_be_read_is_a_usage_error(state, tmp_path):
 
 
 def test_no_test_for_too_long_is_unknown(state, acting):
-    """`--max-age` asks for evidence of its own; a poll of telemetry, a drill and a run that failed are none."""
+    """`--max-age` asks for evidence of its own; a poll of telemetry and a run that failed are none."""
     old = time.time() - 7200
     run = Run(
         id="1-1", device=GPU.uuid, probe="p", probe_version=1, started=old, seconds=1.0, outcome=Outcome.COMPLETED
     )
     failed = replace(run, id="2-2", started=old + 7000, outcome=Outcome.ERRORED)
-    drilled = replace(run, id="3-3", started=old + 7000, drill="flip")
-    told(state, (GPU, State.HEALTHY, Cause.NONE), runs=(run, failed, drilled))
+    told(state, (GPU, State.HEALTHY, Cause.NONE), runs=(run, failed))
     assert ask(state, acting, "--max-age", "3h")[:2] == ("pass", 0)
     decision, code, line = ask(state, acting, "--max-age", "1h")
     assert (decision, code) == ("unknown", 3)

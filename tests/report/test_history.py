@@ -78,7 +78,6 @@ def eventful(store):
     store.add_run(run(950, NOW - 3 * HOUR, outcome=Outcome.TIMED_OUT, detail="killed after 300 s"))
     store.add_run(run(951, NOW - 2 * HOUR, unknown=("prefill/1",)))
     store.add_run(run(960, NOW - 1.5 * HOUR, stack="2.10"))
-    store.add_run(wrong(970, NOW - HOUR, drill="bit"))
     store.add_events(
         [
             event("xid", "79", NOW - 6 * HOUR, detail="off the bus"),
@@ -94,7 +93,7 @@ def look(store, device="GPU-1", span=30 * DAY, days=None):
 
 
 def test_everything_that_happened_is_told_newest_first(store):
-    """Verdicts with why, failures of a day together, events, acks and stacks; no drill, nothing of another device."""
+    """Verdicts with why, failures of a day together, events, acks and stacks; nothing of another device."""
     eventful(store)
     ((_, items),) = look(store).devices
     told = [(i.kind, i.role, i.count) for i in items]

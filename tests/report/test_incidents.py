@@ -22,12 +22,14 @@ from canaryd.model import (
     Confirmation,
     Finding,
     Ground,
+    Part,
     PlaceTally,
     Rival,
     Shown,
     State,
     Suspect,
     Tally,
+    Whose,
 )
 from canaryd.report import check, history, status, status_page
 from canaryd.report.incidents import INDENT, describe, incidents_json, state_lines, step
@@ -37,6 +39,9 @@ from canaryd.report.terminal import type_with
 from canaryd.store.store import Store
 from tests.command import canaryd, configure, in_turn
 from tests.mixed_machine import GPU, NOW, H, S, U, fault, mixed_machine, rivals, tally, verdict
+from tests.story.catalogue import MEMORY
+from tests.story.format import STORIES, Fault, load
+from tests.story.playing import play
 
 
 def lines(found, device=GPU, width=79, **options):
@@ -54,12 +59,41 @@ def test_a_confirmed_fault_is_one_paragraph():
     assert found == [
         f"FAULTY   cuda:3  NVIDIA H100 80GB HBM3  since {found[0][-16:]}",
         "         Wrong results in exact_attention and exact_matmul: 27 of 4,293, always",
-        "         SM 37, bit 11. 6 of 6 retests failed. Cause: hardware, not the",
-        "         software, reference or host: 7 identical devices compute it correctly.",
+        "         SM 37, bit 11 of bfloat16. 6 of 6 retests failed. Cause: hardware, not",
+        "         the software, reference or host: 7 identical devices compute it right.",
         "Do now:  Take cuda:3 out of service, then open a vendor case:",
         "         canaryd report cuda:3 -o ./case",
         "         Send the file that it names to the vendor.",
     ]
+
+
+def test_what_several_devices_share_is_told_once(store):
+    """The first line, the page and JSON say that no single device is at fault, and what the remedy takes."""
+    shared_by, reach = ("cuda:0", "cuda:1"), ("cpu:0", *(f"cuda:{n}" for n in range(8)))
+    found = Finding(
+        rule="gpu-lost", state=State.SUSPECT, cause=U, message="It was lost.", action="Restart the machine."
+    )
+    parts = Part.SUPPLY, Part.RISER
+    found = replace(found, subject=Whose.SHARED, parts=parts, shared_by=shared_by, reach=reach)
+    for number, name in enumerate(shared_by):
+        device = replace(GPU, uuid=name, index=number)
+        store.see_device(device, NOW)
+        store.set_verdict(replace(verdict(found), device=name, decided=NOW))
+    told = status.gather(store, Config(), NOW)
+    text = " ".join(status_text(told).split())
+    assert text.startswith(
+        "NO, do not trust this node's numbers: cuda:0 and cuda:1 are suspect (cause unknown): It was lost; this points"
+        " to what cuda:0 and cuda:1 share, not to one device Do now: "
+    )
+    whole = (
+        "It was lost. This points to what cuda:0 and cuda:1 share (power supply or riser), not to one device."
+        " The remedy reaches cpu:0 and cuda:0 to cuda:7."
+    )
+    assert text.count(whole) == 1
+    assert whole in status_page.render(told).decode()
+    (incident,) = status_json(told)["devices"][0]["incidents"]
+    assert (incident["subject"], incident["parts"]) == ("shared part", ["power supply", "riser"])
+    assert (incident["shared_by"], incident["reach"]) == ([*shared_by], [*reach])
 
 
 def test_a_reason_that_was_cut_gets_no_full_stop():
@@ -115,18 +149,35 @@ def test_a_paragraph_has_at_most_six_lines(finding, width):
     assert all(len(line) <= width or line.lstrip().startswith("canaryd ") for line in body)
 
 
+def test_a_device_that_never_failed_is_said_to_have_never_failed():
+    """Not that it fails less often: the sibling of a GPU that errs once in a million, and how often it was right."""
+    found = incidents(play(load(STORIES / "one-in-a-million.yaml")).verdicts["gpu0"][-1])
+    assert "not the software or host: cuda:1 never failed in 15,600,000 results." in describe(found[0])
+
+
+@pytest.mark.slow
+def test_a_sibling_that_was_wrong_elsewhere_is_not_said_to_have_never_failed():
+    """Its memory has a stuck cell: what its products never did does not make it one that never fails."""
+    told = load(STORIES / "one-in-a-million.yaml")
+    stuck = Fault(kind="exact", device="gpu1", probe=MEMORY, cell="stuck", after=136, until=137)
+    played = play(replace(told, probes=(*told.probes, MEMORY), faults=(*told.faults, stuck)))
+    words = describe(incidents(played.verdicts["gpu0"][-1])[0])
+    assert "Cause: hardware, not the software or host: cuda:1 fails far less often." in words
+
+
 @pytest.mark.parametrize(
     ("finding", "words"),
     [
-        (fault(), "Cause: hardware, not the software, reference or host: 7 identical devices compute it correctly."),
-        (fault(rivals=rivals(by=("cuda:1",))), "not the software, reference or host: cuda:1 computes it correctly."),
+        (fault(), "Cause: hardware, not the software, reference or host: 7 identical devices compute it right."),
+        (fault(rivals=rivals(by=("cuda:1",))), "not the software, reference or host: cuda:1 computes it right."),
+        (fault(rivals=(replace(rivals()[0], shown=Shown.RARER),)), "7 identical devices fail far less often."),
         (fault(cause=U, rivals=()), "Cause unknown: no identical device here to compare with."),
         (
             fault(cause=U, rivals=(Rival(cause=H, why="x", rejected=True, what=Suspect.HOST, shown=Shown.PASSED),)),
             "compare with. Not the host: its CPU passed the same tests.",
         ),
         (fault(State.SUSPECT, U, rivals=()), "Not confirmed: 6 of 6 retests failed."),
-        (fault(probes=("a", "b", "c")), "Wrong results in 3 probes: 54 of 8,586, always SM 37, bit 11."),
+        (fault(probes=("a", "b", "c")), "Wrong results in 3 probes: 54 of 8,586, always SM 37, bit 11 of bfloat16."),
     ],
 )  # fmt: skip
 def test_what_was_rejected_is_named(finding, words):
@@ -162,15 +213,17 @@ def test_no_single_core_is_named_where_several_fail(wrong, words):
     base = fault()
     facts = replace(base.wrong, probes={"exact_matmul": tally(5, 99, places=places)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
-    assert re.search(rf": 5 of 99, {re.escape(words)}, (always )?bit 11\.", describe(incident)), describe(incident)
+    assert re.search(rf": 5 of 99, {re.escape(words)}, (always )?bit 11 of bfloat16\.", describe(incident)), describe(
+        incident
+    )
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({0: 0, 1: 15}, ": 68 of 496, all 15 single-core ones on core 1, always bit 11."),
-        ({1: 15}, ": 68 of 496, always bit 11."),
-        ({0: 1, 1: 14}, ": 68 of 496, on both cores, always bit 11."),
+        ({0: 0, 1: 15}, ": 68 of 496, all 15 single-core ones on core 1, always bit 11 of bfloat16."),
+        ({1: 15}, ": 68 of 496, always bit 11 of bfloat16."),
+        ({0: 1, 1: 14}, ": 68 of 496, on both cores, always bit 11 of bfloat16."),
     ],
 )
 def test_a_core_is_named_for_no_result_that_all_cores_computed(wrong, words):
@@ -185,7 +238,7 @@ def test_a_core_is_named_for_no_result_that_all_cores_computed(wrong, words):
 @pytest.mark.parametrize(
     ("failed", "completed", "ground", "words"),
     [
-        (3, 3, Ground.RETESTS, ", bit 11. 3 of 3 retests failed."),
+        (3, 3, Ground.RETESTS, ", bit 11 of bfloat16. 3 of 3 retests failed."),
         (8, 15, Ground.RETESTS, "It fails in 8 of 15 retests: intermittent."),
         (1, 6, Ground.PLACE, "Confirmed: it failed twice in one place."),
         (0, 0, Ground.DAY, "Confirmed: it failed twice in one place."),
@@ -203,8 +256,8 @@ def test_retests_that_passed_are_explained(failed, completed, ground, words):
 @pytest.mark.parametrize(
     ("bits", "words"),
     [
-        ([(3, 7), (3,)], "bits 3 and 7"),
-        ([(0,), tuple(range(32))], "always SM 37, bit 0 in a"),
+        ([(3, 7), (3,)], "bits 3 and 7 of bfloat16."),
+        ([(0,), tuple(range(32))], "always SM 37, bit 0 of bfloat16 in a"),
         ([tuple(range(8)), tuple(range(9))], "in 9 different bits"),
         ([(), ()], "2 of 2, always SM 37."),
     ],
@@ -214,6 +267,27 @@ def test_bits_are_those_of_the_probe_that_narrows_them_down(bits, words):
     base = fault()
     facts = replace(base.wrong, probes={name: tally(1, 1, bits=b) for name, b in zip("ab", bits, strict=True)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
+    assert words in describe(incident)
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        ([{"bfloat16": (14,)}, {"float16": (14,)}], "always SM 37, bit 14 of bfloat16 and float16."),
+        ([{"bfloat16": (14,)}, {"float32": (30,)}], "always SM 37, bit 14 of bfloat16, bit 30 of float32."),
+        ([{"bfloat16": (6,), "float16": (6, 9)}], "always SM 37, bit 6 of bfloat16, bits 6 and 9 of float16."),
+        ([{"64 bits": (5,)}], "bit 5 of 64 bits."),
+        ([{"bfloat16": (14,)}, {"not known": (14,)}], "always SM 37, bit 14."),
+        ([{}], "always SM 37, bit 11."),
+    ],
+)
+def test_a_bit_is_one_of_a_number_type(of, words):
+    """Bit 14 is the largest of the exponent of bfloat16, and in the middle of float32's mantissa."""
+    base, probes = fault(), {}
+    for name, types in zip("ab", of, strict=False):
+        bits = tuple(sorted({bit for some in types.values() for bit in some})) or (11,)
+        probes[name] = replace(tally(1, 1), bits=bits, bits_by_type=types)
+    (incident,) = incidents(verdict(replace(base, wrong=replace(base.wrong, probes=probes))))
     assert words in describe(incident)
 
 
@@ -320,7 +394,10 @@ def faulty(tmp_path_factory):
 
 def counts(incident):
     """Return the numbers of an incident's JSON."""
-    return {name: incident[name] for name in ("wrong", "results", "probes", "places", "bits", "confirmed", "retests")}
+    return {
+        name: incident[name]
+        for name in ("wrong", "results", "probes", "places", "bits_by_type", "confirmed", "retests")
+    }
 
 
 def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
@@ -337,6 +414,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     assert first["wrong"] == sum(c.wrong_trials for r in runs for c in r.comparisons) == 12
     assert first["results"] == sum(r.trials for r in runs) == 24
     assert (first["state"], first["bits"], len(first["probes"])) == ("faulty", [23], 3)
+    assert first["bits_by_type"] == {"32 bits": [23]}
     assert first["retests"] == {"failed": 9, "completed": 9}
     assert first["since"] == min(r.started for r in runs)
 
@@ -355,7 +433,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     for text in (*texts, dossier, document["summary"]):
         shown = " ".join(text.split())
         assert shown.count(first["text"]) >= 1, shown
-        assert "12 of 24, always bit 23." in shown
+        assert "12 of 24, always bit 23 of 32 bits." in shown
         assert "9 of 9 retests failed. " in shown
         assert "suspect" not in shown.partition("What happened")[0].lower()
     for text in texts[:2] + texts[3:]:

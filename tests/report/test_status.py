@@ -158,7 +158,7 @@ def test_a_wrong_run_that_nobody_has_judged_leaves_no_trust(store, state, cause)
     """A check of a part stores no verdict, and a daemon may be killed before it judges."""
     store.see_device(GPU, NOW)
     store.set_verdict(verdict(state, cause, decided=NOW - 1))
-    for each in (mismatch(1, drill="flip"), run(2, outcome=Outcome.TIMED_OUT), mismatch(3, device="GPU-2")):
+    for each in (run(2, outcome=Outcome.TIMED_OUT), mismatch(3, device="GPU-2")):
         store.add_run(each)
     assert ask(store).state is state
     store.add_run(mismatch(4))
@@ -207,7 +207,6 @@ def test_the_newest_evidence_is_told(store):
         run(3, outcome=Outcome.TIMED_OUT),
         run(4, cases=("one",)),
         run(5, confirms="000000000001-aaaaaa"),
-        run(6, drill="flip"),
         run(7, probe="never", outcome=Outcome.ERRORED),
         run(8, probe="off"),
     ):
@@ -224,7 +223,7 @@ def test_the_newest_evidence_is_told(store):
     assert "newest results: never (none yet), exact (16 minutes ago), telemetry (16 minutes ago)" in unwrapped(
         status_text(found, verbose=True)
     )
-    assert "oldest result: never of cuda:3 (none yet)" in unwrapped(status_text(found))
+    assert "oldest test: never, cuda:3, none yet" in unwrapped(status_text(found))
 
 
 def test_a_result_from_before_many_skipped_runs_is_told(store):
@@ -233,7 +232,7 @@ def test_a_result_from_before_many_skipped_runs_is_told(store):
     store.set_verdict(verdict(State.UNKNOWN, H, "skipped"))
     for each in (run(1), *(run(number, outcome=Outcome.SKIPPED) for number in range(2, 100))):
         store.add_run(each)
-    assert "oldest result: exact of cuda:3 (16 minutes)" in unwrapped(status_text(ask(store)))
+    assert "oldest test: exact, cuda:3, 16 minutes ago" in unwrapped(status_text(ask(store)))
 
 
 def test_the_evidence_of_devices_alike_is_the_oldest(store):

@@ -116,33 +116,33 @@ def test_a_word_counts_once_it_is_judged(store):
     assert status_text(found).count("RMA 7") == 1
 
 
-def test_a_word_that_ended_is_old_news(store):
-    """What it covered is not called known any more, even before it is judged again."""
+@pytest.fixture
+def covered(store):
+    """A device whose one finding is known by a word of its operator."""
     store.see_device(GPU, NOW)
-    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
-    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
+    found = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(found,)))
     acknowledge(store, at=NOW - 90)
     assert "Nothing new" in advice(ask(store))
-    assert "Nothing new" not in advice(ask(store, now=NOW + 601))
-    acknowledge(store, until=NOW - 10)
-    found = ask(store)
+    return store
+
+
+def test_a_word_that_ended_is_old_news(covered):
+    """What it covered is not called known any more, even before it is judged again."""
+    assert "Nothing new" not in advice(ask(covered, now=NOW + 601))
+    acknowledge(covered, until=NOW - 10)
+    found = ask(covered)
     assert found.state is State.UNKNOWN
     assert "Nothing new" not in advice(found)
 
 
-def test_a_wrong_run_after_a_word_is_news(store):
+def test_a_wrong_run_after_a_word_is_news(covered):
     """The operator cannot have known of it; one from before a repair is history."""
-    store.see_device(GPU, NOW)
-    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
-    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
-    acknowledge(store, at=NOW - 90)
-    assert "Nothing new" in advice(ask(store))
-    store.add_run(run(4, unknown=("prefill/1",)))
-    found = ask(store)
+    covered.add_run(run(4, unknown=("prefill/1",)))
+    found = ask(covered)
     assert "Nothing new" not in advice(found)
-    assert "A newer exact run differed from its baseline (case prefill/1); not judged yet." in unwrapped(
-        status_text(found)
-    )
+    told = unwrapped(status_text(found))
+    assert "A newer exact run differed from its baseline (case prefill/1); not judged yet." in told
 
 
 def test_a_part_that_was_replaced_is_not_told_of(store):

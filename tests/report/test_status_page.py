@@ -27,7 +27,7 @@ from canaryd.report.terminal import cause_words, rival_words
 from canaryd.store.notes import LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from canaryd.web.server import Answer, Server
-from tests.command import Daemon, canaryd, configure, eventually, running
+from tests.command import Daemon, canaryd, configure, eventually, running, soon
 from tests.engine.test_unread import out_of_reach
 from tests.nvml_stand_in import StandIn
 
@@ -258,7 +258,7 @@ def test_the_page_of_a_large_machine_is_made_at_once(store):
     found = gathered(store)
     begun = time.perf_counter()
     body = status_page.render(found)
-    assert time.perf_counter() - begun < 1.0
+    assert time.perf_counter() - begun < soon(1.0)
     assert body.count(b"<article") == 64
 
 
@@ -358,7 +358,8 @@ def test_a_browser_sees_what_the_command_says(served, tmp_path):
         found = Read(browse(daemon.address + "/", tmp_path / "profile", "--dump-dom"))
         assert "script" not in {tag for tag, _ in found.elements}
         assert found.text.startswith("FAULTY · ")
-        return missing(said, found.text)
+        # Each command has the options that choose the daemon's record; JSON has none of them.
+        return missing(said, found.text.replace(f" {' '.join(map(str, options))}", ""))
 
     for _ in range(5):  # a verdict may be renewed between the two questions
         left_out = lacking()
@@ -438,7 +439,7 @@ def test_the_page_answers_like_every_route(served):
     assert (answer.status, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     connection.close()
     assert daemon.get("/metrics")[0] == 200
-    assert "use one of /, /healthz, /metrics, /readyz" in daemon.get("/nowhere")[1]
+    assert "use one of /, /endpoints/, /healthz, /metrics, /readyz" in daemon.get("/nowhere")[1]
 
 
 def test_a_record_that_cannot_be_read_is_the_answer(tmp_path):

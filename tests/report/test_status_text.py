@@ -9,7 +9,7 @@ import pytest
 from canaryd.cli.main import parser
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge.phrases import PROVIDER, VENDOR_CASE
-from canaryd.judge.telemetry.memory_rules import RETURN
+from canaryd.judge.telemetry.signals import RETURN
 from canaryd.judge.telemetry.xid_rules import ACTIONS
 from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State
 from canaryd.report import status_page
@@ -47,7 +47,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
         (
             [(State.SUSPECT, U), SOUND],
             True,
-            "NO, do not trust this node's numbers: cuda:0 is suspect (cause unknown): a reason; cuda:1 is healthy",
+            "NO, do not trust the numbers of cuda:0: cuda:0 is suspect (cause unknown): a reason; cuda:1 is healthy",
             "Send cuda:0 no new work, and hold back its results. Mend it.",
         ),
         (
@@ -66,6 +66,12 @@ SOUND = (State.HEALTHY, Cause.NONE)
         ([(State.FAULTY, S)], False, "NO", "nothing else is tested. Start it: canaryd run"),
         ([(State.FAULTY, U)], True, "NO", "Take cuda:0 out of service. Mend it."),
         (
+            [(State.FAULTY, H), SOUND, (State.UNKNOWN, X)],
+            True,
+            "NO, do not trust this node's numbers: cuda:0 is faulty (hardware): a reason; cuda:2 is unknown",
+            "Take cuda:0 out of service. Mend it.",
+        ),
+        (
             [(State.FAULTY, H)] * 8,
             True,
             "NO, do not trust this node's numbers: cuda:0, cuda:1, cuda:2, cuda:3 and 4 more are faulty",
@@ -83,6 +89,22 @@ def test_the_first_line_answers_and_the_second_says_what_to_do(store, told, daem
     assert unwrapped(status_text(found)).startswith(f"{answer(found)} Do now: {advice(found)}")
     document = status_json(found)
     assert (document["answer"], document["advice"]) == (answer(found), advice(found))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Device(uuid="endpoint:main", backend="endpoint", index=0, model="m", detail={"behind": "cuda:0"}),
+        Device(uuid="MIG-2", backend="cuda", index=0, model="H200", parent=GPU.uuid, detail={"instance": "2"}),
+    ],
+)
+def test_what_a_wrong_device_serves_or_is_part_of_is_not_said_to_be_right(store, other):
+    """The answers of a server behind it, and the instances of the same chip, are not excepted by the first line."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.FAULTY, H, "a fault"))
+    store.see_device(other, NOW)
+    store.set_verdict(replace(verdict(State.HEALTHY, Cause.NONE), device=other.uuid))
+    assert answer(ask(store)).startswith("NO, do not trust this node's numbers: ")
 
 
 @pytest.mark.parametrize(("weak", "then"), [(False, VENDOR_CASE), (True, f"tell {PROVIDER}")])
@@ -208,7 +230,7 @@ def test_a_record_that_cannot_be_read_sends_nobody_to_text_that_is_not_there(sto
 @pytest.mark.parametrize(
     ("wrong", "daemon", "words"),
     [
-        (True, True, "caught; the alert CanarydDrill ends by"),
+        (True, True, "caught; the alert CanarydDrill ends at about"),
         (True, False, "caught; it raises no alert, because no daemon runs on this state directory"),
         (False, True, "not caught"),
     ],
@@ -219,7 +241,7 @@ def test_a_drill_is_told_while_its_alert_stands(store, wrong, daemon, words):
     store.set_verdict(verdict(State.HEALTHY, Cause.NONE))
     assert status_json(ask(store))["devices"][0]["drill"] is None
     made = replace(mismatch(1), drill="flip", started=NOW - 600)
-    store.add_run(made if wrong else replace(made, comparisons=()))
+    store.drills.add_run(made if wrong else replace(made, comparisons=()))
     seen = replace(ask(store), daemon=daemon)
     until = NOW + 3000
     told = status_json(seen)["devices"][0]["drill"]
@@ -313,7 +335,7 @@ def test_healthy_devices_are_one_line(store):
     assert line == "HEALTHY  cuda:0 cuda:1 cuda:2 cuda:3 cuda:4 cuda:5 cuda:6 cuda:7 (NVIDIA H200)"
     seen = [{"a": NOW - 60 * index, "b": NOW} for index in range(8)]
     devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
-    assert "; oldest result: a of cuda:7 (7 minutes)" in unwrapped(status_text(replace(found, devices=devices)))
+    assert "; oldest test: a, cuda:7, 7 minutes ago" in unwrapped(status_text(replace(found, devices=devices)))
     note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off", action="Set it")
     store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(note,)))
     text = status_text(ask(store))
@@ -359,8 +381,24 @@ def test_the_rivals_of_a_finding_are_told(store):
     assert "maybe environment: no power was read" in lines
     assert "siblings" not in status_text(found)
     assert status_json(found)["devices"][0]["findings"][0]["rivals"] == [
-        {"cause": "software", "why": "the siblings are clean", "rejected": True, "what": None, "shown": "", "by": []},
-        {"cause": "environment", "why": "no power was read", "rejected": False, "what": None, "shown": "", "by": []},
+        {
+            "cause": "software",
+            "why": "the siblings are clean",
+            "rejected": True,
+            "what": None,
+            "shown": "",
+            "by": [],
+            "of": 0,
+        },
+        {
+            "cause": "environment",
+            "why": "no power was read",
+            "rejected": False,
+            "what": None,
+            "shown": "",
+            "by": [],
+            "of": 0,
+        },
     ]
 
 

@@ -92,7 +92,7 @@ def test_it_says_what_the_check_found():
     assert select(page, "device_cause", device="GPU-0", cause="none") == [1.0]
     assert select(page, "finding") == [1.0]
     assert select(page, "trials", device="GPU-0", probe="exact_matmul") == [200.0]
-    assert select(page, "mismatches", device="GPU-1") == [1.0]
+    assert select(page, "mismatches", device="GPU-1") == [3.0]
     assert select(page, "fault_rate_upper_bound") == [0.015]
     assert b"words" not in page
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from canaryd.cli import main
 from canaryd.cli.main import parser
 from canaryd.report.terminal import COMMANDS, paragraph, type_with, typed
 from tests.command import configure, in_turn
@@ -30,6 +31,32 @@ def test_commands_carry_the_options_once():
     assert typed(given) == f"{right}; canaryd itself is fine"
     assert typed(typed(given)) == typed(given)
     assert typed("waiting: pid 7: /opt/canaryd/bin/canaryd run") == "waiting: pid 7: /opt/canaryd/bin/canaryd run"
+
+
+def test_a_command_is_run_with_sudo_where_the_record_needs_it():
+    """Once, before all that it needs."""
+    type_with(("--state-dir", "/srv"), (), sudo=True)
+    assert typed("type canaryd check --device cpu:0") == "type sudo canaryd check --state-dir /srv --device cpu:0"
+    type_with((), (), sudo=True)
+    assert typed(typed("type canaryd check")) == "type sudo canaryd check"
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "needs"),
+    [
+        ("status", {}, False),
+        ("status", {"SUDO_USER": "anna"}, True),
+        ("status", {"NOTIFY_SOCKET": "/run/x"}, False),
+        ("run", {"NOTIFY_SOCKET": "/run/x"}, True),
+    ],
+)
+def test_who_reads_needs_sudo_where_the_process_had_it(command, given, needs, tmp_path, monkeypatch):
+    """Of sudo itself; and of systemd, whose daemon is root to the reader of its page. Not of a shell inside a unit."""
+    for name in ("SUDO_USER", "NOTIFY_SOCKET"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main._needs_sudo(command, tmp_path) is needs
 
 
 @pytest.mark.parametrize("before", range(0, 80, 7))

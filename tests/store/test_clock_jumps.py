@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 
 from canaryd.facts import Recording
-from canaryd.judge import node
 from canaryd.judge.recordings.baseline import EVERY, LEARN
 from canaryd.model import Event, State
 from canaryd.report import status
-from canaryd.store.store import Store
+from canaryd.store.store import DRILL_EXPIRY, Store
 from tests.store.hosts import DAY, GPU, HOUR, NOW, YEAR, run
 
 AHEAD, BACK, UNSET = NOW + YEAR, NOW - YEAR, 5000.0
@@ -207,14 +206,13 @@ def test_a_drill_of_a_wrong_time_is_no_result_of_the_next(host, wrong):
     """Its runs touch no verdict, and an hour after the clock was set right no later drill is judged by them."""
     right, host.now = host.now, wrong
     host.add(wrong=True, drill="flip", recordings=())
-    assert host.engine.drill_verdict(GPU.uuid).state is State.SUSPECT
-    host.now = right + 2 * node.DRILL_EXPIRY
+    assert host.engine.decisions.rehearse(host.store.drilled(host.now))[GPU.uuid].state is State.SUSPECT
+    host.now = right + 2 * DRILL_EXPIRY
     host.add()
     assert host.verdict.state is State.HEALTHY
-    begun = host.now
-    assert "exact-mismatch" not in {f.rule for f in host.engine.drill_verdict(GPU.uuid, since=begun).findings}
+    assert host.store.drilled(host.now) == {}
     host.restart()
-    assert "exact-mismatch" not in {f.rule for f in host.engine.drill_verdict(GPU.uuid, since=begun).findings}
+    assert host.store.drilled(host.now) == {}
 
 
 def test_what_came_before_a_clock_was_set_right_hides_nothing_that_comes_then(host):

@@ -22,13 +22,12 @@ def test_devices_are_remembered_when_they_are_gone(store):
 
 
 def test_a_verdict_makes_history_when_it_changes(tmp_path):
-    """The same state and cause again replace the last entry; drills have a history of their own."""
+    """The same state and cause again replace the last entry."""
     finding = Finding(rule="exact-mismatch", state=State.SUSPECT, cause=Cause.UNDETERMINED, message="m", runs=("r1",))
     suspect = verdict(State.SUSPECT, Cause.UNDETERMINED, NOW + 2, findings=(finding,))
     later = verdict(State.SUSPECT, Cause.UNDETERMINED, NOW + 3)
-    drilled = verdict(State.FAULTY, Cause.HARDWARE, NOW + 4, drill=True)
     with Store.open(tmp_path) as store:
-        for each in (verdict(), verdict(decided=NOW + 1), suspect, later, drilled):
+        for each in (verdict(), verdict(decided=NOW + 1), suspect, later):
             assert store.set_verdict(each)
         assert store.set_verdict(verdict(device="GPU-2"))
     with Store.open(tmp_path) as store:
@@ -56,11 +55,3 @@ def test_counters_outlive_restarts_and_pruned_runs(tmp_path, clock):
         assert counter(store, "probe_mismatches", **of) == 1
         assert counter(store, "probe_trials", **of) == 12
         assert counter(store, "odd", text="a=b&c d\n", empty="") == 0.5
-
-
-def test_drills_are_counted_apart(store):
-    """An injected fault touches no counter of the real world."""
-    store.add_run(failure("a", drill="bit_flip"))
-    assert {name for name, _ in store.counters()} == {"drill_runs", "drill_mismatches"}
-    assert counter(store, "drill_runs", device="GPU-1", probe="exact_matmul") == 1
-    assert counter(store, "drill_mismatches", device="GPU-1", probe="exact_matmul") == 1

@@ -254,7 +254,7 @@ def test_a_lost_history_ends_with_an_operators_word_or_with_the_watch(host):
     for day in range(1, 32):
         host.now = lost + day * DAY
         host.live(HOUR)
-        while host.engine.sum_up():
+        while host.engine.days.sum_up():
             pass
     assert "history-lost" not in host.rules
     host.now = lost + DAY

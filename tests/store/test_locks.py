@@ -53,7 +53,7 @@ def test_a_full_disk_is_said_whatever_the_error_is_called(tmp_path):
     """SQLite calls it an I/O error where it cannot map its index."""
     error = sqlite3.OperationalError("disk I/O error")
     assert reason(tmp_path / "canaryd.db", error) == "disk I/O error"
-    assert reason(Path("/proc/canaryd.db"), error) == "disk I/O error (0 bytes are free on its disk)"
+    assert reason(Path("/proc/canaryd.db"), error) == "its disk is full (0 bytes free): disk I/O error"
     assert reason(tmp_path / "gone/canaryd.db", error) == "disk I/O error"
 
 

@@ -9,21 +9,15 @@ from tests.store.hosts import Host
 from tests.store.made import NOW, failure, fill, ids, junk, passed, run, verdict
 
 
-def test_failures_are_kept_longer_than_successes_and_drills_shortest(store):
-    """A wrong comparison or a lost worker is a failure; a skipped run is not; a drill goes first.
-
-    The newest run stays.
-    """
-    store.add_run(failure("drill", drill="bit_flip"))
+def test_failures_are_kept_longer_than_successes(store):
+    """A wrong comparison or a lost worker is a failure; a skipped run is not. The newest run stays."""
     store.add_run(run("ok"))
     store.add_run(run("skipped", outcome=Outcome.SKIPPED))
     store.add_run(failure("wrong", probe="exact_attention"))
     store.add_run(run("crashed", outcome=Outcome.CRASHED))
-    store.prune(NOW + 0.9 * DAY)
-    assert len(store.runs(drill=None)) == 5
-    passed(store, NOW + 1.1 * DAY)
-    store.prune(NOW + 1.1 * DAY)
-    assert ids(store.runs(drill=None)) == ["ok", "skipped", "wrong", "crashed"]
+    passed(store, NOW + 44.9 * DAY)
+    store.prune(NOW + 44.9 * DAY)
+    assert ids(store.runs()) == ["ok", "skipped", "wrong", "crashed"]
     passed(store, NOW + 45.1 * DAY)
     store.prune(NOW + 45.1 * DAY)
     assert ids(store.runs()) == ["wrong", "crashed"]
@@ -50,7 +44,6 @@ def test_old_verdicts_go_but_never_the_newest(store):
     """History is kept as long as failures; the last word on a device for ever."""
     store.set_verdict(verdict(State.SUSPECT))
     store.set_verdict(verdict(decided=NOW + 1))
-    store.set_verdict(verdict(State.FAULTY, drill=True))
     passed(store, NOW + 500 * DAY)
     store.prune(NOW + 500 * DAY)
     assert store.verdict_history("GPU-1") == [verdict(decided=NOW + 1)]
@@ -105,7 +98,7 @@ def test_a_suspect_does_not_clear_because_of_a_restart(tmp_path):
     for day in range(45):
         host.now += DAY
         host.add(wrong=day == 13, trials=1000 if day < 13 else 100)
-        host.engine.sum_up()
+        host.engine.days.sum_up()
         passed(host.store, host.now)
         host.store.prune(host.now)
     assert host.verdict.state is State.SUSPECT

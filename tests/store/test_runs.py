@@ -31,17 +31,14 @@ def test_a_run_comes_back_as_it_was(tmp_path):
 
 
 def test_runs_are_narrowed_by_each_argument(store, clock):
-    """Device, probe, time, drill, failure and limit narrow the answer; the newest is last."""
+    """Device, probe, time, failure and limit narrow the answer; the newest is last."""
     store.add_run(run("a"))
     store.add_run(run("b", device="GPU-2"))
     store.add_run(failure("c", probe="exact_integer"))
-    store.add_run(failure("d", drill="bit_flip"))
     clock.now += 10
     store.add_run(run("e", outcome=Outcome.CRASHED))
     store.add_run(run("f", outcome=Outcome.SKIPPED))
     assert ids(store.runs()) == ["a", "b", "c", "e", "f"]
-    assert ids(store.runs(drill=True)) == ["d"]
-    assert ids(store.runs(drill=None)) == ["a", "b", "c", "d", "e", "f"]
     assert ids(store.runs("GPU-2")) == ["b"]
     assert ids(store.runs("GPU-1", "exact_matmul")) == ["a", "e", "f"]
     assert ids(store.runs(since=NOW + 5)) == ["e", "f"]
@@ -81,7 +78,7 @@ def test_recent_runs_are_found_by_their_time(tmp_path):
     with Store.open(tmp_path) as store:
         said: list[str] = []
         store._file.set_trace_callback(said.append)
-        store.runs(since=1.0, drill=True)
+        store.runs(since=1.0)
         store.runs("CPU-1", since=1.0, until=2.0, failed=True, limit=5)
         asked = [statement for statement in said if "FROM runs" in statement]
         plans = [store._file.execute(f"EXPLAIN QUERY PLAN {statement}").fetchall() for statement in asked]

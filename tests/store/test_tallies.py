@@ -5,6 +5,7 @@ import sqlite3
 
 import pytest
 
+from canaryd.facts import Subject
 from canaryd.formatting import DAY
 from canaryd.judge.cause import Right, Same, SameKey
 from canaryd.judge.slower import Day
@@ -14,7 +15,7 @@ from canaryd.store.database import PASSED_NOTE
 from canaryd.store.migrations import SCHEMA
 from canaryd.store.rows import ADD_RUN, ADD_SUMMARY, pack, run_row
 from canaryd.store.store import Store
-from tests.store.made import NOW, comparison, failure, run
+from tests.store.made import NOW, WRONG, comparison, failure, run
 
 HOUR = 3600.0
 MORNING = NOW - NOW % DAY + 6 * HOUR
@@ -48,17 +49,30 @@ def test_the_runs_of_a_day_are_one_tally(store):
     assert store.stacks()[clean("x").stack_id] == STACK
 
 
-def test_a_mismatch_a_repair_and_a_change_at_noon_split_the_day(store):
+@pytest.mark.parametrize("kind", ["repaired", "replaced"])
+def test_a_mismatch_a_repair_and_a_change_at_noon_split_the_day(store, kind):
     """What was before and what came after are never one figure."""
     store.add_run(clean("a", MORNING))
     store.add_run(wrong("b", MORNING + HOUR))
     store.add_run(clean("c", MORNING + 2 * HOUR))
     store.add_run(clean("d", MORNING + 3 * HOUR))
     assert told(store) == [(1, 100, 0), (1, 4, 1), (2, 200, 0)]
-    store.add_ack(Ack(device="GPU-1", kind="repaired", at=MORNING + 3.5 * HOUR, reason="new cooler"))
+    store.add_ack(Ack(device="GPU-1", kind=kind, at=MORNING + 3.5 * HOUR, reason="new cooler"))
     store.add_run(clean("e", MORNING + 4 * HOUR))
     store.add_run(clean("f", MORNING + 5 * HOUR, stack=OTHER))
     assert told(store) == [(1, 100, 0), (1, 4, 1), (2, 200, 0), (1, 100, 0), (1, 100, 0)]
+
+
+def test_what_a_run_found_is_counted_of_each_whom_it_accuses(store):
+    """Results and uploads of the device; each wrong golden or comparison is one more upload. No retest is a test."""
+    others = [comparison(subject=s, wrong_trials=1) for s in (Subject.HOST, Subject.HOST, Subject.COMPARATOR)]
+    store.add_run(wrong("a", comparisons=(WRONG, *CLEAN, *others)))
+    store.add_run(clean("b", MORNING + DAY, confirms="a"))
+    found, retests = store.tallies("GPU-1")
+    assert found.of(Subject.DEVICE) == (104, 1, 11, 1)
+    assert found.of(Subject.HOST) == (13, 2, 13, 2)
+    assert found.of(Subject.COMPARATOR) == (12, 1, 12, 1)
+    assert [(t.runs, t.tested, t.failing) for t in (found, retests)] == [(1, 1, 1), (1, 0, 0)]
 
 
 def test_a_wrong_run_of_a_sibling_splits_the_day_too(store):
@@ -67,14 +81,6 @@ def test_a_wrong_run_of_a_sibling_splits_the_day_too(store):
     store.add_run(wrong("b", MORNING + HOUR))
     store.add_run(clean("c", MORNING + 2 * HOUR, device="GPU-2"))
     assert told(store, "GPU-2") == [(1, 100, 0), (1, 100, 0)]
-
-
-def test_drills_are_in_no_tally(store):
-    """Neither their clean runs nor their wrong ones."""
-    store.add_run(wrong("a", drill="stuck-bit"))
-    store.add_run(clean("b", drill="stuck-bit"))
-    assert store.tallies("GPU-1") == []
-    assert not store.ever_wrong
 
 
 def test_a_run_that_comes_twice_counts_once(store):
@@ -161,7 +167,7 @@ def test_a_record_of_the_schema_before_is_counted(tmp_path):
         assert told(store)[1:] == [(1, 100, 0), (1, 4, 1), (1, 100, 0)]
         assert set(store.tested("GPU-1", 0.0)) == {("exact_matmul", day.day), ("exact_matmul", int(MORNING // DAY))}
         assert store.stacks() == {clean("x").stack_id: STACK}
-        assert len(store.runs(drill=None)) == 4
+        assert [run.id for run in store.runs()] == ["a", "b", "c"]
 
 
 def test_how_siblings_computed_the_same_data_is_kept(store):
@@ -175,6 +181,21 @@ def test_how_siblings_computed_the_same_data_is_kept(store):
     assert store.compared("GPU-1", NOW) == {key: same}
     store._file.execute("UPDATE compared SET body = '{\"alike\": 1}' WHERE own")
     assert store.compared("GPU-1", 0.0) == {other: same}
+
+
+def test_what_is_learnt_of_siblings_while_the_disk_is_full_is_kept(store):
+    """It is known at once, and on record when there is room again."""
+    key, same = SameKey("exact_matmul", 1, "a", own=True), Same(alike=frozenset({"GPU-3"}))
+    store._file.execute("PRAGMA max_page_count = 1")
+    assert not [store.add_run(run(f"filler{n}", detail="x" * 3000)) for n in range(20)][-1]
+    assert not store.set_compared("GPU-1", {key: same}, NOW)
+    assert store.compared("GPU-1", 0.0) == {key: same}
+    store._file.execute("PRAGMA max_page_count = 1000000")
+    store.changes()
+    assert store.problem == ""
+    assert store.compared("GPU-1", 0.0) == {key: same}
+    with Store.open(store.state_dir) as again:
+        assert again.compared("GPU-1", 0.0) == {key: same}
 
 
 ROTTEN = ["started = 'x'", "started = 9e999", "started = 1e30", "started = x'00'", "uploads = NULL"]

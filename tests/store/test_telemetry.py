@@ -17,7 +17,7 @@ def test_a_poll_is_kept_apart_from_runs_and_counts_all_since_the_last(store):
     """Polls never pass for runs; the counters say how many there were, kept or not."""
     assert store.add_poll(run("p1", probe="nvidia_telemetry"), {Outcome.COMPLETED: 20, Outcome.TIMED_OUT: 1})
     assert store.add_poll(run("p2", probe="host_telemetry", started=NOW + 1), {Outcome.COMPLETED: 1})
-    assert store.runs(drill=None) == []
+    assert store.runs() == []
     assert ids(store.polls("GPU-1")) == ["p1", "p2"]
     assert ids(store.polls("GPU-1", "nvidia_telemetry")) == ["p1"]
     assert ids(store.polls("GPU-1", since=NOW + 1)) == ["p2"]
@@ -52,6 +52,17 @@ def test_merged_events_keep_the_first_reading_and_the_newest_fields(store):
     found = {e.kind: e for e in store.events()}
     assert (found["reset"].reading, found["reset"].labels) == ("ecc_errors_total", key)
     assert (found["xid"].code, found["xid"].fields) == (154, {"action": "none"})
+
+
+def test_trouble_that_a_law_counts_over_a_life_is_read_with_its_remedies(store):
+    """Of every vendor and of the host; not what programs or heat did, nor what was corrected."""
+    kinds = {"xid", "off-bus", "amdgpu", "intel", "aer", "mce", "last-boot", "boot", "reset", "change"}
+    store.add_events(event(kind=kind) for kind in (*kinds, "oom", "thermal"))
+    labels = ({"kind": "uncorrected"}, {"kind": "corrected"}, {"severity": "fatal"}, {"severity": "correctable"})
+    store.add_events(event(kind="counter", name=f"c{n}", labels=of) for n, of in enumerate(labels))
+    assert {e.kind for e in store.lasting(NOW + 1)} == {*kinds, "counter"}
+    assert {e.name for e in store.lasting(NOW + 1) if e.kind == "counter"} == {"c0", "c2"}
+    assert store.lasting(NOW) == []
 
 
 def test_an_event_whose_facts_rotted_is_read_without_them(store):

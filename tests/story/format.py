@@ -49,6 +49,8 @@ class Part:
     """Whether canaryd ships its goldens as characterised."""
     rounds_nothing: tuple[str, ...] = ()
     """Cases that are shipped as characterised on any device."""
+    sizes: tuple[str, ...] = ()
+    """Sizes in the names of its exact cases with fresh operands, of one round after the other; the last ones stay."""
     weak_identity: bool = False
     card: str = ""
     """Name of the device of the same host that is the same part through another runtime."""
@@ -83,6 +85,8 @@ class Machine:
     """What its servers say of their bits, a value of the reading `endpoint_repeats`; "" for nothing."""
     exact: bool = False
     """Whether its servers serve an exact canary, so that every answer has one right result."""
+    altered: tuple[str, ...] = ()
+    """Files of its torch that are not those that were installed."""
     unlisted: str = ""
     """Why the vendor's library cannot list its devices; "" where it can."""
 
@@ -184,6 +188,10 @@ class Expectation:
     """Words that one of the findings must hold."""
     incidents: int | None = None
     """How many incidents its findings must be."""
+    subject: str = ""
+    """What its worst incident must point to, a value of `Whose`."""
+    reach: tuple[str, ...] = ()
+    """The names of all devices that the remedy of its worst incident must reach."""
     always_below: str = ""
     never: str = ""
     """A cause that no verdict beyond healthy may have."""
@@ -204,7 +212,8 @@ class Expectation:
     @property
     def wants_a_verdict(self) -> bool:
         """Whether a verdict must say something."""
-        return bool(self.state or self.cause or self.rules or self.says or self.incidents is not None)
+        wanted = self.state, self.cause, self.rules, self.says, self.subject, self.reach
+        return any(wanted) or self.incidents is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +243,8 @@ class Story:
     probes: tuple[str, ...] = (EXACT, RECORDED, NVIDIA, HOST)
     statistics: Statistics | None = None
     apart: bool = False
-    """Whether a device draws the same chances if other devices are added, removed or listed in another order."""
+    """Whether a device draws the same chances, in the same rounds, if other devices are added, removed or listed in
+    another order. Then devices are tested in the order of their names, however they are listed."""
     salt: str = ""
     """A word from which devices get other uuids than without it."""
 

@@ -203,13 +203,6 @@ def _check(host: Host, what: Happening, *, first: bool) -> None:
     engine.together = frozenset()
 
 
-def _latency(host: Host, what: Happening, *, first: bool) -> None:
-    """An endpoint takes so long for a token from now on."""
-    del first
-    for server in host.servers(what.device):
-        server.latency = what.seconds
-
-
 def _clients(host: Host, what: Happening, *, first: bool) -> None:
     """An endpoint serves so many others from now on, and each waits for all."""
     del first
@@ -264,7 +257,6 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "clock_jump": _clock,
     "drill": _drill,
     "check": _check,
-    "latency": _latency,
     "clients": _clients,
     "serve": _serve,
 }

@@ -23,6 +23,7 @@ from canaryd.facts import (
     Subject,
     WrongMemory,
 )
+from canaryd.judge.wrong import WIDTH
 from canaryd.model import Device, Outcome, Run
 from canaryd.supervisor.protocol import RunRequest
 from tests.places import line, place
@@ -97,8 +98,6 @@ class Server:
     """A model server as it is just now."""
 
     parts: tuple[str, ...]
-    latency: float = 0.05
-    """Seconds for a token."""
     clients: int = 0
     """How many others it serves."""
     links: dict[str, str] = field(default_factory=dict)
@@ -302,9 +301,10 @@ class Hardware:
         places = ["device"]
         if part.backend == "cpu":
             places = [f"all {part.cores} threads", *(f"core {n}" for n in range(part.cores))]
-        for case in (c for c in CASES if not request.cases or c in request.cases):
-            for seed, which in ((1, "fixed"), (request.seed, "fresh")):
-                for where in places:
+        sizes = f"@{part.sizes[min(self.round, len(part.sizes) - 1)]}" if part.sizes else ""
+        for name in CASES:
+            for case, seed, which in ((name, 1, "fixed"), (f"{name}{sizes}", request.seed, "fresh")):
+                for where in places if not request.cases or case in request.cases else ():
                     clean = Comparison(
                         case=case,
                         shape=SHAPE,
@@ -380,14 +380,17 @@ class Hardware:
         row = rng.randrange(ROWS) if fault.row is None else fault.row
         column = rng.randrange(COLUMNS) if fault.column is None else fault.column
         bits = fault.bits or tuple(sorted(rng.sample(range(32), rng.choice((1, 2, 2, 3)))))
-        golden = int(_digest(comparison.case, comparison.seed, row, column)[:8], 16)
+        width = WIDTH.get(comparison.case.partition("/")[0], 32)
+        bits = tuple(sorted({bit % width for bit in bits}))
+        digits = width // 4
+        golden = int(_digest(comparison.case, comparison.seed, row, column)[:digits], 16)
         observed = golden ^ sum(1 << bit for bit in bits)
         lines = {"row": line(row), "column": line(column)}
         flipped = f"only bit {bits[0]} is flipped" if len(bits) == 1 else f"bits {', '.join(map(str, bits))} flipped"
         return Evidence(
             wrong=1,
             total=ROWS * COLUMNS,
-            first=(((row, column), f"0x{golden:08x}", f"0x{observed:08x}"),),
+            first=(((row, column), f"0x{golden:0{digits}x}", f"0x{observed:0{digits}x}"),),
             bits={str(bit): 1 for bit in bits},
             zeroed=int(observed == 0),
             nonfinite=0,
@@ -443,9 +446,7 @@ class Hardware:
             for case in cases
             if not request.cases or case in request.cases
         ]
-        seconds = server.latency * (1 + server.clients)
-        token = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "completions"})
-        told = [token]
+        told: list[Reading] = []
         if self.machine.starts:
             told.append(Reading(name="endpoint_start_time_seconds", value=server.started, unit="seconds"))
         if self.machine.repeats:

@@ -19,6 +19,7 @@ from canaryd.config.settings import (
 )
 from canaryd.engine import schedule
 from canaryd.engine.engine import Engine
+from canaryd.engine.polling import poll_tasks
 from canaryd.engine.room import Room
 from canaryd.facts import (
     LogPosition,
@@ -89,6 +90,15 @@ class Simulated(Series):
         del timeout
         return self.host.compute(request, self.lane)
 
+    def answer(
+        self, question: str, arguments: Mapping[str, Any], timeout: float
+    ) -> tuple[Outcome, dict[str, Any], str]:
+        """Return that nothing is installed here, or what a story altered."""
+        del question, arguments, timeout
+        altered = [*self.host.machine.altered]
+        found = {"compared": 300, "altered": altered, "misread": [], "without": []}
+        return (Outcome.COMPLETED, found, "") if altered else (Outcome.SKIPPED, {}, "it is simulated")
+
     def close(self) -> None:
         """There is nothing to end."""
 
@@ -117,6 +127,10 @@ class Watcher(Engine):
         """See whether a run has something to tell."""
         self.told = bool(run.wrong or run.unknown) or run.outcome is not Outcome.COMPLETED
         super().take(run)
+
+    def poll(self) -> None:
+        """Poll the telemetry of all devices; for speed, nobody is judged before the end of the round."""
+        self.watch.sweep(poll_tasks(self), stopped=lambda: False, hold=False, due=False, record=False)
 
     def decide(self) -> dict[str, Verdict]:
         """While a device is tested judge it alone, after runs that tell of something; for speed.
@@ -197,18 +211,20 @@ class Host(Hardware):
         """Play one round, as the daemon does: events, telemetry, what is due on each device, and a look at all."""
         self.round = number
         begun = self.now
-        while self.engine.sum_up():  # the days that are over
+        while self.engine.days.sum_up():  # the days that are over
             pass
         for happening in self.story.events:
             again = self.retold is not None and happening.do in ("check", "drill")  # its runs are told
             if happening.at <= number < happening.at + happening.rounds and not again:
                 DOINGS[happening.do](self, happening, first=happening.at == number)
-        jumped = self.now - begun if self.now != begun else 0.0
+        at = self.now
+        jumped = at - begun
         if self.log:
             self.engine.read_log(until_end=True)
-        self.engine.sweep()
-        for uuid in list(self.engine.devices if self.retold is None else ()):
-            self._tick(uuid)
+        self.engine.poll()
+        apart, devices = self.story.apart, list(self.engine.devices if self.retold is None else ())
+        for uuid in sorted(devices, key=self.names.__getitem__) if apart else devices:
+            self._tick(uuid, at if apart else self.now)
         for run in (self.retold or {}).pop(number, ()):
             self.hear(run)
         if self.engine.unread:
@@ -233,15 +249,16 @@ class Host(Hardware):
         self.engine.add(run)
         self.engine.carrying = ""
 
-    def _tick(self, uuid: str) -> None:
+    def _tick(self, uuid: str, begun: float) -> None:
+        """Play a device's round, which the schedule takes to have begun at `begun` (epoch s)."""
         engine = self.engine
         device = engine.devices[uuid]
-        if uuid not in engine.present or not engine.reached(device):
+        if uuid not in engine.present or not device.is_reached:
             return
-        engine.carrying, begun = uuid, self.now
-        for plan in engine.owed(uuid):
+        engine.carrying = uuid
+        for plan in engine.experiments.owed(uuid):
             engine.carry_out(plan)
-        for plan in engine.retests(uuid):
+        for plan in engine.experiments.retests(uuid):
             engine.carry_out(plan)
         periods = engine.periods(device)
         last = {name: self.last[uuid, name] for name in periods if (uuid, name) in self.last}

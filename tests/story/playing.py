@@ -74,6 +74,8 @@ class Played:
             and expected.state in ("", verdict.state.value)
             and expected.cause in ("", verdict.cause.value)
             and expected.incidents in (None, len(incidents(verdict)))
+            and expected.subject in ("", *(i.blaming.subject for i in incidents(verdict)[:1]))
+            and expected.reach in ((), *(i.blaming.reach for i in incidents(verdict)[:1]))
             and {*expected.rules} <= {f.rule for f in verdict.findings}
             and (not expected.says or any(expected.says in text for f in verdict.findings for text in words(f)))
         )
@@ -81,6 +83,7 @@ class Played:
 
 def _wish(expected: Expectation) -> str:
     words = [expected.state, expected.cause, *expected.rules, f'"{expected.says}"' if expected.says else ""]
+    words += [expected.subject, *expected.reach]
     words.append("" if expected.incidents is None else f"{expected.incidents} incidents")
     return " ".join(filter(None, words))
 
@@ -141,8 +144,10 @@ def play(
                 now.update(host.play(number))
                 for what in story.events:
                     if what.do == "drill" and what.at == number:
+                        rehearsed = host.engine.decisions.rehearse(host.engine.store.drilled(host.now))
                         for chip in host.of(what.device):
-                            drills.setdefault(chip.name, []).append(host.engine.drill_verdict(chip.uuid))
+                            told_of = [rehearsed[chip.uuid]] if chip.uuid in rehearsed else []  # its runs may be late
+                            drills.setdefault(chip.name, []).extend(told_of)
             for name in {*verdicts, *now}:
                 told = verdicts.setdefault(name, [None] * number)
                 told.append(now.get(name))

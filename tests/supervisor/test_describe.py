@@ -11,6 +11,7 @@ from canaryd.probe import ProbeSpec
 from canaryd.supervisor import series as supervisor_series
 from canaryd.supervisor.protocol import WorkerSpec
 from canaryd.supervisor.series import Series
+from tests.command import soon
 from tests.supervisor.workers import PROBES
 
 # --- describe --------------------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def test_describe_survives_probes_that_crash_or_hang(bare_python):
     """The culprit is named; those before and after it are described."""
     names = ("passes", "crashes_at_import", "skips", "hangs_at_import", "raises")
     with Series(WorkerSpec(python=bare_python), grace=0.5) as series:
-        described = series.describe([PROBES / f"{name}.py" for name in names], timeout=2.5)
+        described = series.describe([PROBES / f"{name}.py" for name in names], timeout=soon(2.5))
     found = {path.stem: value for path, value in described.probes.items()}
     assert isinstance(found["passes"], ProbeSpec)
     assert isinstance(found["skips"], ProbeSpec)
@@ -71,8 +72,8 @@ def test_a_torch_that_hangs_or_aborts_is_one_cause(bare_python, tmp_path, torch,
     with Series(interpreter(bare_python, tmp_path, torch), grace=0.5) as series:
         begun = time.monotonic()
         paths = [matmul, PROBES / "passes.py", bare / "imports_torch.py"]
-        described = series.describe(paths, timeout=60.0, import_timeout=3.0, on_wait=told.append)
-        assert time.monotonic() - begun < 30.0
+        described = series.describe(paths, timeout=60.0, import_timeout=soon(3.0), on_wait=told.append)
+        assert time.monotonic() - begun < soon(30.0)
         assert series.workers_started == 2
     assert described.lost == f"torch of worker.python ({bare_python}) does not import"
     reason = described.torch_reason

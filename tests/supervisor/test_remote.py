@@ -11,7 +11,7 @@ from canaryd.model import Outcome
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor.protocol import WorkerSpec
 from canaryd.supervisor.series import Series
-from tests.command import eventually
+from tests.command import eventually, soon
 from tests.supervisor.workers import PATIENCE, PROBES, gone, pid_in, readings, request, run_once
 
 
@@ -85,7 +85,7 @@ def test_probes_of_several_directories_travel(elsewhere, tmp_path):
 )
 def test_outcomes_are_the_same_behind_a_command(elsewhere, tmp_path, name, outcome, detail):
     """A crash elsewhere is told from an answer, by signal name, and its files are removed."""
-    timeout = 2.0 if name == "hangs" else PATIENCE
+    timeout = soon(2.0) if name == "hangs" else PATIENCE
     # Half a second is too short for six workers on two cores to remove their files.
     run = run_once(name, timeout=timeout, spec=elsewhere, grace=PATIENCE, settings={"how": "json"})
     assert (run.outcome, detail in run.detail) == (outcome, True), run
@@ -94,7 +94,7 @@ def test_outcomes_are_the_same_behind_a_command(elsewhere, tmp_path, name, outco
 
 def test_a_killed_command_leaves_no_files(elsewhere, tmp_path):
     """SIGKILL also ends the process that unpacked the worker, and the files are removed all the same."""
-    deaf = run_once("hangs_ignoring_sigterm", timeout=3.0, spec=elsewhere)
+    deaf = run_once("hangs_ignoring_sigterm", timeout=soon(3.0), spec=elsewhere)
     assert (deaf.outcome, deaf.readings != ()) == (Outcome.TIMED_OUT, True)
     assert eventually(lambda: list(tmp_path.iterdir()) == [])
     with Series(elsewhere, on_progress=lambda *_: series.kill("a test")) as series:
@@ -111,6 +111,6 @@ def test_what_the_command_itself_prints_is_no_answer(bare_python):
 
 def test_a_worker_out_of_reach_ends_with_its_input(bare_python, tmp_path):
     """Where no signal arrives (a container), the end of standard input alone ends the worker."""
-    run = run_once("hangs", timeout=2.5, spec=WorkerSpec(command=("/usr/bin/env", "setsid", "-w", bare_python)))
+    run = run_once("hangs", timeout=soon(2.5), spec=WorkerSpec(command=("/usr/bin/env", "setsid", "-w", bare_python)))
     assert run.outcome is Outcome.TIMED_OUT
     assert gone(pid_in(run))

@@ -14,9 +14,10 @@ import pytest
 
 from canaryd.model import Outcome
 from canaryd.supervisor import protocol
+from canaryd.supervisor.process import MAX_RUN
 from canaryd.supervisor.protocol import WorkerSpec, new_run_id
 from canaryd.supervisor.series import Series
-from tests.command import children
+from tests.command import children, soon
 from tests.supervisor.workers import PATIENCE, gone, pid_in, readings, request, run_once
 
 # --- What a good run is made of --------------------------------------------------------------------------------------
@@ -33,8 +34,8 @@ def test_a_completed_run_carries_its_facts(series):
     assert [part.reason for part in run.skipped] == ["not on this device"]
     assert run.absent == {"temperature_celsius": "no sensor"}
     assert (run.confirms, run.drill, run.detail) == ("an earlier run", "flip", "")
-    assert 0 <= run.seconds < 5
-    assert abs(run.started - time.time()) < 10
+    assert 0 <= run.seconds < soon(5)
+    assert abs(run.started - time.time()) < soon(10)
 
 
 def test_a_mismatch_is_a_fact_of_a_completed_run(series):
@@ -143,7 +144,7 @@ def test_an_endless_flood_cannot_outlive_its_deadline():
     """The deadline holds however fast a worker prints; the tail that is kept is short."""
     begun = time.monotonic()
     run = run_once("floods_stderr", timeout=1.0)
-    assert time.monotonic() - begun < 3.0
+    assert time.monotonic() - begun < soon(3.0)
     assert run.outcome is Outcome.TIMED_OUT
     assert len(run.detail) < 6000
 
@@ -160,7 +161,7 @@ def test_children_of_a_probe_die_with_the_worker(crash):
     """A child that holds every pipe open delays nothing and is not left behind."""
     begun = time.monotonic()
     run = run_once("forks_a_grandchild", settings={"crash": crash})
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < soon(5)
     assert run.outcome is (Outcome.CRASHED if crash else Outcome.COMPLETED)
     assert gone(pid_in(run, "child"))
 
@@ -171,7 +172,7 @@ def test_a_child_that_escapes_the_group_blocks_nothing():
     run = run_once("forks_a_grandchild", settings={"crash": True, "escape": True, "seconds": 30})
     try:
         assert run.outcome is Outcome.CRASHED
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < soon(5)
     finally:
         os.kill(pid_in(run, "child"), signal.SIGKILL)
 
@@ -232,7 +233,7 @@ def test_kill_from_another_thread_ends_the_run_at_once(series):
     threading.Timer(0.5, series.kill, ["the operator asked"]).start()
     begun = time.monotonic()
     run = series.run(request("hangs_ignoring_sigterm"), 60.0)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < soon(2)
     assert (run.outcome, run.detail.partition("\n")[0]) == (Outcome.ERRORED, "stopped: the operator asked")
     assert series.run(request("passes"), PATIENCE).detail == "stopped: the operator asked"
     assert series.workers_started == 1
@@ -247,36 +248,33 @@ def test_close_ends_a_busy_worker_within_the_grace():
     begun, before = time.monotonic(), children()
     with pytest.raises(KeyboardInterrupt), Series(WorkerSpec(), grace=0.5, on_progress=interrupt) as series:
         series.run(request("hangs"), 60.0)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < soon(3)
     assert children() == before
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        [{"trials": 2**63}],
-        [{"uploads": 2**63}],
-        [{"uploads": -1}],
-        [{"trials": 2**64, "wrong_trials": 1}],
-        [{"trials": 2**62}] * 2,
+        {"trials": 2**40},
+        {"uploads": 2**40},
+        {"uploads": -1},
+        {"trials": 2**64, "wrong_trials": 1},
     ],
 )
 def test_counts_that_no_store_holds_are_refused(sent):
-    """They break the protocol: the run is garbled, and costs no other one."""
-    facts = protocol.RunFacts()
+    """They break the protocol: the run is garbled. As many as one run can send stay below what the store holds."""
     common = {"case": "c", "shape": "", "seed": 1, "exactness": "U"}
-    *first, last = ({"type": "Comparison", "value": common | count} for count in sent)
-    for fact in first:
-        facts.add("fact", fact)
     with pytest.raises(ValueError, match="uploads"):
-        facts.add("fact", last)
+        list(protocol.facts_in("fact", {"type": "Comparison", "value": common | sent}))
+    shortest = len(json.dumps(common))
+    assert MAX_RUN // shortest * (protocol.MOST_COUNTED - 1) < protocol.MOST
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**64), 10**400], ids=["large", "negative", "no double"])
 def test_readings_of_more_than_64_bits_are_refused(value):
     """A number that no double holds would cost the whole page of metrics."""
     with pytest.raises(ValueError, match="has more than 64 bits"):
-        protocol.RunFacts().add("readings", {"values": [["energy_joules", value, "joules", {}]]})
+        list(protocol.facts_in("readings", {"values": [["energy_joules", value, "joules", {}]]}))
 
 
 def test_polls_share_their_texts():

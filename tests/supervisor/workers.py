@@ -9,6 +9,7 @@ from canaryd.model import Device, Run
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
+from tests.command import soon
 
 PROBES = Path(__file__).parents[1] / "probes"
 DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
@@ -35,7 +36,7 @@ def pid_in(run: Run, name: str = "pid") -> int:
 
 def gone(pid: int, within: float = 3.0) -> bool:
     """Tell whether a process has ended (a zombie has)."""
-    end = time.monotonic() + within
+    end = time.monotonic() + soon(within)
     while time.monotonic() < end:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

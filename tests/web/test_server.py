@@ -14,19 +14,22 @@ import pytest
 
 from canaryd.metrics.exposition import TEXT
 from canaryd.web.server import Answer, Limits, Server
+from tests.command import PATIENCE, soon
 
 BODY = b"canaryd_build_info 1\n" * 100
 BIG = b"x" * 32_000_000
 
 
-def broken(headers):
+def broken(request):
     raise RuntimeError("secret of the house")
 
 
 ROUTES = {
-    "/metrics": lambda headers: Answer(200, TEXT, BODY),
-    "/accept": lambda headers: Answer(503, "text/plain", headers["accept"].encode(), ("Vary: Accept", "X-Own: 1")),
-    "/big": lambda headers: Answer(200, "text/plain", BIG),
+    "/metrics": lambda request: Answer(200, TEXT, BODY),
+    "/accept": lambda request: Answer(
+        503, "text/plain", request.headers["accept"].encode(), ("Vary: Accept", "X-Own: 1")
+    ),
+    "/big": lambda request: Answer(200, "text/plain", BIG),
     "/broken": broken,
 }
 
@@ -171,7 +174,7 @@ def test_two_hundred_scrapes(server):
         _, body, took = get(server)
         assert body == BODY
         seconds.append(took)
-    assert sorted(seconds)[100] < 0.02
+    assert sorted(seconds)[100] < soon(0.02)
 
 
 def test_silent_connections_do_not_keep_a_scraper_out():
@@ -181,7 +184,7 @@ def test_silent_connections_do_not_keep_a_scraper_out():
         for _ in range(5):
             response, body, seconds = get(server)
             assert (response.status, body) == (200, BODY)
-            assert seconds < 1.0
+            assert seconds < soon(1.0)
         assert closed(idle[0])
         idle[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert idle[-1].recv(15) == b"HTTP/1.1 200 OK"
@@ -195,12 +198,12 @@ def test_slow_loris():
         cut = False
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             client.sendall(b"GET /metrics HTTP/1.1\r\n")
-            while not cut and time.perf_counter() - started < 5:
+            while not cut and time.perf_counter() - started < PATIENCE:
                 client.sendall(b"a")
-                assert get(server)[2] < 1.0
+                assert get(server)[2] < soon(1.0)
                 with contextlib.suppress(TimeoutError):
                     cut = client.recv(1) == b""
-        assert 0.4 < time.perf_counter() - started < 3
+        assert 0.4 < time.perf_counter() - started < soon(3)
 
 
 def test_silent_connections_end():
@@ -208,7 +211,7 @@ def test_silent_connections_end():
     with serving(seconds=0.2) as server, connect(server) as silent:
         started = time.perf_counter()
         assert closed(silent)
-        assert time.perf_counter() - started < 1.5
+        assert time.perf_counter() - started < soon(1.5)
 
 
 def test_a_client_that_does_not_read_is_cut_off():

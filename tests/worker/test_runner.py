@@ -19,6 +19,7 @@ from canaryd.codec import to_json
 from canaryd.model import Device
 from canaryd.supervisor.remote import own_files
 from canaryd.worker.__main__ import OPEN
+from tests.command import PATIENCE, soon
 
 ENTRY = Path(__file__).parents[2] / "canaryd" / "worker" / "__main__.py"
 PROBES = Path(__file__).parents[1] / "probes"
@@ -102,16 +103,16 @@ def test_the_end_of_input_ends_the_process_at_once(worker):
     worker.answers("progress")
     worker.process.stdin.close()
     begun = time.monotonic()
-    worker.process.wait(5)
-    assert time.monotonic() - begun < 2
+    worker.process.wait(PATIENCE)
+    assert time.monotonic() - begun < soon(2)
 
 
 def test_a_worker_ends_itself_when_nobody_kills_it(worker):
     """The second line of defence works with the interpreter lock held, and says where the probe hung."""
     worker.run(PROBES / "hangs_holding_gil.py", timeout=-4.5)
     begun = time.monotonic()
-    assert worker.process.wait(10) == 1
-    assert time.monotonic() - begun < 4
+    assert worker.process.wait(PATIENCE) == 1
+    assert time.monotonic() - begun < soon(4)
     assert b"hangs_holding_gil.py" in worker.process.stderr.read()
 
 

@@ -11,12 +11,11 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from canaryd.facts import LINKS, Exactness, Recording, stack_id
-from canaryd.judge.recordings import cases
+from canaryd.facts import Exactness, Recording, stack_id
 from canaryd.judge.statistics import rate_bound
-from canaryd.model import ENDPOINT, Run
+from canaryd.model import Run, is_served
 
 LEARN = 30
 """Samples that make a baseline (ours: 29 in a row without a new vector bound the rate of new ones by 9.8 %)."""
@@ -32,6 +31,8 @@ EVERY = ""
 """The condition that stands for all conditions together."""
 IDLE, LOADED = "idle", "loaded"
 """Conditions of a server during a request: it served nobody else, or it did."""
+CACHES = ("fresh", "warm")
+"""Last parts of cases that ask one question with an empty and with a filled prefix cache, as in "chat/reef/fresh"."""
 
 
 class Key(NamedTuple):
@@ -44,6 +45,53 @@ class Key(NamedTuple):
     chain_id: str
 
 
+class Difference(NamedTuple):
+    """How an unknown vector differs from the nearest known one."""
+
+    nearest: Recording
+    common: int
+    """Tokens at the start that are equal, or characters where neither has tokens."""
+    distance: float
+    """Largest difference of log probabilities on the common prefix, in nats; infinite where values are lost."""
+    position: int | None
+    """First token, character or tile that differs; None where all are equal."""
+
+    @property
+    def margin(self) -> float | None:
+        """By how much the nearest vector preferred its own token there, in nats."""
+        at = self.position
+        return self.nearest.margins[at] if at is not None and at < len(self.nearest.margins) else None
+
+    def exceeds(self, noise: float | None) -> bool:
+        """Whether it is more than the noise of an unsteady case: in value, or by another token that was no near tie.
+
+        Two logits that may each be off by the tolerance can change places where they are within twice of it. Without
+        values there is no noise to measure, so text alone never exceeds it. A lost value always does.
+        """
+        if not self.nearest.values or (noise is None and math.isfinite(self.distance)):
+            return False
+        tolerance = SLACK * (noise or 0.0)
+        return self.distance > tolerance or (self.margin is not None and self.margin > 2 * tolerance)
+
+    def sentence(self, noise: float | None) -> str:
+        """Return the difference as one sentence."""
+        near, _, distance, at = self
+        size = f"by up to {distance:.3g}" if math.isfinite(distance) else "by what is missing or not finite"
+        known = f" (known results differ by {noise:.3g})" if noise else ""
+        if near.of_kernel:
+            if at is None:
+                return "Bits differ; the mean of every tile is the same."
+            return f"Bits differ; tile {at} of {len(near.values)} most, {size}{known}."
+        if not near.tokens:
+            text = (
+                "The text is equal, the answer is not" if at is None else f"The text differs from character {at + 1} on"
+            )
+            return f"{text}; there are no log probabilities to compare."
+        led = f" (the known one led by {self.margin:.3g} nats)" if self.margin is not None else ""
+        tokens = "All tokens are equal" if at is None else f"Token {at + 1} differs{led}"
+        return f"{tokens}; log probabilities differ {size} nats{known}." if near.values else f"{tokens}."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     """One exact vector, and how often it was seen while the baseline was being learnt."""
@@ -54,6 +102,10 @@ class Mode:
     first: float
     last: float
     """Seconds since the epoch."""
+
+    def seen_under(self, condition: str) -> bool:
+        """Whether it was seen under this condition."""
+        return condition == EVERY or condition in self.counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +156,6 @@ class Baseline:
     referenced: bool = False
     """Whether a reference confirmed the same results, within an error bound, in every run it was learnt from."""
 
-    @staticmethod
-    def upgrade_json(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the JSON of a stored or exported baseline with the fields of today; release 0.1.0 had others."""
-        older = data.get("imported", "")
-        dropped = ("pinned", "imported") if isinstance(older, str) else ("pinned",)
-        newer = {name: value for name, value in data.items() if name not in dropped}
-        backend, _, model = older.partition(" ") if isinstance(older, str) else ("", "", "")
-        return {"imported_kind": [backend, model], **newer} if backend else newer
-
     @property
     def imported(self) -> bool:
         """Whether it is of a device on another host."""
@@ -134,20 +177,20 @@ class Baseline:
         return frozenset(mode.recording.digest for mode in self.known)
 
     @property
-    def is_endpoint(self) -> bool:
-        """Whether a server gave the results, rather than a device of this host."""
-        return self.device.startswith(f"{ENDPOINT}:")
-
-    @property
     def is_text_only(self) -> bool:
         """Whether answers came without log probabilities: faults that change no word stay unseen."""
         answers = [mode.recording for mode in self.known]
         return bool(answers) and all((a.text or a.tokens) and not a.values for a in answers)
 
     @property
+    def samples(self) -> int:
+        """Samples that it was learnt from."""
+        return self.learnt.get(EVERY, 0)
+
+    @property
     def complete(self) -> bool:
         """Whether it has enough samples to call any other vector unknown."""
-        return self.learnt.get(EVERY, 0) >= LEARN
+        return self.samples >= LEARN
 
     @property
     def compared(self) -> int:
@@ -157,7 +200,7 @@ class Baseline:
     @property
     def trials(self) -> int:
         """Runs compared with it, up to the newest one with an unknown vector."""
-        return self.passed.get(EVERY, 0) - self.since + self.strange
+        return self.compared - self.since
 
     def effective_condition(self, condition: str) -> str:
         """Return the condition to compare under: the given one where it has enough samples, else all together."""
@@ -193,7 +236,7 @@ class Baseline:
         A worker's results may depend on its process (addresses, choice of kernels), so each process of a device counts
         once. A server is one process for all requests, and each of its answers counts.
         """
-        if self.is_endpoint:
+        if is_served(self.device):
             return self.clean_samples(condition)
         clean = self.calm if self.strange else self.passed
         return max(1, self.processes + clean.get(self.effective_condition(condition), 0))
@@ -209,7 +252,7 @@ class Baseline:
     def _noises(self) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
         for condition in self.learnt:
-            vectors = [m.recording for m in self.known if _seen_under(m, condition)]
+            vectors = [m.recording for m in self.known if m.seen_under(condition)]
             near = (_from_nearest([b for b in vectors if b is not a], a) for a in vectors if len(vectors) > 1)
             # Vectors that do not even share the first token cannot be compared.
             finite = sorted(
@@ -218,10 +261,16 @@ class Baseline:
             found[condition] = finite[-2] if len(finite) > 2 else None
         return found
 
-    def is_far(self, recording: Recording) -> bool:
-        """Return whether no load explains a vector: it is far from all known ones, or loads bring no others."""
-        far = _from_nearest([m.recording for m in self.known], recording)
-        return self.stable(EVERY) or _exceeds_noise(far, self.noise(EVERY))
+    def difference(self, recording: Recording) -> Difference | None:
+        """Return how a recording differs from the nearest known vector; None where it is a known one."""
+        known = recording.digest in self.digests
+        return None if known else _from_nearest((m.recording for m in self.known), recording)
+
+    def departs(self, recording: Recording) -> bool:
+        """Return whether a recording is unknown by more than noise: any unknown one of a case that is bit-stable."""
+        found = self.difference(recording)
+        condition = recording.condition
+        return found is not None and (self.stable(condition) or found.exceeds(self.noise(condition)))
 
     def rate(self, condition: str, others: Iterable[Baseline] = ()) -> float:
         """Return an upper bound of the rate at which a healthy device gives a vector as far out as an unknown one.
@@ -234,7 +283,7 @@ class Baseline:
         if not self.stable(condition):
             return self.rate_of_far(condition)
         # The cases of one worker share its process and are not independent of each other.
-        apart = [b for b in others if (b.key != self.key if self.is_endpoint else b.device != self.device)]
+        apart = [b for b in others if (b.key != self.key if is_served(self.device) else b.device != self.device)]
         pool = [self, *(b for b in apart if b.complete and b.stable(condition))]
         return rate_bound(sum(b.independent_samples(condition) for b in pool))
 
@@ -246,53 +295,14 @@ class Baseline:
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 
-class Difference(NamedTuple):
-    """How a vector differs from the nearest of others."""
-
-    nearest: Recording
-    common: int
-    """Tokens at the start that are equal, or characters where neither has tokens."""
-    distance: float
-    """Largest difference of log probabilities on the common prefix, in nats; infinite where values are lost."""
-    position: int | None
-    """First token, character or tile that differs; None where all are equal."""
-
-    @property
-    def margin(self) -> float | None:
-        """By how much the nearest vector preferred its own token there, in nats."""
-        at = self.position
-        return self.nearest.margins[at] if at is not None and at < len(self.nearest.margins) else None
-
-
-class Deviation(NamedTuple):
-    """How an unknown vector differs from the nearest known one."""
-
-    found: Difference
-    noise: float | None
-    """As `Baseline.noise`."""
-    is_outlier: bool
-    """Whether it is more than noise: always on a bit-stable case."""
-
-    def sentence(self) -> str:
-        """Return the difference as one sentence."""
-        near, _, distance, at = self.found
-        size = f"by up to {distance:.3g}" if math.isfinite(distance) else "by what is missing or not finite"
-        noise = f" (known results differ by {self.noise:.3g})" if self.noise else ""
-        if near.of_kernel:
-            tile = "the mean of every tile is the same" if at is None else f"tile {at} of {len(near.values)} most"
-            return f"Bits differ; {tile}{f', {size}{noise}' if at is not None else ''}."
-        if not near.tokens:
-            text = "The text is equal, the answer is not"
-            text = text if at is None else f"The text differs from character {at + 1} on"
-            return f"{text}; there are no log probabilities to compare."
-        led = f" (the known one led by {self.found.margin:.3g} nats)" if self.found.margin is not None else ""
-        tokens = "All tokens are equal" if at is None else f"Token {at + 1} differs{led}"
-        return f"{tokens}; log probabilities differ {size} nats{noise}." if near.values else f"{tokens}."
-
-
 def key_of(run: Run, recording: Recording) -> Key:
     """Return the key of the baseline that a recording belongs to."""
     return Key(run.probe, run.probe_version, recording.case, run.stack_id, recording.chain_id)
+
+
+def is_within(case: str, path: str) -> bool:
+    """Return whether a case is the one at `path` or below it, as "chat/reef/fresh" is below "chat/reef"."""
+    return f"{case}/".startswith(f"{path}/")
 
 
 def known_digests(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
@@ -300,7 +310,9 @@ def known_digests(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]
 
     A server whose cache cannot be bypassed evicts entries at any time, and then answers one case as the other.
     """
-    found = (baselines.get(key._replace(case=case)) for case in cases.same_question(key.case))
+    question, _, cache = key.case.rpartition("/")
+    cases = [f"{question}/{other}" for other in CACHES] if cache in CACHES else [key.case]
+    found = (baselines.get(key._replace(case=case)) for case in cases)
     return frozenset().union(*(b.digests for b in found if b is not None))
 
 
@@ -322,10 +334,9 @@ def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
     before = before or empty_baseline(run, recording)
     if before.complete:
         return before
-    conditions = dict.fromkeys((EVERY, recording.condition))
     learnt, steady = dict(before.learnt), dict(before.steady)
-    for condition in conditions:
-        seen = any(m.recording.digest == recording.digest and _seen_under(m, condition) for m in before.known)
+    for condition in dict.fromkeys((EVERY, recording.condition)):
+        seen = any(m.recording.digest == recording.digest and m.seen_under(condition) for m in before.known)
         learnt[condition] = learnt.get(condition, 0) + 1
         steady[condition] = steady.get(condition, 0) + 1 if seen else 0
     known = _with_sample(before.known, run, recording)
@@ -345,7 +356,7 @@ def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
 
 def _meets_reference(run: Run, recording: Recording) -> bool:
     """Whether the run compared the same case with a reference, by a margin or an error bound, and it passed."""
-    compared = [c for c in run.comparisons if cases.is_within(recording.case, c.case)]
+    compared = [c for c in run.comparisons if is_within(recording.case, c.case)]
     bounded = [c for c in compared if c.exactness is Exactness.MARGIN and c.trials]
     return bool(bounded) and not any(c.wrong for c in compared)
 
@@ -358,27 +369,22 @@ def count_run(
     `beside`: another case of the run, one that repeats exactly, gave an unknown vector. Not for re-runs.
     """
     if strange is not None:
+        found = before.difference(strange)
+        far = before.stable(EVERY) or (found is not None and found.exceeds(before.noise(EVERY)))
         calm = before.calm if before.strange else before.passed
-        made = replace(before, strange=before.strange + 1, far=before.far + before.is_far(strange), calm=calm, since=0)
+        made = replace(before, strange=before.strange + 1, far=before.far + far, calm=calm, since=0)
         return replace(made, strange_at=max(before.strange_at, run.started), used=run.started)
-    passed = dict(before.passed)
-    for each in dict.fromkeys((EVERY, condition)):
-        passed[each] = passed.get(each, 0) + 1
+    passed = {**before.passed, **{c: before.passed.get(c, 0) + 1 for c in (EVERY, condition)}}
     since, shared = before.since + 1, before.beside + beside
     return replace(before, passed=passed, since=since, beside=shared, used=run.started)
 
 
 def accept(before: Baseline, run: Run, recording: Recording, why: str) -> Baseline:
     """Return the baseline with an unknown vector that an operator accepted; it is complete from then on."""
-    learnt = {**before.learnt, EVERY: max(LEARN, before.learnt.get(EVERY, 0))}
+    learnt = {**before.learnt, EVERY: max(LEARN, before.samples)}
     known = _with_sample(before.known, run, recording)
-    return replace(
-        before, known=known, learnt=learnt, strange=0, far=0, beside=0, calm={}, since=0, strange_at=0.0, accepted=why
-    )
-
-
-def _seen_under(mode: Mode, condition: str) -> bool:
-    return condition == EVERY or condition in mode.counts
+    clean = replace(before, strange=0, far=0, beside=0, calm={}, since=0, strange_at=0.0)
+    return replace(clean, known=known, learnt=learnt, used=max(before.used, run.started), accepted=why)
 
 
 def _with_sample(known: tuple[Mode, ...], run: Run, recording: Recording) -> tuple[Mode, ...]:
@@ -390,32 +396,6 @@ def _with_sample(known: tuple[Mode, ...], run: Run, recording: Recording) -> tup
             again = replace(mode, counts=counts, first=min(mode.first, at), last=max(mode.last, at))
             return (*known[:number], again, *known[number + 1 :])
     return (*known, Mode(recording=recording, counts={condition: 1}, first=at, last=at))
-
-
-def deviation(baseline: Baseline, recording: Recording) -> Deviation | None:
-    """Return how a recording differs from the known vectors; None where it is one of them.
-
-    Raises `ValueError` where the baseline has no vector.
-    """
-    if recording.digest in baseline.digests:
-        return None
-    if not baseline.known:
-        raise ValueError(f"{baseline.case}: a baseline without a vector")
-    found = _from_nearest([m.recording for m in baseline.known], recording)
-    noise = baseline.noise(recording.condition)
-    return Deviation(found, noise, baseline.stable(recording.condition) or _exceeds_noise(found, noise))
-
-
-def _exceeds_noise(found: Difference, noise: float | None) -> bool:
-    """Whether an unsteady case is outside its tolerance: in value, or by another token that was no near tie.
-
-    Two logits that may each be off by the tolerance can change places where they are within twice of it. Without values
-    there is no noise to measure, so text alone is never an outlier. A lost value always is one.
-    """
-    if not found.nearest.values or (noise is None and math.isfinite(found.distance)):
-        return False
-    tolerance = SLACK * (noise or 0.0)
-    return found.distance > tolerance or (found.margin is not None and found.margin > 2 * tolerance)
 
 
 def _from_nearest(others: Iterable[Recording], recording: Recording) -> Difference:
@@ -446,27 +426,7 @@ def _difference(a: Recording, b: Recording) -> Difference:
 
 def _apart(x: float | None, y: float | None, *, tiles: bool) -> float:
     """Return how far two values are apart; infinite where one is lost, which no first token's value is."""
-    if x is None and not tiles:
-        return 0.0
-    if x == y:
+    if x == y or (x is None and not tiles):
         return 0.0
     far = math.inf if x is None or y is None else abs(x - y)
     return far if math.isfinite(far) else math.inf
-
-
-class LinkChange(NamedTuple):
-    """One link of the chain or stack that differs; "" for a value that is not known."""
-
-    link: str
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{self.link} ({self.before or 'unknown'} → {self.after or 'unknown'})"
-
-
-def changed_links(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[LinkChange, ...]:
-    """Return the links that differ, in the order from weights to answer, the stack's last."""
-    order = [*LINKS, *sorted((before.keys() | after.keys()) - {*LINKS})]
-    changes = (LinkChange(link, before.get(link, ""), after.get(link, "")) for link in order)
-    return tuple(change for change in changes if change.before != change.after)

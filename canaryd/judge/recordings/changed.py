@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from canaryd.facts import LINKS, Recording
+from canaryd.facts import LINKS
 from canaryd.judge.findings import RENEWED, TEXT_ONLY, finding
 from canaryd.judge.phrases import and_more, count, listed
-from canaryd.judge.recordings.baseline import (
-    EVERY,
-    IDLE,
-    LAUNCH,
-    LEARN,
-    Baseline,
-    LinkChange,
-    changed_links,
-    key_of,
-    known_digests,
-)
+from canaryd.judge.recordings.baseline import IDLE, LAUNCH, LEARN, Baseline, key_of, known_digests
 from canaryd.judge.recordings.launches import UNTOLD
-from canaryd.judge.recordings.record import Record
+from canaryd.judge.recordings.record import Newest, Record
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 MODEL_LINKS = LINKS[: LINKS.index("prompt") + 1]
@@ -34,11 +25,29 @@ ON_LAUNCHES = (
 )
 
 
+class LinkChange(NamedTuple):
+    """One link of the chain or stack that differs; "" for a value that is not known."""
+
+    link: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.link} ({self.before or 'unknown'} → {self.after or 'unknown'})"
+
+
+def changed_links(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[LinkChange, ...]:
+    """Return the links that differ, in the order from weights to answer, the stack's last."""
+    order = [*LINKS, *sorted((before.keys() | after.keys()) - {*LINKS})]
+    changes = (LinkChange(link, before.get(link, ""), after.get(link, "")) for link in order)
+    return tuple(change for change in changes if change.before != change.after)
+
+
 def changed(record: Record) -> Iterator[Finding]:
     """Results changed with the chain or with a launch of the server: name what changed, and accuse no device."""
     for probe, run in {run.probe: run for run in record.launches}.items():
         given = {(r.case, r.digest, r.chain_id) for r in run.recordings}
-        newest = [r for v, (_, r) in record.newest.items() if v.probe == probe and v.case in run.unknown]
+        newest = [n.recording for n in record.newest if n.run.probe == probe and n.recording.case in run.unknown]
         if given.issuperset((r.case, r.digest, r.chain_id) for r in newest):
             yield finding(
                 *(RENEWED, State.UNKNOWN, Cause.UNDETERMINED),
@@ -48,125 +57,103 @@ def changed(record: Record) -> Iterator[Finding]:
                 probe=probe,
                 runs=(run.id,),
             )
-    groups: dict[tuple[str, tuple[LinkChange, ...], bool], list[tuple[Run, Recording, Baseline | None]]]
-    groups = defaultdict(list)
-    for (probe, _, _), (run, recording) in sorted(record.newest.items()):
-        before = _compared_with(record, run, recording)
-        own = record.baselines.get(key_of(run, recording))
-        if before is None or recording.digest in known_digests(record.baselines, before.key):
+    groups: dict[tuple[str, tuple[LinkChange, ...], bool], list[Newest]] = defaultdict(list)
+    for new in record.newest:
+        before, own = _compared_with(record, new), new.complete
+        if before is None or new.recording.digest in known_digests(record.baselines, before.key):
             continue
-        complete = own is not None and own.complete
-        if own is not None and complete and (own.accepted or record.now - own.first > record.policy.week):
-            continue
-        if own is not None and complete and own.first <= before.first:
-            continue  # back on a chain that was known before
-        links = changed_links({**before.stack, **before.chain}, {**run.stack, **recording.chain})
-        groups[probe, links, complete].append((run, recording, own))
+        if own is not None and (not record.is_fresh(own) or own.first <= before.first):
+            continue  # nothing new any more, or back on a chain that was known before
+        links = changed_links({**before.stack, **before.chain}, {**new.run.stack, **new.recording.chain})
+        groups[new.run.probe, links, own is not None].append(new)
     for (_, links, _), cases in groups.items():
-        yield _change(record, links, *cases[0], more=len(cases))
+        yield _change(record, links, cases[0], more=len(cases))
 
 
-def _compared_with(record: Record, run: Run, recording: Recording) -> Baseline | None:
+def _compared_with(record: Record, new: Newest) -> Baseline | None:
     """Return the baseline before the change; of an endpoint the one before another model too, while it is unconfirmed.
 
     A change of the model that nobody has confirmed yet is not confirmed by the next change, of the server say.
     """
-    before = record.before(run, recording)
-    if before is None or not record.is_endpoint:
-        return before
-    stands = record.before(run, recording, intended=True) or before
-    other_model = any(change.link in MODEL_LINKS for change in changed_links(stands.chain, before.chain))
-    return stands if other_model else before
+    if new.before is None or record.device.has_witnesses:
+        return new.before
+    stands = record.before(new.run, new.recording, intended=True) or new.before
+    other_model = any(change.link in MODEL_LINKS for change in changed_links(stands.chain, new.before.chain))
+    return stands if other_model else new.before
 
 
-def _change(
-    record: Record, changes: Sequence[LinkChange], run: Run, recording: Recording, own: Baseline | None, *, more: int
-) -> Finding:
-    complete, links = own is not None and own.complete, {change.link for change in changes}
-    is_model = record.is_endpoint and not links.isdisjoint(MODEL_LINKS)
-    other_operands = not record.is_endpoint and links == {"prompt"}
-    unrecorded = not (record.is_endpoint or other_operands) and not any(c.before and c.after for c in changes)
+def _change(record: Record, changes: Sequence[LinkChange], new: Newest, *, more: int) -> Finding:
+    """Return the finding on a change of these links: what it means depends on which they are."""
+    device, probe, links = record.device.name, new.run.probe, {change.link for change in changes}
+    where = f"(case {new.recording.case}{and_more(more)})"
+    # Another chain is always in another launch.
+    names = listed([c.link for c in changes if c.link != LAUNCH or links == {LAUNCH}]) or "the probe"
     # Where no link differs, the probe has another version: its older results cannot be compared either.
     what = ", ".join(map(str, changes)) or "the version of the probe"
-    where, names = f"(case {recording.case}{and_more(more)})", listed([c.link for c in changes]) or "the probe"
-    rule, message = "chain-changed", f"{run.probe} results changed after a change of {names} {where}."
+    rule, message = "chain-changed", f"{probe} results changed after a change of {names} {where}."
     evidence = [f"Changed: {what}.", "The device itself is not suspected."]
-    at = recording.chain.get(LAUNCH, "") if links == {LAUNCH} else ""
-    if at.startswith(UNTOLD):
-        rule, evidence = RENEWED, [*ON_LAUNCHES]
-        message = f"{record.device.name} changed all answers at once {at} {where}: a restart, or a fault of everything."
-    elif at:
-        message = f"{record.device.name} was restarted at {at}, and answers otherwise since {where}."
-        evidence = [*ON_LAUNCHES]
-    action = f'If the change was intended: canaryd baseline accept {record.device.name} --reason "…"'
-    if at:
-        action = record.deep_test if at.startswith(UNTOLD) else ""
-    if not complete:
-        samples = own.learnt.get(EVERY, 0) if own is not None else 0
-        action = f"Wait until the new baseline is ready ({samples} of {LEARN} samples)."
-    evidence.append(
-        "The new results have their own baseline, which nothing has confirmed; the old one is kept."
-        if complete
-        else "The new results cannot be compared with the old ones."
-    )
-    unknown = is_model or other_operands or unrecorded or (record.is_endpoint and not complete)
-    cause = Cause.HARNESS if unrecorded else Cause.HARDWARE if other_operands else Cause.SOFTWARE
-    if other_operands:
-        evidence, action = (
-            [*evidence, action],
-            "Check this host's CPU and memory: they made other inputs from the same seed.",
-        )
-    elif unrecorded:
+    action = f"If the change was intended: {record.acceptance}"
+    state, cause = State.UNKNOWN if new.complete is None else State.HEALTHY, Cause.SOFTWARE
+    if links == {LAUNCH} and (at := new.recording.chain.get(LAUNCH, "")):
+        evidence, action = [*ON_LAUNCHES], ""
+        message = f"{device} was restarted at {at}, and answers otherwise since {where}."
+        if at.startswith(UNTOLD):
+            rule, action = RENEWED, record.deep_test
+            message = f"{device} changed all answers at once {at} {where}: a restart, or a fault of everything."
+    if new.complete is None:
+        action = f"Wait until the new baseline is ready ({new.samples} of {LEARN} samples)."
+        evidence.append("The new results cannot be compared with the old ones.")
+    else:
+        evidence.append("The new results have their own baseline, which nothing has confirmed; the old one is kept.")
+    if not record.device.has_witnesses:
+        state = State.HEALTHY if links.isdisjoint(MODEL_LINKS) and new.complete is not None else State.UNKNOWN
+    elif links == {"prompt"}:
+        state, cause = State.UNKNOWN, Cause.HARDWARE
+        evidence.append(action)
+        action = "Check this host's CPU and memory: they made other inputs from the same seed."
+    elif not any(c.before and c.after for c in changes):
+        state, cause = State.UNKNOWN, Cause.HARNESS
         evidence.append("The rest was not recorded and may have changed too.")
-    state = State.UNKNOWN if unknown else State.HEALTHY
-    return finding(rule, state, cause, message, action, *evidence, probe=run.probe, runs=(run.id,))
+    else:
+        state = State.HEALTHY
+    return finding(rule, state, cause, message, action, *evidence, probe=probe, runs=(new.run.id,))
 
 
 def learning(record: Record) -> Iterator[Finding]:
     """What of a probe is not compared, or with what is not confirmed: a first answer cannot be called wrong."""
-    facts: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for (probe, _, _), (run, recording) in sorted(record.newest.items()):
-        own = record.baselines.get(key_of(run, recording))
-        of = facts[probe]
-        if own is not None:
-            of["text alone"].append(own.is_text_only)
-        if own is None or not own.complete:
-            samples = own.learnt.get(EVERY, 0) if own is not None else 0
-            of["learning"] += [samples] if record.before(run, recording) is None else []
-        elif record.is_endpoint:
-            of["new"] += [own.stable(IDLE)] * (not own.accepted and record.now - own.first <= record.policy.week)
-        elif not witnesses(own, record.voters(own)):
-            of["alone"].append(1)
+    of_probe: dict[str, list[Newest]] = defaultdict(list)
+    for new in record.newest:
+        of_probe[new.run.probe].append(new)
     nothing = _nothing_compared(record)
-    for probe, of in facts.items():
-        said = []
-        unknown = nothing is not None and nothing.probe == probe
-        if unknown:
-            said.append("No result was compared yet: no baseline was ready for the newest run.")
-        if counts := of["learning"]:
+    for probe, cases in of_probe.items():
+        complete, blind = [n.complete for n in cases if n.complete], [n.own.is_text_only for n in cases if n.own]
+        of = nothing if nothing is not None and nothing.probe == probe else None
+        said = ["No result was compared yet: no baseline was ready for the newest run."] if of else []
+        if counts := [n.samples for n in cases if not (n.complete or n.before)]:
             least = f"at least {min(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
             have = f"{count(len(counts), 'case')} {'has' if len(counts) == 1 else 'have'}"
             said.append(f"Baseline not ready: {have} {least} of {LEARN} samples; not checked yet.")
-        if new := of["new"]:
-            learnt = f"{count(len(new), 'case')} learnt in the last week, {sum(new)} to the bit"
+        fresh = [] if record.device.has_witnesses else [b for b in complete if record.is_fresh(b)]
+        alone = [b for b in complete if record.device.has_witnesses and not witnesses(b, record.voters(b))]
+        if fresh:
+            learnt = (
+                f"{count(len(fresh), 'case')} learnt in the last week, {sum(b.stable(IDLE) for b in fresh)} to the bit"
+            )
             said.append(f"New baseline: {learnt}; not confirmed.")
-        if alone := of["alone"]:
+        if alone:
             said.append(f"Baselines of {count(len(alone), 'case')} are not confirmed by another device or a reference.")
         if said:
+            state, cause = (State.UNKNOWN, Cause.UNDETERMINED) if of else (State.HEALTHY, Cause.NONE)
             yield finding(
-                *(
-                    "baseline-learning",
-                    *((State.UNKNOWN, Cause.UNDETERMINED) if unknown else (State.HEALTHY, Cause.NONE)),
-                ),
-                said[0],
-                f"Wait for the next run, or run it now: canaryd check --device {record.device.name}" if unknown else "",
+                *("baseline-learning", state, cause, said[0]),
+                f"Wait for the next run, or run it now: canaryd check --device {record.device.name}" if of else "",
                 *said[1:],
-                "What was wrong from the start counts as right." if new or alone else "",
+                "What was wrong from the start counts as right." if fresh or alone else "",
                 probe=probe,
-                runs=(nothing.id,) if nothing is not None and unknown else (),
+                runs=(of.id,) if of else (),
             )
-        if blind := sum(of["text alone"]):
-            text = f"Judged by text alone: no log probabilities in {blind} of {count(len(of['text alone']), 'case')}."
+        if any(blind):
+            text = f"Judged by text alone: no log probabilities in {sum(blind)} of {count(len(blind), 'case')}."
             unseen = "A fault that changes no word is not seen."
             yield finding(TEXT_ONLY, State.HEALTHY, Cause.NONE, text, "", unseen, probe=probe)
 
@@ -183,7 +170,7 @@ def _nothing_compared(record: Record) -> Run | None:
         return None
     for run, recording in recorded:  # what a case gave on an earlier chain may say something of it
         before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
-        told = record.is_endpoint and (own is None or not own.complete)  # by `changed`
+        told = not record.device.has_witnesses and (own is None or not own.complete)  # by `changed`
         if before is not None and (told or recording.digest in known_digests(record.baselines, before.key)):
             return None
     return recorded[-1][0]

@@ -7,26 +7,25 @@ and a moment, so no chance here multiplies those of several cases, except where 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from canaryd.judge.case import freshness
+from canaryd.formatting import format_duration
+from canaryd.judge.case import freshness, lasting
 from canaryd.judge.findings import OTHER_BITS, RUNS_NAMED, finding
 from canaryd.judge.phrases import and_more, count, listed
-from canaryd.judge.recordings.baseline import EVERY, IDLE, LAUNCH, Baseline, Key
+from canaryd.judge.recordings.baseline import EVERY, IDLE, LAUNCH, Baseline
 from canaryd.judge.recordings.launches import untold
 from canaryd.judge.recordings.record import Observation, Record, find_observations, variant_of
-from canaryd.judge.recordings.triage import BROKEN, kind_of_wrong, known_answers
-from canaryd.judge.statistics import CONFIDENCE, outlasts, rate_bound, tail
+from canaryd.judge.recordings.triage import kind_of_wrong, known_answers
+from canaryd.judge.statistics import outlasts, rate_bound, tail
 from canaryd.judge.watch import is_over
 from canaryd.model import Cause, Finding, Rival, Run, State
 
 ALPHA = 1e-3
 """Probability at which a healthy device may fail a test of unknown vectors, each time it is made (ours): by re-runs
 9.5e-4 at most; by their frequency 1.4 % within 1,000 runs at the bound."""
-
-
 NEXT_RUN = "Wait for the next run; it shows whether the results match the baseline again."
 DIFFERS = "differs from its baseline"
 
@@ -45,7 +44,7 @@ class _Said(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """A run with its retests: what they gave in the cases that can be compared."""
+    """A run in which comparable cases departed, with its retests."""
 
     run: Run
     compared: Sequence[Observation]
@@ -56,27 +55,25 @@ class _Round(NamedTuple):
         return [o for o in self.compared if o.is_outlier]
 
     @property
-    def steady(self) -> list[Observation]:
-        """Those compared that repeat exactly."""
-        return [o for o in self.compared if o.repeats_exactly]
+    def exact(self) -> list[Observation]:
+        """The outliers of cases that repeat exactly."""
+        return [o for o in self.outliers if o.repeats_exactly]
 
 
 def departed(record: Record) -> Iterator[Finding]:
     """Unknown bits on an unchanged chain: repeated by retests, too frequent for the baseline, or unlike siblings."""
     launched = {run.id for run in record.launches}
-    by_probe: dict[str, dict[Key, list[Observation]]] = defaultdict(dict)
+    by_probe: dict[str, list[Observation]] = defaultdict(list)
     for key, observations in sorted(record.observations.items()):
         of = [o for o in observations if not {o.run.id, o.run.confirms} & launched]
-        if any(o.is_outlier for o in of) and not _cleared(record, of[-1].baseline):
-            by_probe[key.probe][key] = of
-        elif of:
-            by_probe[key.probe][key] = [o for o in of if not o.is_outlier]
-    for probe, of_probe in by_probe.items():
-        every = sorted((o for of in of_probe.values() for o in of if o.is_outlier), key=lambda o: o.run.started)
+        cleared = bool(of) and _cleared(record, of[-1].baseline)
+        by_probe[key.probe] += [o for o in of if not (cleared and o.is_outlier)]
+    for probe, of in by_probe.items():
+        every = sorted((o for o in of if o.is_outlier), key=lambda o: o.run.started)
         if every:
-            rounds = _rounds(o for of in of_probe.values() for o in of)
-            found = [_by_siblings(record, every), *_by_retests(record, rounds), *_by_frequency(record, rounds)]
-            said = max(filter(None, [*found, _open(record, every)]), key=lambda s: s.state.severity)
+            rounds = _rounds(of)
+            found = [*_by_retests(record, rounds), *_by_frequency(record, rounds), _open(record, every)]
+            said = max(found, key=lambda s: s.state.severity)
             yield from _findings(record, probe, said, every)
 
 
@@ -93,21 +90,20 @@ def _rounds(observations: Iterable[Observation]) -> list[_Round]:
 def _by_retests(record: Record, rounds: Sequence[_Round]) -> Iterator[_Said]:
     """Yield what it means that all retests of a run gave unknown bits too, in any steady case or in the same one."""
     for each in rounds:
-        asked = {o.baseline.key for o in each.again}
-        again = [o for o in each.outliers if o.baseline.key in asked]
-        for some in ([o for o in again if o.repeats_exactly], *([o] for o in again)):
+        asked, wanted = {o.baseline.key for o in each.again}, record.policy.confirm_runs
+        for odd in (each.exact, *([o] for o in each.outliers)):
+            some = [o for o in odd if o.baseline.key in asked]
             keys = {o.baseline.key for o in some}
             repeated = len({o.run.id for o in each.again if o.is_outlier and o.baseline.key in keys})
-            if not some or repeated < record.policy.confirm_runs:
+            if not some or repeated < wanted:
                 continue
             rate = _bound(record, some)
-            chance = rate**record.policy.confirm_runs
             why = f"A healthy device gives such results in at most {100 * rate:.2g} % of its runs"
             seen, outcome = DIFFERS, f"; it repeats in {count(repeated, 'retest')}"
             if len(some) > 1:
                 seen = f"{DIFFERS} in {len(each.outliers)} of {len(each.compared)} cases at once"
                 outcome = f"; {count(repeated, 'retest')} differ too"
-            if chance <= ALPHA:
+            if (chance := rate**wanted) <= ALPHA:
                 why = f"{why}; the chance is {chance:.1g} that retests in new processes repeat it by chance."
                 yield _Said(State.SUSPECT, seen, outcome, why, some[-1])
             else:
@@ -118,16 +114,17 @@ def _by_retests(record: Record, rounds: Sequence[_Round]) -> Iterator[_Said]:
 def _by_frequency(record: Record, rounds: Sequence[_Round]) -> Iterator[_Said]:
     """Yield what it means that any steady case, or one case, departs in so many runs; or so many cases at once."""
     for each in rounds[-1:]:
-        steady, odd = each.steady, [o for o in each.outliers if o.repeats_exactly]
+        told_for = lasting(record.policy, record.wanted.get(each.run.probe, 0.0))
+        steady, odd = [o for o in each.compared if o.repeats_exactly], each.exact
         for some, among in ((odd, steady), *(([o], ()) for o in each.outliers)):
             chance, times, runs = _too_often(record, some, among)
             seen = f"differed from its baseline in {times} of {runs} runs"
             why = f"The probability that it comes so often by chance is {chance:.1g}."
-            ruled_out = all(outlasts(o.baseline.since, runs, times) for o in some)
             if times > 1 and chance <= ALPHA:
                 yield _Said(State.SUSPECT, seen, "", why, some[-1])
-            elif record.is_endpoint and times > 1 and chance <= 1 - CONFIDENCE and not ruled_out:
-                yield _Said(State.UNKNOWN, seen, "; not judged yet", why, some[-1], NEXT_RUN)
+            elif not record.device.has_witnesses and times > 1 and record.now - each.run.started <= told_for:
+                more = f"{why} Clears {format_duration(told_for)} after it stops."
+                yield _Said(State.UNKNOWN, seen, "; not judged yet", more, some[-1], record.deep_test)
         if any(_stands(record, o) for o in odd):
             chance = tail(len(odd), len(steady), max(o.baseline.rate(o.recording.condition) for o in steady))
             seen = f"{DIFFERS} in {len(odd)} of {len(steady)} cases at once"
@@ -140,14 +137,15 @@ def _bound(record: Record, some: Sequence[Observation]) -> float:
     """Return an upper bound of the rate at which a healthy device gives unknown bits in any of these cases in a run.
 
     The smaller of two that hold however the cases depend on each other: the sum of their rates (Boole's inequality),
-    and the bound by the samples in a row that brought no new vector in any of them.
+    and the bound by the samples in a row, here and on siblings, that brought no new vector in any of them.
     """
-    each = sum(
-        o.baseline.rate(o.recording.condition, [*_alike(record, o.baseline), *_siblings(record, o.baseline)])
-        for o in some
-    )
-    steady = min(o.baseline.independent_samples(o.recording.condition) if o.repeats_exactly else 1 for o in some)
-    return min(1.0, each, rate_bound(steady) if steady > 1 else 1.0)
+    each, clean = 0.0, list[int]()
+    for o in some:
+        b, condition, siblings = o.baseline, o.recording.condition, _siblings(record, o.baseline)
+        each += b.rate(condition, [*_alike(record, b), *siblings])
+        samples = [one.independent_samples(condition) for one in (b, *siblings) if one.stable(condition)]
+        clean.append(sum(samples) if o.repeats_exactly else 1)
+    return min(1.0, each, rate_bound(min(clean)) if min(clean) > 1 else 1.0)
 
 
 def _too_often(record: Record, some: Sequence[Observation], among: Sequence[Observation]) -> tuple[float, int, int]:
@@ -170,26 +168,6 @@ def _too_often(record: Record, some: Sequence[Observation], among: Sequence[Obse
     return min(found)
 
 
-def _by_siblings(record: Record, outliers: Sequence[Observation]) -> _Said | None:
-    """Return what the outliers of a probe amount to beside the siblings' runs; None where by chance.
-
-    If all devices gave such results alike, they would fall on the devices as their runs do.
-    """
-    keys = {o.baseline.key for o in outliers if o.baseline.stable(EVERY) and o.is_comparable}
-    runs = {o.run.id for o in outliers if o.baseline.key in keys and not o.run.confirms}
-    voters = {name for o in outliers for name, _ in record.voters(o.baseline) if name in record.peers}
-    of = {name: [b for key in keys if (b := record.peers[name].baselines.get(key))] for name in voters}
-    own = max((record.baselines[key].compared for key in keys), default=0)
-    theirs = sum(max((b.compared for b in each), default=0) for each in of.values())
-    if not runs or not theirs or any(b.strange for each in of.values() for b in each):
-        return None
-    chance = (1 + len(voters)) * tail(len(runs), len(runs), own / (own + theirs))
-    if chance > ALPHA:
-        return None
-    why = f"{listed(sorted(voters))} never did in {theirs} runs; the chance that this hits one device is {chance:.1g}."
-    return _Said(State.SUSPECT, f"differed from its baseline in {len(runs)} of {own} runs", "", why, outliers[-1])
-
-
 def _open(record: Record, outliers: Sequence[Observation]) -> _Said:
     """Return what holds where no test accuses: retests are awaited, the newest run departed, or it is only counted."""
     comparable = [o for o in outliers if o.is_comparable]
@@ -197,16 +175,15 @@ def _open(record: Record, outliers: Sequence[Observation]) -> _Said:
         why = "Right results can differ under another load."
         return _Said(State.HEALTHY, DIFFERS, " only under load", why, outliers[-1])
     newest, wanted = comparable[-1], record.policy.confirm_runs
-    since = record.now - record.policy.repeat_window
-    runs = {o.run.id: o.run for o in comparable if not o.run.confirms}
-    waiting = [r for r in runs.values() if r.started >= since and len(record.reruns[r.id]) < wanted]
-    if waiting:
-        action = f"Wait for {count(wanted - len(record.reruns[waiting[-1].id]), 'retest')} in new processes."
+    runs = {o.run.id: o.run for o in comparable if not o.run.confirms}.values()
+    recent = [r for r in runs if r.started >= record.now - record.policy.repeat_window]
+    if missing := [n for r in recent if (n := wanted - len(record.reruns[r.id])) > 0]:
+        action = f"Wait for {count(missing[-1], 'retest')} in new processes."
         return _Said(State.UNKNOWN, DIFFERS, "; not judged yet", "", newest, action)
-    again = any(record.reruns[name] for name in runs)
+    again = any(record.reruns[run.id] for run in runs)
     outcome = "; retests match the baseline again" if again else "; it was not run again in time"
     why = "It may be a legitimate result that was not seen while learning, or a rare fault. It is counted."
-    if record.is_endpoint and any(_stands(record, o) for o in comparable):
+    if not record.device.has_witnesses and any(_stands(record, o) for o in comparable):
         return _Said(State.UNKNOWN, DIFFERS, f"{outcome}; not judged yet", why, newest, NEXT_RUN)
     return _Said(State.HEALTHY, DIFFERS, outcome, why, newest)
 
@@ -215,15 +192,12 @@ def _findings(record: Record, probe: str, said: _Said, every: Sequence[Observati
     """Yield the finding on the departures of a probe, and a note on what its newest broken answer was."""
     newest, last, suspect = said.newest, every[-1], said.state is State.SUSPECT
     cases = len({o.baseline.key for o in every})
-    differs = newest.deviation.sentence() if newest.deviation is not None else ""
+    differs = newest.difference.sentence(newest.noise) if newest.difference is not None else ""
     restarted = ", nor was the server restarted" if newest.baseline.launches else ""
     evidence = [f"Neither the model nor its settings nor the software changed{restarted}.", differs, said.why]
     cause, action, rivals = Cause.UNDETERMINED, said.action, list[Rival]()
     if suspect:
         cause, action, why, rivals = _blame(record, every)
-        if kind := kind_of_wrong(newest.recording, known_answers(newest.baseline)):
-            next_test = f"Test this next: {kind.next_test(record.parts)}"
-            evidence += [f"Kind of wrong answer: {kind.name}.", next_test]
         evidence += why
     yield finding(
         *(OTHER_BITS, said.state, Cause.NONE if said.state is State.HEALTHY else cause),
@@ -231,12 +205,12 @@ def _findings(record: Record, probe: str, said: _Said, every: Sequence[Observati
         action,
         *evidence,
         probe=probe,
-        repro=newest.run.repeat,
+        repro=newest.run.repro,
         runs=tuple(dict.fromkeys(o.run.id for o in every))[-RUNS_NAMED:],
         rivals=rivals,
     )
     broken = kind_of_wrong(last.recording, known_answers(last.baseline))
-    if suspect and last.baseline.since and broken is not None and broken.name in BROKEN:
+    if suspect and last.baseline.since and broken is not None:
         text = f"Earlier output was broken in case {last.recording.case}: {broken.name} ({broken.evidence})."
         more = "It has given known answers since."
         yield finding("broken-output", State.HEALTHY, Cause.NONE, text, "", more, probe=probe, runs=(last.run.id,))
@@ -246,7 +220,6 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> tuple[Cause, str,
     """Return which side is at fault, what to do, why, and the rivals, by what peers give on the same chain."""
     clean, alike = _peers_by_result(record, outliers)
     device, right, same = record.device.name, listed(clean), listed(alike)
-    deep = record.deep_test
     unseen = "a change that canaryd does not see"
     if alike and not clean:
         why = f"a fault of this device alone: {same} would not give the same new results"
@@ -254,19 +227,19 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> tuple[Cause, str,
         found = [f"Same model and software, and the same new results: {same}."]
         return Cause.SOFTWARE, look, found, [Rival(cause=Cause.HARDWARE, why=why, rejected=True)]
     if clean and not alike:
-        cause = Cause.UNDETERMINED if record.is_endpoint else Cause.HARDWARE
+        cause = Cause.HARDWARE if record.device.is_hardware else Cause.UNDETERMINED
         found = [f"Same model and software, and no difference from the baseline: {right}."]
         why = f"{unseen}: it would show on {right} too"
-        return cause, deep, found, [Rival(cause=Cause.SOFTWARE, why=why, rejected=True)]
+        return cause, record.deep_test, found, [Rival(cause=Cause.SOFTWARE, why=why, rejected=True)]
     peers = "nothing else on this host computes the same"
     if clean:
         peers = f"the baseline is matched by {right}, the new results by {same}"
     evidence = [f"Cause unknown: {peers}."]
-    if record.is_endpoint and "checkpoint" not in outliers[-1].recording.chain:
+    if not record.device.has_witnesses and "checkpoint" not in outliers[-1].recording.chain:
         evidence.append("Set endpoints.NAME.directory: then canaryd can tell a changed model from a fault.")
-    evidence.append(f'If the new results are right: canaryd baseline accept {device} --reason "…"')
+    evidence.append(f"If the new results are right: {record.acceptance}")
     rival = Rival(cause=Cause.SOFTWARE, why=f"{unseen}: {peers}", rejected=False)
-    return Cause.UNDETERMINED, deep, evidence, [rival]
+    return Cause.UNDETERMINED, record.deep_test, evidence, [rival]
 
 
 def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[list[str], list[str]]:
@@ -277,14 +250,14 @@ def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[l
     for name, peer in sorted(record.peers.items()):
         found = find_observations((r for r in peer.runs if r.started >= since), peer.baselines).values()
         for o in (o for each in found for o in each if o.baseline.any_launch == key):
-            (alike if o.recording.digest in digests else clean if o.deviation is None else odd).add(name)
+            (alike if o.recording.digest in digests else clean if o.difference is None else odd).add(name)
     return sorted(clean - odd - alike), sorted(alike)
 
 
 def _stands(record: Record, outlier: Observation) -> bool:
     """Whether the newest scheduled run of a case, today's, gave unknown bits: nothing shows known ones since."""
-    b = record.baselines[outlier.baseline.key]
-    current = record.keys_in_order[variant_of(b)][-1] == b.key
+    b = outlier.baseline
+    current = any(new.own is b for new in record.newest)
     recent = b.since == 0 and record.now - b.strange_at <= record.policy.repeat_window
     return current and recent and not _began_launch(record, b)
 
@@ -316,7 +289,7 @@ def _cleared(record: Record, baseline: Baseline) -> bool:
     """
     if baseline.strange == 0:
         return False
-    later = (b for b in record.complete.get(variant_of(baseline), ()) if b.first > baseline.strange_at)
+    later = (b for b in record.complete.get(variant_of(baseline, baseline.case), ()) if b.first > baseline.strange_at)
     since = baseline.since + sum(b.passed.get(EVERY, 0) for b in later)
     days = record.tested.get(baseline.probe, ())
     fresh = freshness(record.policy, record.wanted[baseline.probe]) if baseline.probe in record.wanted else 0.0
@@ -332,27 +305,29 @@ def unlike(record: Record) -> Iterator[Finding]:
     knows, is disputed: it may have become faulty while it was learnt, or met a mode that they have not met.
     """
     found: dict[tuple[str, str, bool], list[tuple[Baseline, list[str], list[str]]]] = defaultdict(list)
-    for own, digest in record.current:
+    for own, digest in ((n.complete, n.recording.digest) for n in record.newest if n.complete is not None):
         voters = [(name, b) for name, b in record.voters(own) if _may_vote(record, b)]
         if not voters or not _may_vote(record, own):
             continue
-        groups = _groups([own, *(b for _, b in voters)])
-        mine = next(g for g in groups if own in g)
-        agree, differ = ([n for n, b in sorted(voters) if (b in mine) is same] for same in (True, False))
-        if 2 * len(mine) <= len(voters) + 1 and differ:
-            largest = max(len(g) for g in groups if g is not mine)
+        agree = sorted(name for name, b in voters if b.digests & own.digests)
+        differ = sorted(name for name, b in voters if not b.digests & own.digests)
+        others = Counter(d for _, b in voters for d in b.digests - own.digests)  # vector → siblings that gave it
+        if 2 * (1 + len(agree)) <= len(voters) + 1 and differ:
             named = record.device.backend == "cpu" or "kernel" in own.chain
             why = "no majority shows which is right" if named else "they may have chosen different kernels"
-            found[own.probe, why, named and 2 * largest > len(voters) + 1].append((own, agree, differ))
-        elif len(agree) > 1 and len(own.known) > 1 and not any(digest in b.digests for _, b in voters):
+            odd = named and 2 * max(others.values()) > len(voters) + 1
+            found[own.probe, why, odd].append((own, agree, differ))
+        elif len(agree) > 1 and len(own.known) > 1 and all(digest not in b.digests for _, b in voters):
             found[own.probe, "it gave theirs too, while its baseline was learnt", False].append((own, [], agree))
     for (probe, why, odd), votes in sorted(found.items()):
         own, agree, differ = votes[0]
-        device, others = record.device.name, count(len(differ), "identical device")
+        device, siblings = record.device.name, count(len(differ), "identical device")
         where = f"(case {own.case}{and_more(len(votes))})"
         yield finding(
             *(OTHER_BITS, State.SUSPECT, Cause.HARDWARE) if odd else (OTHER_BITS, State.UNKNOWN, Cause.UNDETERMINED),
-            f"{device} differs from {others} {where}." if odd else f"{device} and {others} disagree {where}; {why}.",
+            f"{device} differs from {siblings} {where}."
+            if odd
+            else f"{device} and {siblings} disagree {where}; {why}.",
             f"Run: canaryd check --level deep --device {device}" if odd else "Run: canaryd check --level deep",
             f"Same model and software, other results: {listed(differ)}.",
             f"Same results as {device}: {listed(agree)}." if agree else "",
@@ -366,12 +341,3 @@ def unlike(record: Record) -> Iterator[Finding]:
 def _may_vote(record: Record, baseline: Baseline) -> bool:
     """Whether a baseline is representative of its device: the case repeats, and in enough processes."""
     return baseline.stable(EVERY) and baseline.independent_samples(EVERY) >= record.policy.confirm_runs
-
-
-def _groups(voters: Sequence[Baseline]) -> list[list[Baseline]]:
-    """Return the voters in groups that have a vector in common."""
-    groups: list[list[Baseline]] = []
-    for one in voters:
-        near = [g for g in groups if any(one.digests & b.digests for b in g)]
-        groups = [g for g in groups if g not in near] + [[one, *(b for g in near for b in g)]]
-    return groups

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from canaryd.judge.recordings import cases
-from canaryd.judge.recordings.baseline import SLACK, deviation, key_of, known_digests
-from canaryd.judge.recordings.record import Record
+from canaryd.judge.recordings.baseline import SLACK
+from canaryd.judge.recordings.record import Newest, Record
 
 STATUS = ("known", "unknown", "learning")
 
@@ -34,28 +33,26 @@ def drifts(record: Record) -> tuple[Drift, ...]:
     """Return how far the newest recordings are from their baselines, per probe and kind of case."""
     found: dict[tuple[str, str], Drift] = {}
     silent = {r.probe for r in {r.probe: r for r in record.runs if r.whole}.values() if not r.recordings}
-    for (probe, case, _), (run, recording) in sorted(record.newest.items()):
-        if probe in silent:
-            continue  # its newest run recorded nothing: older recordings say nothing about now
-        kind = cases.kind_of(case)
-        before = found.get((probe, kind), Drift(probe=probe, reading=kind, status=dict.fromkeys(STATUS, 0)))
-        own = record.baselines.get(key_of(run, recording))
-        complete = own is not None and own.complete
-        passes = own is None or not complete or recording.digest in known_digests(record.baselines, own.key)
-        differs = None if own is None or passes else deviation(own, recording)
-        status = "learning" if not complete else "known" if differs is None else "unknown"
-        after = replace(before, status={**before.status, status: before.status[status] + 1})
-        if differs is not None and own is not None:
-            tolerance = 0.0 if own.stable(recording.condition) else SLACK * (differs.noise or 0.0)
-            length = max(len(differs.found.nearest.tokens), 1)
-            first = (
-                differs.found.position if differs.found.nearest.tokens else None
-            )  # of a kernel's result it is a tile
-            after = replace(
-                after,
-                ratio=max(before.ratio, differs.found.distance / tolerance if tolerance else math.inf),
-                agreement=min(before.agreement, (length if first is None else first) / length),
-                first=min((p for p in (before.first, first) if p is not None), default=None),
-            )
-        found[probe, kind] = after
+    for new in record.newest:
+        probe, kind = new.run.probe, new.recording.case.partition("/")[0]
+        if probe not in silent:  # else its newest run recorded nothing: older recordings say nothing about now
+            before = found.get((probe, kind), Drift(probe=probe, reading=kind, status=dict.fromkeys(STATUS, 0)))
+            found[probe, kind] = _with(before, new)
     return tuple(found.values())
+
+
+def _with(drift: Drift, new: Newest) -> Drift:
+    """Return the drift of several cases with that of one more."""
+    own = new.complete
+    status = "learning" if own is None else "known" if new.known else "unknown"
+    counted = replace(drift, status={**drift.status, status: drift.status[status] + 1})
+    away = None if own is None or new.known else own.difference(new.recording)
+    if own is None or away is None:
+        return counted
+    condition = new.recording.condition
+    tolerance = 0.0 if own.stable(condition) else SLACK * (own.noise(condition) or 0.0)
+    ratio = max(drift.ratio, away.distance / tolerance if tolerance else math.inf)
+    if not (length := len(away.nearest.tokens)) or away.position is None:  # of a kernel's result it is a tile
+        return replace(counted, ratio=ratio)
+    first = away.position if drift.first is None else min(drift.first, away.position)
+    return replace(counted, ratio=ratio, agreement=min(drift.agreement, away.position / length), first=first)

@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from canaryd.facts import Recording
-from canaryd.judge.recordings.baseline import (
-    Baseline,
-    Key,
-    count_run,
-    deviation,
-    key_of,
-    known_digests,
-    learn,
-)
+from canaryd.judge.recordings.baseline import Baseline, Key, count_run, key_of, known_digests, learn
 from canaryd.judge.recordings.launches import met, superseded
 from canaryd.judge.recordings.triage import certainly_broken
 from canaryd.model import Run
@@ -49,10 +41,10 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
             known[key] = recording
             continue
         kept[number] = recording
-        if own is not None and own.complete and (found := deviation(own, recording)) is not None and found.is_outlier:
+        if own is not None and own.complete and own.departs(recording):
             unknown[key] = recording
     exact = {k for k, r in unknown.items() if current[k].compares(r) and current[k].stable(r.condition)}
-    for key in {**known, **unknown} if not (run.confirms or run.drill) else ():
+    for key in {**known, **unknown} if not run.confirms else ():
         own, strange = current[key], unknown.get(key)
         if own.complete and own.case not in learnt and (strange is None or own.compares(strange)):
             condition = (strange or known[key]).condition

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from canaryd.facts import ENDPOINT_REPEATS, ENDPOINT_STARTED, Recording
 from canaryd.formatting import format_utc
-from canaryd.judge.recordings.baseline import LAUNCH, Baseline, Key, deviation, key_of, known_digests
+from canaryd.judge.recordings.baseline import LAUNCH, Baseline, Key, key_of, known_digests
 from canaryd.judge.recordings.triage import certainly_broken
-from canaryd.model import ENDPOINT, Run
+from canaryd.model import Run, is_served
 
 UNTOLD = "about "
 """How the launch of a server begins that does not tell when it started."""
@@ -28,7 +28,7 @@ def label(run: Run, baselines: Mapping[Key, Baseline], earlier: Sequence[Run], a
 
     `earlier`: runs of the endpoint before it. `again`: as in `begins_launch`.
     """
-    if not run.device.startswith(f"{ENDPOINT}:"):
+    if not is_served(run.device):
         return run
     if promise := _promise(run):  # equality is demanded, whatever was served besides
         always = promise == "always"
@@ -66,7 +66,7 @@ def _launch(run: Run, key: Key, given: Sequence[Recording], baselines: Mapping[K
     if own := next((b for b in known if at in b.launches), None):
         return own.chain.get(LAUNCH, "")
     for b in known:
-        if b.complete and all(r.digest in known_digests(baselines, b.key) or not _is_outlier(b, r) for r in given):
+        if b.complete and all(r.digest in known_digests(baselines, b.key) or not b.departs(r) for r in given):
             return b.chain.get(LAUNCH, "")
     if at:
         return format_utc(at)
@@ -100,11 +100,6 @@ def superseded(fresh: Baseline, baselines: Mapping[Key, Baseline]) -> list[Basel
         left = others[0].strange - 1
         changed.append(replace(others[0], strange=left, calm=others[0].calm if left else {}))
     return changed
-
-
-def _is_outlier(baseline: Baseline, recording: Recording) -> bool:
-    differs = deviation(baseline, recording)
-    return differs is not None and differs.is_outlier
 
 
 def _newest_untold(run: Run, baselines: Mapping[Key, Baseline], earlier: Sequence[Run], again: int) -> Run | None:

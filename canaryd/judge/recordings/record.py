@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Recording
-from canaryd.judge.recordings.baseline import Baseline, Deviation, Key, deviation, key_of, known_digests
+from canaryd.judge.recordings.baseline import Baseline, Difference, Key, key_of, known_digests
 from canaryd.judge.recordings.launches import begins_launch
 from canaryd.model import Device, Outcome, Run
 
@@ -41,18 +41,20 @@ class Observation:
     run: Run
     recording: Recording
     baseline: Baseline
-    deviation: Deviation | None
+    difference: Difference | None
     """None where the vector is known."""
+    is_outlier: bool
+    """Whether it departs from the baseline by more than noise."""
 
     @property
-    def is_outlier(self) -> bool:
-        """Whether it deviates from the baseline by more than noise."""
-        return self.deviation is not None and self.deviation.is_outlier
+    def noise(self) -> float | None:
+        """As `Baseline.noise`, under its condition."""
+        return self.baseline.noise(self.recording.condition)
 
     @property
     def is_judged(self) -> bool:
         """Whether it can be called right or wrong; an unknown vector of a case whose noise is not known cannot."""
-        return self.deviation is None or self.deviation.is_outlier or self.deviation.noise is not None
+        return self.difference is None or self.is_outlier or self.noise is not None
 
     @property
     def is_comparable(self) -> bool:
@@ -66,8 +68,32 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Newest:
+    """The newest recording of a case and instruction set."""
+
+    run: Run
+    recording: Recording
+    own: Baseline | None
+    """Its baseline; None where nothing of it was learnt."""
+    before: Baseline | None
+    """The complete baseline that the case was compared with before its chain or stack changed."""
+    known: bool
+    """Whether its complete baseline has its vector."""
+
+    @property
+    def complete(self) -> Baseline | None:
+        """Its baseline, if that is complete."""
+        return self.own if self.own is not None and self.own.complete else None
+
+    @property
+    def samples(self) -> int:
+        """Samples that its baseline was learnt from."""
+        return self.own.samples if self.own is not None else 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
-    """Everything that the judgement of one device's recordings rests on. Runs are sorted by start; drills never mix."""
+    """Everything that the judgement of one device's recordings rests on. Runs are sorted by start."""
 
     device: Device
     runs: tuple[Run, ...]
@@ -84,19 +110,19 @@ class Record:
     """Baselines of devices on other hosts."""
 
     @property
-    def is_endpoint(self) -> bool:
-        """Whether the device is an endpoint: recordings are then the only evidence."""
-        return self.device.is_endpoint
-
-    @property
     def parts(self) -> list[str]:
         """Names of the devices to test: the device itself, or those that serve the endpoint."""
-        return self.device.detail.get("behind", "").split() if self.is_endpoint else [self.device.name]
+        return self.device.detail.get("behind", self.device.name).split()
 
     @property
     def deep_test(self) -> str:
         """The action that tests these devices."""
         return "Run: canaryd check --level deep" + "".join(f" --device {name}" for name in self.parts)
+
+    @property
+    def acceptance(self) -> str:
+        """The command with which an operator accepts new results."""
+        return f'canaryd baseline accept {self.device.name} --reason "…"'
 
     @cached_property
     def observations(self) -> dict[Key, list[Observation]]:
@@ -116,23 +142,19 @@ class Record:
     def launches(self) -> list[Run]:
         """The runs that show a new launch of a server that does not tell when it started, oldest first."""
         wanted, of = self.policy.confirm_runs, (r for r in self.runs if r.unknown and not r.confirms)
-        return [r for r in of if self.is_endpoint and begins_launch(r, self.reruns[r.id], self.baselines, wanted)]
+        served = not self.device.computes_here
+        return [r for r in of if served and begins_launch(r, self.reruns[r.id], self.baselines, wanted)]
 
     @cached_property
-    def newest(self) -> dict[CaseVariant, tuple[Run, Recording]]:
-        """The newest recording of every case and instruction set."""
-        return {_variant(run, recording): (run, recording) for run in self.runs for recording in run.recordings}
+    def newest(self) -> list[Newest]:
+        """The newest recording of every case and instruction set, sorted by these."""
+        found = {variant_of(run, r.case): (run, r) for run in self.runs for r in run.recordings}
+        return [self._newest(run, recording) for _, (run, recording) in sorted(found.items(), key=lambda of: of[0])]
 
-    @cached_property
-    def keys_in_order(self) -> dict[CaseVariant, list[Key]]:
-        """The baseline keys that every case was recorded under, the newest last."""
-        found: dict[CaseVariant, dict[Key, None]] = defaultdict(dict)
-        for run in self.runs:
-            for recording in run.recordings:
-                keys, key = found[_variant(run, recording)], key_of(run, recording)
-                keys.pop(key, None)
-                keys[key] = None
-        return {variant: list(keys) for variant, keys in found.items()}
+    def _newest(self, run: Run, recording: Recording) -> Newest:
+        own = self.baselines.get(key_of(run, recording))
+        known = own is not None and own.complete and recording.digest in known_digests(self.baselines, own.key)
+        return Newest(run=run, recording=recording, own=own, before=self.before(run, recording), known=known)
 
     @cached_property
     def complete(self) -> dict[CaseVariant, list[Baseline]]:
@@ -140,7 +162,7 @@ class Record:
         found: dict[CaseVariant, list[Baseline]] = defaultdict(list)
         for baseline in self.baselines.values():
             if baseline.complete:
-                found[variant_of(baseline)].append(baseline)
+                found[variant_of(baseline, baseline.case)].append(baseline)
         return found
 
     def before(self, run: Run, recording: Recording, *, intended: bool = False) -> Baseline | None:
@@ -148,13 +170,15 @@ class Record:
 
         With `intended`, the newest one that an operator accepted or that is a week old, else the first.
         """
-        own, variant = key_of(run, recording), _variant(run, recording)
-        others = [b for b in self.complete.get(variant, ()) if b.key != own]
+        own = key_of(run, recording)
+        others = [b for b in self.complete.get(variant_of(run, recording.case), ()) if b.key != own]
         if intended:
-            stands = [b for b in others if b.accepted or self.now - b.first > self.policy.week]
-            others = stands or sorted(others, key=lambda b: b.first)[:1]
-        order = self.keys_in_order.get(variant, [])
-        return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)
+            others = [b for b in others if not self.is_fresh(b)] or sorted(others, key=lambda b: b.first)[:1]
+        return max(others, key=lambda b: b.used, default=None)
+
+    def is_fresh(self, baseline: Baseline) -> bool:
+        """Return whether a baseline is less than a week old, and no operator has accepted it."""
+        return not baseline.accepted and self.now - baseline.first <= self.policy.week
 
     def voters(self, own: Baseline) -> list[tuple[str, Baseline]]:
         """Return the complete baselines of siblings for the same case, chain and stack, with the name of each sibling.
@@ -163,11 +187,11 @@ class Record:
         GPU share it and do not confirm each other. Servers do not vote: their flags and devices are not in the chain.
         """
         by_part: dict[str, tuple[str, Baseline]] = {}
-        for name, peer in sorted(self.peers.items()) if not self.is_endpoint else ():
+        for name, peer in sorted(self.peers.items() if self.device.has_witnesses else ()):
             same = peer.trusted and peer.device.kind == self.device.kind and peer.device.part != self.device.part
             if same and (b := peer.baselines.get(own.key)) is not None:
                 by_part.setdefault(peer.device.part, (name, b))
-        for b in self._witnesses.get(own.key, ()) if not self.is_endpoint else ():
+        for b in self._witnesses.get(own.key, ()):
             by_part.setdefault(b.device, (f"{b.device} (imported)", b))
         return [(name, b) for name, b in by_part.values() if b.complete]
 
@@ -175,25 +199,15 @@ class Record:
     def _witnesses(self) -> dict[Key, list[Baseline]]:
         """The baselines of other hosts' devices of the same model, by key."""
         found: dict[Key, list[Baseline]] = defaultdict(list)
-        for b in self.imported:
+        for b in self.imported if self.device.has_witnesses else ():
             if b.imported_kind == self.device.kind and b.device != self.device.uuid:
                 found[b.key].append(b)
         return found
 
-    @cached_property
-    def current(self) -> list[tuple[Baseline, str]]:
-        """The complete baselines of the newest recordings, with the newest digest."""
-        newest = {key_of(run, recording): recording.digest for run, recording in self.newest.values()}
-        return [(b, d) for key, d in newest.items() if (b := self.baselines.get(key)) is not None and b.complete]
 
-
-def _variant(run: Run, recording: Recording) -> CaseVariant:
-    return CaseVariant(run.probe, recording.case, run.stack.get("instruction_set", ""))
-
-
-def variant_of(baseline: Baseline) -> CaseVariant:
-    """Return the case and instruction set of a baseline."""
-    return CaseVariant(baseline.probe, baseline.case, baseline.stack.get("instruction_set", ""))
+def variant_of(of: Run | Baseline, case: str) -> CaseVariant:
+    """Return a case with the instruction set of a run or baseline."""
+    return CaseVariant(of.probe, case, of.stack.get("instruction_set", ""))
 
 
 def find_observations(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) -> dict[Key, list[Observation]]:
@@ -202,15 +216,12 @@ def find_observations(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) ->
     for run in runs:
         for recording in (r for r in run.recordings if r.case not in run.learnt):
             key = key_of(run, recording)
-            if (baseline := baselines.get(key)) is None or not baseline.complete:
+            if (b := baselines.get(key)) is None or not b.complete:
                 continue
-            known = recording.digest in baseline.digests or recording.digest in known_digests(baselines, key)
-            made = Observation(
-                run=run,
-                recording=recording,
-                baseline=baseline,
-                deviation=None if known else deviation(baseline, recording),
-            )
-            if run.id not in found[key] or made.is_outlier:
-                found[key][run.id] = made
+            away = None if recording.digest in known_digests(baselines, key) else b.difference(recording)
+            beyond = away is not None and b.departs(recording)
+            if beyond or run.id not in found[key]:
+                found[key][run.id] = Observation(
+                    run=run, recording=recording, baseline=b, difference=away, is_outlier=beyond
+                )
     return {key: list(of.values()) for key, of in found.items()}

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 
 from canaryd.facts import Recording
 from canaryd.judge.findings import finding
-from canaryd.judge.recordings.baseline import Baseline, key_of, known_digests
+from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.changed import changed, learning
 from canaryd.judge.recordings.departed import departed, unlike
 from canaryd.judge.recordings.record import Record
-from canaryd.judge.recordings.speed import slow
-from canaryd.judge.recordings.triage import BROKEN, Kind, kind_of_wrong, known_answers
+from canaryd.judge.recordings.triage import Kind, kind_of_wrong, known_answers
 from canaryd.model import Cause, Finding, State
 
 
@@ -22,18 +21,13 @@ def broken_output(record: Record) -> Iterator[Finding]:
     for ever.
     """
     reported = set()
-    for (probe, case, _), (run, recording) in sorted(record.newest.items()):
-        own = record.baselines.get(key_of(run, recording))
-        complete = own is not None and own.complete
-        if own is not None and complete and recording.digest in known_digests(record.baselines, own.key):
-            continue
-        known = own if complete else record.before(run, recording)
-        found = _kind(recording, own, known)
-        if found is None or found.name not in BROKEN or not (known or found.certain) or found.name in reported:
+    for new in (n for n in record.newest if not n.known):
+        probe, case, complete, known = new.run.probe, new.recording.case, new.complete, new.complete or new.before
+        found = _kind(new.recording, new.own, known)
+        if found is None or not (known or found.certain) or found.name in reported:
             continue
         reported.add(found.name)
         lasts = found.certain and known is not None and _lasts(record, probe, case, known)
-        accept = f'If this output is intended: canaryd baseline accept {record.device.name} --reason "…"'
         yield finding(
             "broken-output",
             (State.FAULTY if lasts else State.SUSPECT) if complete else State.UNKNOWN,
@@ -42,10 +36,10 @@ def broken_output(record: Record) -> Iterator[Finding]:
             f"Run: {found.next_test(record.parts)}",
             f"This is {'certain' if found.certain else 'likely'}.",
             f"Likely causes, the likeliest first: {'; '.join(cause.what for cause in found.causes)}.",
-            "" if complete else accept,
+            "" if complete else f"If this output is intended: {record.acceptance}",
             probe=probe,
-            repro=run.repeat,
-            runs=(run.id,),
+            repro=new.run.repro,
+            runs=(new.run.id,),
         )
 
 
@@ -65,7 +59,7 @@ def _kind(recording: Recording, own: Baseline | None, known: Baseline | None) ->
     return kind_of_wrong(whole, known_answers(known)) if given else None
 
 
-RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (departed, unlike, changed, learning, broken_output, slow)
+RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (departed, unlike, changed, learning, broken_output)
 
 
 def findings(record: Record) -> Iterator[Finding]:

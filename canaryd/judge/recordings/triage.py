@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from canaryd.facts import Recording
-from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import Baseline
 
 SENTINEL = -9999.0
@@ -78,11 +77,6 @@ def _gibberish(now: Recording, _: Sequence[Recording]) -> str:
     return f"{odd} of {len(now.text)} characters are in no text" if odd - 1 > ODD * len(now.text) else ""
 
 
-def _different(now: Recording, known: Sequence[Recording]) -> str:
-    same = any(now.text == k.text and now.tokens in (k.tokens, ()) for k in known)
-    return "" if same or not known else "it differs from every known answer"
-
-
 class Symptom(NamedTuple):
     """A kind of wrong answer."""
 
@@ -101,11 +95,6 @@ SYMPTOMS = (
     Symptom("repetition loop", False, ("settings", "attention", "template", "device"), _loop),
     Symptom("gibberish", False, ("tokenizer", "checkpoint", "attention", "device", "server"), _gibberish),
 )
-DIFFERENT = Symptom(
-    "coherent but different", False, ("server", "template", "checkpoint", "attention", "device"), _different
-)
-BROKEN = frozenset(symptom.name for symptom in SYMPTOMS)
-"""Symptoms that no healthy stack shows; answers that are only different are not among them."""
 _CAPTURE = "canaryd capture --device {device} --out suspect.safetensors"
 _MODEL, _DEEP = f"{_CAPTURE} --model MODEL_DIR", "canaryd check --level deep --device {device}"
 
@@ -133,7 +122,7 @@ CAUSES: Mapping[str, LikelyCause] = {
 
 
 class Kind(NamedTuple):
-    """What kind of wrong an answer is."""
+    """What kind of wrong an answer is: a symptom that no healthy stack shows."""
 
     name: str
     certain: bool
@@ -149,7 +138,7 @@ def kind_of_wrong(now: Recording, known: Sequence[Recording] = ()) -> Kind | Non
     """Return what kind of wrong an answer is; None where it shows nothing. `known`: right answers of the same case."""
     if now.of_kernel:
         return None
-    for symptom in (*SYMPTOMS, DIFFERENT):
+    for symptom in SYMPTOMS:
         found = symptom.find(now, known)
         if found and (symptom is SYMPTOMS[0] or not any(symptom.find(k, ()) for k in known)):
             return Kind(symptom.name, symptom.certain, found, _causes(symptom, now, known))
@@ -158,8 +147,9 @@ def kind_of_wrong(now: Recording, known: Sequence[Recording] = ()) -> Kind | Non
 
 def _causes(symptom: Symptom, now: Recording, known: Sequence[Recording]) -> tuple[LikelyCause, ...]:
     same = {k for k, v in now.chain.items() if v and known and all(r.chain.get(k) == v for r in known)}
+    bare = now.case.startswith("completions/")  # a continuation goes without a template
     named = [key for key in symptom.causes if not (CAUSES[key].links and same.issuperset(CAUSES[key].links))]
-    return tuple(CAUSES[key] for key in named if key != "template" or cases.is_templated(now.case))
+    return tuple(CAUSES[key] for key in named if key != "template" or not bare)
 
 
 def certainly_broken(recording: Recording) -> bool:

@@ -302,15 +302,12 @@ def _conditions(facts: Facts, event: partial[Event]) -> list[Event]:
 
 def _slow_link(facts: Facts) -> dict[str, str]:
     """Return the conditions of a PCIe link under load, by name, in words."""
-    found = {}
-    load = _value(facts, "utilization_ratio", engine="gpu") or 0.0
-    if load > LOAD:
-        width, lanes = _value(facts, "pcie_width"), _value(facts, "pcie_width_max")
-        if width and lanes and width < lanes:
-            found["pcie-width"] = f"PCIe link uses {width:g} of {lanes:g} lanes at {load:.0%} load"
-        generation, best = _value(facts, "pcie_generation"), _value(facts, "pcie_generation_max")
-        if generation and best and generation < best:
-            found["pcie-generation"] = f"PCIe link runs at generation {generation:g} of {best:g} at {load:.0%} load"
+    found, load = {}, _value(facts, "utilization_ratio", engine="gpu") or 0.0
+    words = ("PCIe link uses {:g} of {:g} lanes", "PCIe link runs at generation {:g} of {:g}")
+    for what, text in zip(("width", "generation"), words, strict=True):
+        now, best = _value(facts, f"pcie_{what}"), _value(facts, f"pcie_{what}_max")
+        if load > LOAD and now and best and now < best:
+            found[f"pcie-{what}"] = f"{text.format(now, best)} at {load:.0%} load"
     return found
 
 

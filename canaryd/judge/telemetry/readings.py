@@ -116,6 +116,7 @@ READINGS: Mapping[str, Kind] = {
     "mig_enabled": _gauge("1 while the device is divided into instances."),
     "compute_processes": _gauge("Processes that compute on the device."),
     "compute_processes_memory_bytes": _gauge("Device memory that these processes hold."),
+    "compute_process_age_seconds": _gauge("Seconds since the newest of these processes began, without canaryd's own."),
     "recovery_action": _gauge("Always 1; what the driver itself says must be done to recover.", "action"),
     "memory_bad_pages": _gauge("Memory pages that the driver has reserved as bad, by status.", "status"),
     "device_health": _gauge(

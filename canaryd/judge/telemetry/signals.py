@@ -14,11 +14,11 @@ from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import Reading
 from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
-from canaryd.judge.laws import ALONE, Company, Moment, Trouble, Who
+from canaryd.judge.laws import ALONE, Company, Moment, Trouble
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import RESET_SINCE, is_number, numbers, unread, within
-from canaryd.model import Cause, Device, Event, EventKind, Reason, Run
+from canaryd.model import Cause, Device, Event, EventKind, Reason, Remedy, Run
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 HELD = 30 * DAY
@@ -26,10 +26,10 @@ HELD = 30 * DAY
 How long a wrong result is held against it, an operator sets: `judge.watch`."""
 TRAINING = 10 * MINUTE
 """Seconds after a reset in which links train and the fabric forms: errors in that time are not faults (ours)."""
-
-
+A_MONTH = f"Clears after {format_duration(HELD)} without another."
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
+RETURN = "Run the vendor's field diagnostic, which decides on a return."
 ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
 """The same errors counted twice: since the driver was loaded, and over the device's life."""
 NO_START = ("init-failed", "no-power", "probe-failed", "bar-invalid")
@@ -37,12 +37,10 @@ NO_START = ("init-failed", "no-power", "probe-failed", "bar-invalid")
 NOT_STARTED = "Switch the machine off and on again; if that does not help, open a vendor case."
 """What to do where a restart did not help (ours): the device keeps its state while it has power."""
 RECOVERY: Mapping[str, tuple[str, str]] = {
-    "reset": ("reset", DRAIN_AND_RESET),
-    "reboot": ("reboot", "Drain the device and restart the machine."),
+    **dict.fromkeys(("reset", "drain_and_reset"), ("reset", DRAIN_AND_RESET)),
+    **dict.fromkeys(("reboot", "system_reboot"), ("reboot", "Drain the device and restart the machine.")),
     "drain_p2p": ("reset", "Drain the device's peer-to-peer traffic."),
-    "drain_and_reset": ("reset", DRAIN_AND_RESET),
     "bus_reset": ("reset", "Drain the device and reset it on the bus."),
-    "system_reboot": ("reboot", "Drain the device and restart the machine."),
 }
 """Recovery action of NVIDIA's driver → (class, what to do); any other one makes the device degraded only."""
 OFF_BUS, MEMORY_LOST, ADVICE = (79,), (48, 94, 95, 140, 171, 172), (154,)
@@ -56,16 +54,9 @@ HIT: Mapping[int, tuple[int, ...]] = {
 }
 """Xid by which a device says that an error reached it → Xids of other devices that explain it. A program that meets
 another GPU's error over NVLink ends with 94 or 95; 145 follows 149 on every device of the fabric."""
-SHARED = "power supply, riser or switch, NVLink or XGMI fabric, driver"
-"""What the devices of a host share."""
-UNCOMPARED = (
-    "No identical device here has been clean for long enough to tell: move the part to another machine, and see."
-)
-RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot", "system-reboot": "reboot", "recover-imex-domain": "none"}
-"""Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known.
-
-An IMEX domain is a service of several nodes and no fault of the GPU: its reading `recovery_action` tells it.
-"""
+NO_FAULT = ("none", "recover_imex_domain")
+"""Actions in Xid 154's line that call for nothing: an IMEX domain is a service of several nodes and no fault of the
+GPU, and its reading `recovery_action` tells it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +112,7 @@ class Incident:
         return str(newest.code) if newest.code is not None else newest.name
 
     def __str__(self) -> str:
-        return f"Xid {self.code} ({self.xid.title})"
+        return f"Xid {self.code}: {self.xid.title}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +304,10 @@ class Signs:
         """Whether a reset was done after a time, and the exact tests since that reset are clean."""
         return any(self.passed(r) for r in self.followed(after, resets))
 
+    def uncleared(self, events: Iterable[Event], resets: Sequence[float]) -> list[Event]:
+        """Return the events that no such reset, with a clean exact test after it, has cleared; oldest first."""
+        return sorted((e for e in events if not self.cleared(e.last, resets)), key=lambda e: e.last)
+
     @cached_property
     def incidents(self) -> list[Incident]:
         """The Xids by code and grade. Xid 154 is the driver's advice: only the newest one holds."""
@@ -412,18 +407,13 @@ def sentence(text: str) -> str:
 
 def source_of(event: Event) -> str:
     """Return what shows an event as a sentence: a counter's rise, or the newest line of the kernel log; "" for none."""
-    source = "Counter" if event.kind == EventKind.COUNTER else "Kernel log"
+    source = {EventKind.COUNTER: "Counter", EventKind.BOOT: "Seen by canaryd"}.get(event.kind, "Kernel log")
     return f"{source}: {event.detail.rstrip('.')}." if event.detail else ""
 
 
 def lost_because(run: Run | None) -> str:
     """Return why a poll's device counts as lost; "" where it does not."""
     return reason_of(run) if run is not None and run.reason is Reason.DEVICE_LOST else ""
-
-
-def clears_after(seconds: float) -> str:
-    """Return when a finding ends that stays for some seconds after its reason ended, as a sentence."""
-    return f"Clears {format_duration(seconds)} after it stops."
 
 
 def _reset_since(event: Event) -> float:
@@ -449,24 +439,17 @@ def spans(events: Iterable[Event], *, of_others: bool = False) -> list[Moment]:
     ]
 
 
-def in_company(found: Company) -> str:
-    """Return what the company of a device says of its cause, as a sentence; "" where it was alone."""
-    shared = f"What they share may be at fault: {SHARED}."
-    words = {
-        Who.TOGETHER: f"At about the same time: {', '.join(found.names)} had it too. {shared}",
-        Who.CHANGED: "Most identical devices have it since the same change: look at what changed.",
-        Who.OTHERS: f"Most identical devices had it too, at other times. {shared}",
-        Who.UNCOMPARED: UNCOMPARED,
-    }
-    return words.get(found.who, "")
+def is_in_hive(device: Device) -> bool:
+    """Return whether a device's peers are reset with it (AMD SMI's guide, "GPU reset behavior on XGMI systems")."""
+    return device.backend == "rocm" and "Instinct" in device.model
 
 
-def drain_and_reset(signs: Signs, found: Company = ALONE) -> str:
-    """Return what to do where a reset helps, for all that it reaches."""
-    if signs.device.backend == "rocm" and "Instinct" in signs.device.model and signs.siblings:
+def drain_and_reset(signs: Signs, found: Company = ALONE, shared: str = "power, riser, fabric, driver") -> str:
+    """Return what to do where a reset helps, for all that it reaches; `shared`: what to check where others had it."""
+    if is_in_hive(signs.device) and signs.siblings:
         return "Drain every device of this node (they are reset together), then reset."
-    shared = "Send none back; check power, riser, fabric, driver; drain all and reset them together."
-    return shared if found.names else DRAIN_AND_RESET
+    together = f"Send none back; check {shared}; drain all and reset them together."
+    return together if found.names else DRAIN_AND_RESET
 
 
 def escalated(cause: Cause) -> str:
@@ -474,31 +457,29 @@ def escalated(cause: Cause) -> str:
     return "Recommended: RMA (gpud's escalation rule, adopted by canaryd)." if cause is Cause.HARDWARE else ""
 
 
-def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str]:
-    """Return what to do about a suspicion as old as `at` (None: it still holds), and when it clears.
+def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str, Remedy | None]:
+    """Return what to do about a suspicion as old as `at` (None: it still holds), when it clears, and the remedy.
 
     That is `action` until one of the `resets` came, and an exact test from then on if the driver started the device.
     """
-    what = "reboot" if resets is signs.boots else "reset"
+    remedy = Remedy.REBOOT if resets is signs.boots else Remedy.RESET
+    what = remedy.value
     if at is not None and (since := signs.followed(at, resets)):
         if signs.failed_to_start(since[-1]):
-            return NOT_STARTED, (
-                f"The driver could not start the device after the {what}."
-                " Clears after a clean exact test, once the driver starts it."
-            )
-        return f"Run an exact test: canaryd check --device {signs.device.name}", (
-            f"There was a {what} since. Clears after a clean exact test that starts after the {what}."
-        )
-    return action, f"Clears after a {what} and then a clean exact test."
+            failed = f"The driver could not start the device after the {what}."
+            return NOT_STARTED, f"{failed} Clears after a clean exact test, once the driver starts it.", Remedy.REBOOT
+        clears = f"There was a {what} since. Clears after a clean exact test that starts after the {what}."
+        return f"Run an exact test: canaryd check --device {signs.device.name}", clears, None
+    return action, f"Clears after a {what} and then a clean exact test.", remedy
 
 
 def _grade(event: Event, device: Device, policy: TelemetryConfig) -> str:
     """Return what an Xid calls for: by the configuration, by its line, or by the catalogue."""
     if str(event.code) in policy.xids:
         return policy.xids[str(event.code)]
-    action = event.fields.get("action", "")
-    if event.code in ADVICE and action:
-        return RECOVERY_ACTIONS.get(action, "reset")
+    if event.code in ADVICE and (action := event.fields.get("action", "").replace("-", "_")):
+        # A reset is the stricter reading of an action that is not known.
+        return "none" if action in NO_FAULT else RECOVERY.get(action, ("reset", ""))[0]
     return (decode_xid(event, device) or xids.explain(event.code)).grade
 
 

@@ -1,43 +1,57 @@
-"""Rules for NVIDIA Xid and SXid errors.
+"""The rule for NVIDIA Xid errors.
 
-`canaryd.judge.telemetry.rules` lists them, `xid_catalogue.json` grades the codes.
+`xid_catalogue.json` grades the codes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
-from canaryd.judge.laws import TOGETHER, Company, Who, closest, company, recurrence
-from canaryd.judge.phrases import count
+from canaryd.judge.laws import POWER_AND_PCIE, TOGETHER, Company, Who, closest, company, recurrence
+from canaryd.judge.phrases import count, listed
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
+    A_MONTH,
     ADVICE,
     DAY,
     DRAIN_AND_RESET,
     ECC,
     HELD,
     HIT,
+    OFF_BUS,
     RECOVERY,
+    REMAPPED,
     Incident,
     Signs,
     decode_xid,
     drain_and_reset,
     escalated,
-    in_company,
     recovery,
     sentence,
     source_of,
     spans,
 )
-from canaryd.model import Cause, Event, Finding, State
+from canaryd.model import Cause, Event, Finding, Part, Remedy, State
 
 REPEATS = 3
 """Occasions of an application's Xid in a day that are more than one crash (ours; NVIDIA's workflows say "repeat")."""
 REMAP_FAILED = 64
 """The Xid of a memory row that could not be replaced."""
+PARTS: Mapping[int | str, tuple[Part, ...]] = {
+    **dict.fromkeys((*REMAPPED, 156, 157, 160, 161, 168), (Part.DRIVER,)),  # each GPU repairs its own memory and chip
+    **dict.fromkeys((121, 159), (Part.DRIVER,)),  # of the chip-to-chip link, which a GPU has to its CPU alone
+    **dict.fromkeys(OFF_BUS, (*POWER_AND_PCIE, Part.COOLING)),
+    167: POWER_AND_PCIE,
+    "link": (Part.FABRIC,),
+    "thermal-power": (Part.SUPPLY,),
+    **dict.fromkeys(("driver", "application"), (Part.DRIVER,)),
+}
+"""Xid, or nature of any other → the shared parts that can give it to several devices, in our reading of NVIDIA's
+catalogue (`xids`); of the rest it may be any part."""
 UNLIKELY = ("driver", "either")
 """Natures of Xids that point to hardware only where they come back on one device: its siblings have the same driver."""
 ACTIONS = {
@@ -47,166 +61,142 @@ ACTIONS = {
     "rma": "Open a vendor case.",
 }
 """Grade → what to do now."""
+A_DAY = "Clears after a day."
 
 
-def xid_application(signs: Signs) -> Iterator[Finding]:
-    """An Xid that an application can cause: a note for a day, with the result of exact tests since."""
+class Conclusion(NamedTuple):
+    """What follows from an Xid."""
+
+    state: State
+    cause: Cause
+    action: str
+    clears: str
+    how: str = ""
+    """How it came back, to follow the code and its title."""
+    why: Sequence[str] = ()
+    """Evidence, the most important first."""
+    advice: str = ""
+    """What is recommended, and by whom, where that is not the catalogue's own advice."""
+    remedy: Remedy | None = None
+    company: Company | None = None
+    """Who else had it, where not only the newest one tells that."""
+
+
+def xid(signs: Signs) -> Iterator[Finding]:
+    """An Xid, by its grade: NVIDIA's catalogue or the configuration gives it. An error that reached it is a note."""
     for incident in signs.incidents:
-        if incident.grade == "application" and signs.now - incident.last <= DAY and not _repeated(signs, incident):
-            failed = signs.last_mismatch is not None and signs.last_mismatch > incident.last
-            cause = Cause.SOFTWARE if signs.passed(incident.last) else Cause.UNDETERMINED
-            action, since = _tested_since(signs, incident)
+        if made := BY_GRADE[incident.grade](signs, incident):
+            found = made.company or _company(signs, max(incident.events, key=lambda e: e.last))
+            said = dict.fromkeys((*made.why, *_evidence(signs, incident, made.advice), made.clears))
             yield finding(
-                *("xid-application", State.SUSPECT if failed else State.HEALTHY, cause),
-                f"Xid {incident.code}: {incident.xid.title}.",
-                action,
-                since,
-                *_evidence(signs, incident),
-                "Clears after a day.",
-            )
-
-
-def xid_repeated(signs: Signs) -> Iterator[Finding]:
-    """An application's Xid comes back on one device alone, or Xid 13 came twice from one place of its chip."""
-    for incident in signs.incidents:
-        if incident.grade == "application" and (how := _repeated(signs, incident)):
-            action, since = _tested_since(signs, incident)
-            workflow = "By canaryd's own rule an application's Xid that repeats counts against the device."
-            if incident.xid.code in (13, 31):
-                workflow = (
-                    f"NVIDIA's workflow for Xid {incident.xid.code}: if it repeats on this device and not on others, "
-                    "run DCGM's end-user diagnostic; if that passes, the field diagnostic."
-                )
-            yield finding(
-                *("xid-repeated", State.DEGRADED, Cause.UNDETERMINED),
-                f"{incident} {how} within a day.",
-                action,
-                since,
-                workflow,
-                *_evidence(signs, incident),
-                "Clears a day after the last one.",
-            )
-
-
-def xid_recovery(signs: Signs) -> Iterator[Finding]:
-    """An Xid that calls for a reset or a reboot: suspect until that and an exact pass; faulty if it keeps coming.
-
-    What other devices of this host had at about the same time is no fault of its own. A driver's bug comes back too,
-    but on identical devices as well.
-    """
-    for incident in signs.incidents:
-        if incident.grade not in ("reset", "reboot"):
-            continue
-        cuts = signs.boots if incident.grade == "reboot" else signs.resets
-        same = (i for i in signs.life.incidents if (i.code, i.grade) == (incident.code, incident.grade))
-        life = next(same, incident)
-        trouble = signs.life.of_codes([incident.events[-1].code])
-        occasions = [(at.last, company(trouble, at)) for at in spans(life.events)]
-        again = recurrence(occasions, signs.life.resets, signs.now - HELD)
-        if again.is_faulty:
-            cause = _whose(incident, again.company, UNLIKELY)
-            yield finding(
-                *("xid-recurring", State.FAULTY, cause),
-                f"{incident} came back after {again.back} resets or reboots.",
-                "Inspect the hardware and run the field diagnostic.",
-                f"Last at {signs.moment(incident.last)}.",
-                in_company(again.company),
-                escalated(cause),
-                _advice(signs, incident),
-                f"Clears after {format_duration(HELD)} without another.",
-            )
-        elif not signs.cleared(incident.last, cuts):
-            action, clears = recovery(signs, incident.last, cuts, _remedy(signs, incident))
-            yield finding(
-                *("xid-recovery", State.SUSPECT, _cause(signs, incident)),
-                f"Xid {incident.code}: {incident.xid.title}.",
-                action,
-                f"It came back after {count(again.back, 'reset')}." if again.back else "",
-                *_evidence(signs, incident),
-                clears,
-            )
-
-
-def xid_inspect(signs: Signs) -> Iterator[Finding]:
-    """An Xid after which somebody has to look at the part, or that the configuration grades for its return."""
-    for incident in signs.incidents:
-        if incident.grade in ("inspect", "rma"):
-            is_rma = incident.grade == "rma"
-            # The bucket of the code gives the action only where the grade is the code's own.
-            is_own = incident.xid.grade == incident.grade
-            bucket = xids.BUCKETS.get(incident.xid.immediate, "") if is_own else ""
-            yield finding(
-                "xid-inspect",
-                State.FAULTY if is_rma else State.SUSPECT,
-                Cause.HARDWARE if is_rma else _cause(signs, incident),
-                f"Xid {incident.code}: {incident.xid.title}.",
-                sentence(bucket) or ACTIONS[incident.grade],
-                *_evidence(signs, incident),
-                f"Clears after {format_duration(HELD)} without another.",
-            )
-
-
-def xid_unknown(signs: Signs) -> Iterator[Finding]:
-    """An Xid for which no source gives an action: reported for a day."""
-    for incident in signs.incidents:
-        if incident.grade == xids.UNKNOWN and signs.now - incident.last <= DAY:
-            yield finding(
-                *("xid-unknown", State.DEGRADED, Cause.UNDETERMINED),
-                f"Xid {incident.code}: {incident.xid.title}.",
-                "Look the code up with NVIDIA and grade it under telemetry.xids.",
-                *_evidence(signs, incident),
-                "Clears after a day.",
-            )
-
-
-def xid_noted(signs: Signs) -> Iterator[Finding]:
-    """An Xid that asks for no action at once: many corrected errors, a part retired or not, another device's error."""
-    for incident in signs.incidents:
-        is_noted = incident.grade == incident.xid.grade == "none" and incident.xid.nature == "hardware"
-        if is_noted and signs.now - incident.last <= DAY:
-            yield finding(
-                *("xid-noted", State.HEALTHY, Cause.HARDWARE),
-                f"Xid {incident.code}: {incident.xid.title}.",
-                "",
-                "Error counters and repairs show more.",
-                *_evidence(signs, incident),
-                "Clears after a day.",
+                *("xid", made.state, made.cause, f"{incident}{made.how}.", made.action),
+                *said,
+                company=found if found.names or incident.grade in ACTIONS else None,
+                parts=_parts(incident.xid) if found.names else (),
+                remedy=made.remedy,
             )
     counted = "No error was counted here." if any(map(signs.readings, ECC)) else "Its error counts are not read."
     for event in {e.code: e for e in signs.hits if signs.now - e.last <= DAY}.values():
         yield finding(
-            *("xid-noted", State.HEALTHY, Cause.UNDETERMINED),
+            *("xid", State.HEALTHY, Cause.UNDETERMINED),
             f"Xid {event.code}: an error of another device, or of what they share, reached it.",
             "Restart the application; look at the devices and links that failed at that time.",
-            in_company(_company(signs, event)),
             f"Last at {signs.moment(event.last)}.",
             source_of(event),
             counted,
-            "Clears after a day.",
+            A_DAY,
+            company=_company(signs, event),
+            parts=_parts(xids.explain(event.code)),
         )
 
 
-def sxid(signs: Signs) -> Iterator[Finding]:
-    """An NVSwitch reported an error of its links. Links check what they carry, so no wrong number passes unseen."""
-    for event in signs.seen("sxid", DAY):
-        severity = event.fields.get("severity", "unknown")
-        is_fatal = severity == "fatal"
-        code = event.code if event.code is not None else event.name
-        yield finding(
-            *("sxid", State.DEGRADED if is_fatal else State.HEALTHY, Cause.HARDWARE),
-            f"NVSwitch error SXid {code} ({severity}): {xids.explain_sxid(event.code)}.",
-            "Reset the switches and GPUs." if is_fatal else "",
-            f"Last at {signs.moment(event.last)}.",
-            source_of(event),
-            "Recommended: reset (NVIDIA's Fabric Manager guide)." if is_fatal else "Nothing to do.",
-            "Clears after a day.",
+def _application(signs: Signs, incident: Incident) -> Conclusion | None:
+    """What an application can cause: a note, with what exact tests showed since; degraded if it repeats here alone."""
+    if repeated := _repeated(signs, incident):
+        action, since = _tested_since(signs, incident)
+        workflow = "By canaryd's own rule an application's Xid that repeats counts against the device."
+        if incident.xid.code in (13, 31):
+            workflow = (
+                f"NVIDIA's workflow for Xid {incident.xid.code}: if it repeats on this device and not on others, "
+                "run DCGM's end-user diagnostic; if that passes, the field diagnostic."
+            )
+        how = f"; {repeated} within a day"
+        return Conclusion(State.DEGRADED, Cause.UNDETERMINED, action, A_DAY, how, (since, workflow))
+    if signs.now - incident.last > DAY:
+        return None
+    failed = signs.last_mismatch is not None and signs.last_mismatch > incident.last
+    cause = Cause.SOFTWARE if signs.passed(incident.last) else Cause.UNDETERMINED
+    action, since = _tested_since(signs, incident)
+    return Conclusion(State.SUSPECT if failed else State.HEALTHY, cause, action, A_DAY, why=(since,))
+
+
+def _remedied(signs: Signs, incident: Incident) -> Conclusion | None:
+    """What calls for a reset or a reboot: suspect until that and an exact pass; faulty if it keeps coming here alone.
+
+    What other devices of this host had at about the same time is no fault of its own. A driver's bug comes back too,
+    but on identical devices as well.
+    """
+    same = (i for i in signs.life.incidents if (i.code, i.grade) == (incident.code, incident.grade))
+    trouble = signs.life.of_codes([incident.events[-1].code])
+    occasions = [(at.last, company(trouble, at)) for at in spans(next(same, incident).events)]
+    again = recurrence(occasions, signs.life.resets, signs.now - HELD)
+    if again.is_faulty:
+        cause = _whose(incident, again.company, UNLIKELY)
+        return Conclusion(
+            *(State.FAULTY, cause, "Inspect the hardware and run the field diagnostic.", A_MONTH),
+            f"; it came back after {count(again.back, 'reset')}",
+            advice=escalated(cause),
+            company=again.company,
         )
+    cuts = signs.boots if incident.grade == "reboot" else signs.resets
+    if signs.cleared(incident.last, cuts):
+        return None
+    action, clears, remedy = recovery(signs, incident.last, cuts, _remedy(signs, incident))
+    back = f"It came back after {count(again.back, 'reset')}." if again.back else ""
+    return Conclusion(State.SUSPECT, _cause(signs, incident), action, clears, why=(back,), remedy=remedy)
+
+
+def _looked_at(signs: Signs, incident: Incident) -> Conclusion:
+    """What somebody has to look at; or what the configuration grades for the part's return."""
+    # The bucket of the code gives the action only where the grade is the code's own.
+    bucket = incident.xid.immediate if incident.xid.grade == incident.grade else ""
+    is_rma = incident.grade == "rma"
+    cause = Cause.HARDWARE if is_rma else _cause(signs, incident)
+    action = sentence(xids.advice_of(bucket)) or ACTIONS[incident.grade]
+    return Conclusion(State.FAULTY if is_rma else State.SUSPECT, cause, action, A_MONTH)
+
+
+def _shown(signs: Signs, incident: Incident) -> Conclusion | None:
+    """What no source gives an action for; and what asks for none at once, where the catalogue calls it hardware."""
+    is_told = incident.grade != "none" or (incident.xid.grade == "none" and incident.xid.nature == "hardware")
+    return FOR_A_DAY[incident.grade] if is_told and signs.now - incident.last <= DAY else None
+
+
+FOR_A_DAY = {
+    "none": Conclusion(State.HEALTHY, Cause.HARDWARE, "", A_DAY, why=("Error counters and repairs show more.",)),
+    xids.UNKNOWN: Conclusion(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        *("Look the code up with NVIDIA and grade it under telemetry.xids.", A_DAY),
+    ),
+}
+BY_GRADE: Mapping[str, Callable[[Signs, Incident], Conclusion | None]] = {
+    **dict.fromkeys(("none", xids.UNKNOWN), _shown),
+    "application": _application,
+    **dict.fromkeys(("reset", "reboot"), _remedied),
+    **dict.fromkeys(("inspect", "rma"), _looked_at),
+}
+"""Grade → the function that says what follows."""
 
 
 def _company(signs: Signs, event: Event) -> Company:
     """Return who else of this host had the same Xid."""
     trouble = signs.life.of_codes(HIT.get(event.code or 0, [event.code]))
     return closest(company(trouble, at) for at in spans([event]))
+
+
+def _parts(of: xids.Xid) -> tuple[Part, ...]:
+    """Return the shared parts that can give an Xid to several devices; () for any."""
+    return PARTS.get(of.code) or PARTS.get(of.nature, ())
 
 
 def _cause(signs: Signs, incident: Incident) -> Cause:
@@ -230,7 +220,10 @@ def _remedy(signs: Signs, incident: Incident) -> str:
     if incident.xid.code in ADVICE and incident.code not in signs.policy.xids and advised in RECOVERY:
         return RECOVERY[advised][1]
     found = _company(signs, incident.events[-1])
-    return drain_and_reset(signs, found) if incident.grade == "reset" else ACTIONS[incident.grade]
+    if incident.grade != "reset":
+        return ACTIONS[incident.grade]
+    parts = listed([part.value for part in _parts(incident.xid)])
+    return drain_and_reset(signs, found, f"the {parts}") if parts else drain_and_reset(signs, found)
 
 
 def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:
@@ -249,25 +242,21 @@ def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:
     )
 
 
-def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
-    """Return when an Xid came last, its line, its class and whose advice that is."""
-    newest = max(incident.events, key=lambda e: e.last)
+def _evidence(signs: Signs, incident: Incident, advice: str = "") -> tuple[str, ...]:
+    """Return when an Xid came last, its line, and its class with whose advice that is, unless there is other `advice`.
+
+    Then NVIDIA's words about the code.
+    """
+    newest, table = max(incident.events, key=lambda e: e.last), decode_xid(incident.events[-1], signs.device)
     grades = {"inspect": "inspection", "rma": "RMA", "none": "", xids.UNKNOWN: ""}
-    grade, found = grades.get(incident.grade, incident.grade), _company(signs, newest)
+    grade = grades.get(incident.grade, incident.grade)
     source = "telemetry.xids" if str(incident.xid.code) in signs.policy.xids else "NVIDIA's Xid catalogue"
     return (
         f"Last at {signs.moment(incident.last)}.",
         source_of(newest),
-        f"Recommended: {grade} ({source})." if grade else "",
-        in_company(found) if found.names or incident.grade in ACTIONS else "",
-        _advice(signs, incident),
+        advice or (f"Recommended: {grade} ({source})." if grade else ""),
+        f"NVIDIA's table for Xid 144 to 150: {table}." if table else f"NVIDIA's Xid catalogue: {incident.xid.advice}.",
     )
-
-
-def _advice(signs: Signs, incident: Incident) -> str:
-    if decoded := decode_xid(incident.events[-1], signs.device):
-        return f"NVIDIA's table for Xid 144 to 150: {decoded}."
-    return f"NVIDIA's Xid catalogue: {incident.xid.advice}."
 
 
 def _repeated(signs: Signs, incident: Incident) -> str:

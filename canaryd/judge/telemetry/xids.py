@@ -2,8 +2,11 @@
 
 Codes, mnemonics, action buckets and bit patterns come from NVIDIA's Xid catalogue ("Analyzing Xid Errors with the Xid
 Catalog", codes 1 to 172), SXids from NVIDIA's Fabric Manager User Guide, appendix D. Titles and sentences are our
-words. `nature` is our reading, not NVIDIA's. The data is in `xid_catalogue.json` and is loaded on first use:
-a new code is a row there. What follows from a code is in `xid_rules.py`.
+words; `nature` and the grades of buckets, and `ours` of codes without a bucket, are our reading, not NVIDIA's, each
+with its reason where it needs one. The data is in `xid_catalogue.json` and is loaded on first use: a new code is a row
+there. A few labels of buckets are shortened: "IGNORE (sympathetic)" is IGNORE_SYMPATHETIC, "REPORT_ISSUE (if seen >1
+per day)" REPORT_ISSUE, "Solo: RESTART_FM …" WORKFLOW_XID_45. No bucket is "rma": by NVIDIA's RMA policy the field
+diagnostic decides. What follows from a code is in `xid_rules.py`.
 """
 
 from __future__ import annotations
@@ -20,77 +23,6 @@ from canaryd.config.values import GRADES
 UNKNOWN = "unknown"
 """Stands for a grade where no source gives one."""
 
-BUCKETS: Mapping[str, str] = {
-    "IGNORE": "nothing to do",
-    "IGNORE_SYMPATHETIC": "another error causes this one: fix that one; report this one only if it occurs alone",
-    "SYMPATHETIC_REPORT_SOLO": "another error causes this one: fix that one; report this one if it occurs alone",
-    "INFORMATIONAL": "it only accompanies another Xid; follow the action of that Xid",
-    "RESTART_APP": "restart the application; no reset or reboot needed",
-    "CHECK_APP/CUDA": "look for the fault in the application; the message names its process",
-    "RESET_GPU": "reset the GPU; no reboot needed",
-    "RESTART_BM": "restart the machine",
-    "RESTART_VM": "restart the virtual machine that owns the GPU",
-    "CONTACT_SUPPORT": "contact the vendor's support",
-    "REPORT_ISSUE": "report it to NVIDIA if it occurs more than once a day",
-    "CHECK_MECHANICALS": "check that the board is well seated and every cable is plugged in",
-    "CHECK_UVM": "reset the GPU if unified memory or virtual GPUs are in use; otherwise nothing to do",
-    "UPDATE_SWFW": "update driver, guest driver and firmware to matching, current versions",
-    "INVESTIGATE_SW": "look for the fault in software: the user's or NVIDIA's",
-    "INVESTIGATE_SW_USER": "find out which software or person caused it, unless it was intended",
-    "INVESTIGATE_SW_USER_LINK_SI": "find out which software or person caused it; if none, check the link's signal",
-    "INVESTIGATE_LINK_SI": "check the link's signal and telemetry",
-    "INVESTIGATE_LINK_SI_AND_CABLES": "check the link: cable, transceiver, temperature, seating",
-    "INVESTIGATE_PEER_DEVICE": "check the device at the other end of the link",
-    "INVESTIGATE_HOST": "check the host's other logs: another fault probably caused this one",
-    "CHECK_NVLINK_FAILURE_FLOW": "ignore it if a link went down in the 30 seconds before; otherwise report it",
-    "WORKFLOW_XID_13": "if it repeats on one GPC and TPC, run the end-user diagnostic, then the field diagnostic; "
-    "otherwise look for the fault in the application",
-    "WORKFLOW_XID_31": "if it repeats on one GPU, run the end-user diagnostic, then the field diagnostic; "
-    "otherwise look for the fault in the application",
-    "WORKFLOW_XID_45": "follow the other Xid reported with it; if there is none, restart the fabric manager",
-    "WORKFLOW_XID_48": "reset the GPU (drain it first if Xid 63 or 64 came too); run the field diagnostic if the "
-    "error occurred alone or the SRAM threshold is exceeded",
-    "WORKFLOW_XID_137": "look for an illegal access to a peer GPU in the application; if there is none, report it",
-    "WORKFLOW_NVLINK_ERR": "reset the GPU and read the registers in the message: report repeated parity or ECC bits; "
-    "for signal bits reseat the link and run diagnostics",
-    "WORKFLOW_NVLINK5_ERR": "decode the two words of the message: they say what to do",
-    "XID_154": "follow the action that the message names",
-    "XID_154_EVAL": "follow the Xid 154 reported with it; if there is none, restart the application",
-}
-"""NVIDIA's action buckets in one clause each. A few labels are shortened: "IGNORE (sympathetic)" is
-IGNORE_SYMPATHETIC, "REPORT_ISSUE (if seen >1 per day)" REPORT_ISSUE, "Solo: RESTART_FM …" WORKFLOW_XID_45."""
-
-_GRADE_OF: Mapping[str, str] = {
-    "IGNORE": "none",
-    "XID_154": "none",  # the line itself names the action: `Event.fields["action"]`
-    "RESTART_APP": "application",
-    "WORKFLOW_XID_45": "application",  # channels were torn down; the Xid that caused it decides
-    "XID_154_EVAL": "application",  # what is left to do where no Xid 154 follows
-    "UPDATE_SWFW": "application",  # versions do not match: the part is not at fault
-    "RESET_GPU": "reset",
-    "WORKFLOW_XID_48": "reset",
-    "WORKFLOW_NVLINK_ERR": "reset",
-    "WORKFLOW_NVLINK5_ERR": "reset",  # the worst in its table; `decode` grades one line
-    "CHECK_UVM": "reset",  # the stricter branch: lines do not show if UVM is used
-    "RESTART_BM": "reboot",
-    "RESTART_VM": "reboot",
-    "CHECK_MECHANICALS": "inspect",
-    "CONTACT_SUPPORT": "inspect",
-}
-"""Bucket of the immediate action → grade. No bucket is "rma": by NVIDIA's RMA policy the field diagnostic decides."""
-_OURS: Mapping[int, str] = {
-    162: "none",  # the circuit works again
-    163: "none",  # "No GPU reset required"
-    164: "inspect",  # replacing is advised only "if power smoothing is desired"
-    165: "inspect",  # likewise
-    167: "inspect",  # a fatal timeout on PCIe: like a lost device, but it answers again
-    168: "reboot",  # "boot re-attempted", or ECC switched on, which takes effect at boot
-    169: "reset",  # a controller's firmware halted, like Xid 62
-    171: "reset",  # comes with Xid 48
-    172: "reset",
-}
-"""Codes without a bucket in the catalogue: our grade, after its note where it has one. All others are unknown."""
-
 _V2_FROM = 575
 """First driver branch with the new encoding of IntrInfo (header of NVIDIA's table)."""
 _COMBINED = (144, 145, 146, 147, 148)
@@ -104,14 +36,14 @@ class Xid(NamedTuple):
     title: str
     """What happened, in our words."""
     immediate: str
-    """NVIDIA's bucket for what to do at once, a key of `BUCKETS`; "" where it gives none."""
+    """NVIDIA's bucket for what to do at once, a key of `buckets`; "" where it gives none."""
     investigatory: str
     """NVIDIA's bucket for finding the cause; "" where it gives none."""
     nature: str
     """What it points to, in our reading: "application", "hardware", "either" (exact tests can tell these two apart),
     "link", "thermal-power", "informational", "driver" (NVIDIA's software or firmware), or "unused" by the catalogue."""
     grade: str
-    """One of `GRADES`, or "unknown"; derived from `immediate` by `_grade`."""
+    """One of `GRADES`, or "unknown": the bucket's, ours where there is no bucket, unknown for unused codes."""
 
     @property
     def advice(self) -> str:
@@ -123,8 +55,8 @@ class Xid(NamedTuple):
         if not self.immediate:
             return "no action given for this code"
         if self.investigatory in ("", "INFORMATIONAL", self.immediate):
-            return BUCKETS[self.immediate]
-        return f"{BUCKETS[self.immediate]}; to find the cause: {BUCKETS[self.investigatory]}"
+            return advice_of(self.immediate)
+        return f"{advice_of(self.immediate)}; to find the cause: {advice_of(self.investigatory)}"
 
 
 class NvlinkRow(NamedTuple):
@@ -143,7 +75,7 @@ class NvlinkRow(NamedTuple):
     @property
     def grade(self) -> str:
         """What has to be done by this row, one of `GRADES`."""
-        return _GRADE_OF[self.bucket]
+        return _buckets()[self.bucket][1]
 
 
 class Decoded(NamedTuple):
@@ -162,16 +94,9 @@ class Decoded(NamedTuple):
     def __str__(self) -> str:
         if not self.rows:
             return "not in NVIDIA's table for Xid 144 to 150"
-        rows = dict.fromkeys(f"{r.unit}, {r.severity.lower()}, {r.origin}: {BUCKETS[r.bucket]}" for r in self.rows)
+        rows = dict.fromkeys(f"{r.unit}, {r.severity.lower()}, {r.origin}: {advice_of(r.bucket)}" for r in self.rows)
         assumed = f" (read as {self.rows[0].encoding}, driver unknown)" if self.assumed else ""
         return "; ".join(rows) + assumed
-
-
-def _grade(code: int, immediate: str, nature: str) -> str:
-    """Return the grade of an Xid: its bucket's, ours where it has no bucket, unknown for unused codes."""
-    if nature == "unused":
-        return UNKNOWN
-    return _GRADE_OF[immediate] if immediate else _OURS.get(code, UNKNOWN)
 
 
 @functools.cache
@@ -181,12 +106,24 @@ def _data() -> dict[str, Any]:
 
 
 @functools.cache
+def _buckets() -> Mapping[str, tuple[str, str]]:
+    return {name: (advice, grade) for name, advice, grade, _ in _data()["buckets"]}
+
+
+def advice_of(bucket: str) -> str:
+    """Return one of NVIDIA's action buckets in one clause; "" for none."""
+    return _buckets()[bucket][0] if bucket else ""
+
+
+@functools.cache
 def catalogue() -> Mapping[int, Xid]:
     """Return code → what the catalogue says, for 1 to 172; the file is read on first use."""
-    return {
-        code: Xid(code, title, immediate, investigatory, nature, _grade(code, immediate, nature))
-        for code, _, title, immediate, investigatory, nature in _data()["xids"]
-    }
+    ours, found = {code: grade for code, grade, _ in _data()["ours"]}, {}
+    for code, _, title, immediate, investigatory, nature in _data()["xids"]:
+        grade = _buckets()[immediate][1] if immediate else ours.get(code, UNKNOWN)
+        grade = UNKNOWN if nature == "unused" else grade
+        found[code] = Xid(code, title, immediate, investigatory, nature, grade)
+    return found
 
 
 def explain(code: int | None) -> Xid:

@@ -55,7 +55,7 @@ def links(
 ) -> dict[str, str]:
     """Return link (name of what is digested) → 16 hex digits of SHA-256, for the links that the checkpoint has.
 
-    "checkpoint" covers every byte of the files of weights, which takes minutes for 100 GB (docs/canaries.md). If this
+    "checkpoint" covers every byte of the files of weights, which takes minutes for 100 GB. If this
     process or the directory `memory` has a file's digest, the file is read again only in two cases: its inode, size or
     times changed; or `thorough` is true, because a decaying disk changes none of these. Raises `BadCheckpoint`.
     """

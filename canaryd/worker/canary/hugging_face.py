@@ -89,7 +89,7 @@ class Inferred:
     """Raw logits in the model's format: (tokens, vocabulary) when decoding, (positions, vocabulary) when scoring."""
 
     def struck(self, fault: faults.Fault, choice: int) -> Inferred:
-        """Return a copy with a drill's fault in the logits of the continuation; `choice` picks the place."""
+        """Return a copy with a fault in the logits of the continuation; `choice` picks the place."""
         logits = self.logits.clone()
         fault.change(bits(logits[-len(self.tokens) :]).view(-1), choice)
         return replace(self, logits=logits)

@@ -44,8 +44,6 @@ class Answer:
     positions: tuple[Position, ...] = ()
     scored: bool = False
     """Whether the server gave log probabilities with this answer."""
-    forced: bool = False
-    """True if the tokens are the prompt's own tokens; the first of them has no probability."""
     prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int | None = None
     fingerprint: str = ""
@@ -80,8 +78,7 @@ class Answer:
         """Return the number of log probabilities, those of alternatives included, that are missing, NaN or infinite."""
         if not self.scored:
             return 0
-        kept = self.positions[1:] if self.forced else self.positions
-        return sum(finite(value) is None for p in kept for value in (p.value, *(value for _, value in p.top)))
+        return sum(finite(value) is None for p in self.positions for value in (p.value, *(value for _, value in p.top)))
 
     @property
     def broken_off(self) -> str:
@@ -100,22 +97,20 @@ class Answer:
         return digest([self.text, self.finish, exact])
 
 
-def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, known: bool = False) -> Answer:
-    """Return a server's answer in the common form; `forced` if the prompt's own tokens were scored.
+def parse(dialect: Dialect, data: Any, *, tokens: int, known: bool = False) -> Answer:
+    """Return a server's answer in the common form.
 
     Raises `Skip` for an unknown shape, for more than `tokens` tokens, and for an answer that the server broke off. A
     broken-off answer is returned if the right values are `known`, because its beginning can be compared.
     """
     choice = first_choice(data)
     try:
-        scores = (
-            _prompt_positions(choice, data) if forced and "prompt_logprobs" in dialect.forced else _positions(choice)
-        )
+        scores = _positions(choice)
         positions = _without_end(scores or (), choice.get("finish_reason"))
         if dialect.greedy_is_best:
             positions = tuple(_best(position) for position in positions)
         ids = (choice.get("token_ids") or ())[: len(positions) if scores else None]
-        if not forced and ids and len(ids) == len(positions or ids):
+        if ids and len(ids) == len(positions or ids):
             rest = positions or tuple(Position(token="") for _ in ids)
             positions = tuple(
                 Position(token=str(_whole(i)), value=p.value, top=p.top) for i, p in zip(ids, rest, strict=True)
@@ -127,7 +122,6 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, kno
             finish=_texts(choice.get("finish_reason"))[:LONGEST_TOKEN],
             positions=positions,
             scored=scores is not None,
-            forced=forced,
             prompt_ids=tuple(map(_whole, choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ())),
             prompt_tokens=None if usage.get("prompt_tokens") is None else _whole(usage["prompt_tokens"]),
             fingerprint=text_of(data, "system_fingerprint"),
@@ -187,25 +181,6 @@ def _without_end(positions: tuple[Position, ...], finish: Any) -> tuple[Position
 def _position(item: Mapping[str, Any]) -> Position:
     top = _few((_token(entry), _number(entry["logprob"])) for entry in item.get("top_logprobs") or ())
     return Position(token=_token(item), value=_number(item["logprob"]), top=top)
-
-
-def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Position, ...] | None:
-    """Return the prompt's tokens, which are the first keys of [null, {"572": {"logprob": …}, "264": …}, …], or None."""
-    entries = choice.get("prompt_logprobs") or data.get("prompt_logprobs")
-    if not entries:
-        return None
-    ids = [str(_whole(i)) for i in choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ()]
-    positions = []
-    for index, entry in enumerate(entries):
-        if entry is None:
-            positions.append(Position(token=ids[index] if ids else ""))
-            continue
-        own = ids[index] if ids and ids[index] in entry else next(iter(entry))
-        top = _few(
-            (key, _number(value["logprob"])) for key, value in entry.items() if (value.get("rank") or TOP) <= TOP
-        )
-        positions.append(Position(token=_named(own), value=_number(entry[own]["logprob"]), top=top))
-    return tuple(positions)
 
 
 def _best(position: Position) -> Position:

@@ -72,11 +72,6 @@ class Endpoint:
         field_name = self.dialect.cold if api in self.dialect.cold_apis else ""
         return "" if field_name in self.dropped[api] else field_name
 
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether the server can return the log probabilities of a prompt's own tokens."""
-        return bool(self.dialect.forced) and "completions" in self.settings.apis
-
     def ask(self, api: str, prompt: Prompt, *, fresh: bool, salt: str = "") -> Answer:
         """Return the greedy answer to a prompt: its continuation, or a chat's reply if `api` is "chat".
 
@@ -110,18 +105,6 @@ class Endpoint:
         more = self.ask(api, prompt, fresh=False, salt=salt).request  # after the other: an id may be a clock's seconds
         return once == more == request != other.request
 
-    def score(self, prompt: Prompt) -> Answer:
-        """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises as `ask` does."""
-        base = {**self._base("completions", prompt.text, 1), **self.dialect.forced}
-        extra = {self.dialect.cold: new_salt()} if self.cold("completions") == "cache_salt" else {}
-        data, sent = self._send("completions", base, extra)
-        most = len(prompt.text.encode()) + SPARE  # a token has at least one byte
-        answer = parse(self.dialect, data, tokens=most, forced=True)
-        if len(answer.values) < 2:  # a proxy may drop what asks for it
-            where = f"POST {self.settings.url}{PATHS['completions']}"
-            raise Refused(where, 200, "an answer without the prompt's tokens")
-        return replace(answer, sent=sent)
-
     def formats(self) -> dict[str, str]:
         """Return the number formats in which the server says that it computes and caches; see `Dialect.formats`."""
         return self.dialect.formats(self._client.get)
@@ -131,23 +114,21 @@ class Endpoint:
         return self.dialect.running(self._client.get)
 
     def latency(self, api: str) -> tuple[float, float | None]:
-        """Return the seconds to the first token and the seconds between two tokens of a small streamed request.
+        """Return the seconds to the first token and the seconds per token after it, from two small requests.
 
-        The second value is None if fewer than two tokens came. Raises the exceptions of `ask`.
+        Both bypass the prefix cache if the server can do this, so that both take the time for the prompt. The second
+        value is None if the answer ended before all tokens came. Raises the exceptions of `ask`.
         """
-        body = {**self._base(api, TIMED_TEXT, TIMED_TOKENS), "stream": True}
-        times = []
-        for at, event in self._client.stream(PATHS[api], body):
-            choice = first_choice(event)
-            delta = choice.get("delta") if isinstance(choice.get("delta"), dict) else {}
-            if choice.get("text") or any((delta or {}).get(k) for k in ("content", "reasoning_content", "reasoning")):
-                times.append(at)
-        if not times:
-            raise Refused(f"POST {self.settings.url}{PATHS[api]}", 200, "a stream without a token")
-        return times[0], (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+        cold, replies = self.cold(api), []
+        for tokens in (1, TIMED_TOKENS):
+            fresh = {cold: new_salt() if cold == "cache_salt" else False} if cold else {}
+            replies.append(self._client.api(PATHS[api], {**self._base(api, TIMED_TEXT, tokens), **fresh}))
+        one, whole = (reply.seconds for reply in replies)
+        finishes = [first_choice(reply.json()).get("finish_reason") for reply in replies]
+        return one, max(0.0, whole - one) / (TIMED_TOKENS - 1) if finishes[-1] == "length" else None
 
     def recording(self, case: str, api: str, prompt: Prompt, answer: Answer, condition: str) -> Recording:
-        """Return the recording of an answer, with its chain. `api` is "forced" if the prompt's tokens were scored."""
+        """Return the recording of an answer, with its chain."""
         return Recording(
             case=case,
             digest=answer.digest,
@@ -167,7 +148,7 @@ class Endpoint:
             fields = {k: v for k, v in self.dialect.fields(api).items() if k not in self.dropped[api]}
             parts += [f"{api}.{name}={json.dumps(value)}" for name, value in fields.items()]
             parts.append(f"{api}.cold={self.cold(api) or 'not offered'}")
-        return " ".join([*parts, f"forced={' '.join(self.dialect.forced) if self.scores_prompts else 'not offered'}"])
+        return " ".join(parts)
 
     def _chain(self, api: str, prompt: Prompt, answer: Answer) -> dict[str, str]:
         server = [self.dialect.name, self.version, printable(answer.fingerprint)[:120], self.configuration]
@@ -176,7 +157,7 @@ class Endpoint:
             links["checkpoint"] = f"{links.get('checkpoint', '')} {printable(answer.model)[:120]}".strip()
         return {
             **links,
-            "prompt": digest([prompt.text, self._rendered("chat" if api == "chat" else "completions", prompt, answer)]),
+            "prompt": digest([prompt.text, self._rendered(api, prompt, answer)]),
             "settings": answer.sent,
             "server": " ".join(part for part in dict.fromkeys(server) if part),
             "client": f"canaryd {CLIENT} {self.dialect.name}",

@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,8 +37,6 @@ MAX_BYTES = 16 << 20
 prompt about 10 MB."""
 MAX_VALUES = 1_000_000
 """Maximum values in a JSON document: 20,000 scored tokens of a prompt with their alternatives have about 900,000."""
-TICK = 0.001
-"""Parts of an answer that arrive within this many seconds count as one part, because a server may send byte by byte."""
 MOST_WORDS = 4096
 """Maximum number of characters that are read of a server's error text."""
 QUOTED = 200
@@ -47,6 +45,10 @@ UNSAID = "without a message"
 BUSY = (429, 503)
 GATEWAY = (502, 504)
 """Status codes with which a proxy says that it cannot reach the server. They do not show whether a path exists."""
+NO_TLS = dict.fromkeys(
+    ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"), "that port speaks http, not https: begin url with http://"
+)
+"""Reason of OpenSSL for an answer that is not TLS → what to do."""
 
 
 class NotListening(Skip):
@@ -54,7 +56,7 @@ class NotListening(Skip):
 
 
 class Refused(Skip):
-    """The server received the request and declined it (4xx, 5xx, or no stream); `words` is the server's own text."""
+    """The server received the request and declined it (4xx, 5xx); `words` is the server's own text."""
 
     def __init__(self, where: str, status: int, words: str) -> None:
         super().__init__(f"{where}: refused with {status}: {words[:QUOTED] or UNSAID}")
@@ -80,8 +82,8 @@ class Reply:
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
-    arrived: list[tuple[float, int]] = field(default_factory=list)
-    """Arrival of the body: (seconds since the request, bytes received by then), at most one pair for each `TICK`."""
+    seconds: float = 0.0
+    """From the request to the end of its answer, without earlier attempts."""
     data: Any = None
     """The body as JSON; None if the body is no readable JSON, or if an optional path did not succeed."""
     fault: str = ""
@@ -163,36 +165,6 @@ class Client:
         """Send JSON to an API path, or a GET if `body` is None; return the reply. Raises `Skip` if none is complete."""
         return self._ask("GET" if body is None else "POST", self._prefix + path, body)
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
-        """Send JSON to a path of the API; yield (seconds since the request, event) until the end of the stream.
-
-        Raises `Refused` if the server does not stream, `Skip` if the stream is cut off or is not JSON.
-        """
-        reply = self._exchange(
-            "POST", self._prefix + path, body, time.monotonic() + self.timeout, until=b"data: [DONE]"
-        )
-        if reply.status >= 400 or "text/event-stream" not in reply.headers.get("Content-Type", ""):
-            raise Refused(reply.where, reply.status, reply.words if reply.status >= 400 else "no stream of events")
-        count, finished, begin = 0, False, 0
-        for at, size in reply.arrived:
-            complete = reply.body.rfind(b"\n", begin, size) + 1 or begin
-            lines, begin = reply.body[begin:complete].split(b"\n"), complete
-            for line in lines:
-                kind, _, value = line.decode(errors="replace").strip().partition(":")
-                if kind != "data":
-                    continue
-                if value.strip() == "[DONE]":
-                    return
-                event, fault = read(value)
-                if not isinstance(event, dict) or event.get("error"):
-                    instead = _words(event, value, body)[:QUOTED] or f"data that {fault or 'is no object'}"
-                    raise Skip(f"{reply.where}: after {count} events the stream contains: {instead}")
-                count += 1
-                finished = finished or bool(first_choice(event).get("finish_reason"))
-                yield at, event
-        if not finished and b"[DONE]" not in reply.body[begin:]:
-            raise Skip(f"{reply.where}: the stream broke off after {count} events, before the server marked its end")
-
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
         end, wait = time.monotonic() + self.timeout, 0.25
         for attempt in range(1, ATTEMPTS + 1):
@@ -226,10 +198,8 @@ class Client:
             raise Skip(f"{reply.where}: redirected with {reply.status} to {to}")
         return reply
 
-    def _exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None, end: float, until: bytes = b""
-    ) -> Reply:
-        """Return the complete reply, or the reply up to the part of the body that contains `until`.
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Reply:
+        """Return the complete reply.
 
         `end` is the deadline. Another thread talks to the server, so that the deadline holds even for a silent name
         server (`socket.getaddrinfo` has no timeout) and a server that sends a byte now and then. Raises `NotListening`
@@ -247,7 +217,7 @@ class Client:
             if self._tls
             else HTTPConnection(host, port, timeout=wait)
         )
-        headers = {"Accept": "application/json, text/event-stream", "User-Agent": "canaryd"}
+        headers = {"Accept": "application/json", "User-Agent": "canaryd"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         headers |= {} if body is None else {"Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
@@ -265,11 +235,8 @@ class Client:
                 reply.status, reply.headers = response.status, response.headers
                 while part := response.read1(1 << 16):
                     reply.body += part
-                    reply.arrived[-1:] = _ticked(reply.arrived[-1:], time.monotonic() - begun, len(reply.body))
                     if len(reply.body) > MAX_BYTES:
                         raise Skip(f"{reply.where}: the answer is longer than the limit of {MAX_BYTES >> 20} MiB")
-                    if until and until in part:
-                        break
 
         def work() -> None:
             try:
@@ -293,6 +260,7 @@ class Client:
                 held = done.get()[1]
         if error is not None:
             raise self._failed(reply, error, held=held, connected=connected.is_set(), wait=wait)
+        reply.seconds = time.monotonic() - begun
         reply.data, reply.fault = read(reply.text)
         reply.words = _words(reply.data, reply.text, body)
         return reply
@@ -317,20 +285,13 @@ class Client:
             said = printable(str(cause.verify_message))[:200].rstrip(".")
             text = f"its certificate is not accepted: {said}; correct url, or name its authority with ca_file"
         elif isinstance(cause, ssl.SSLError):
-            text = f"the server does not speak TLS ({cause.reason}): write http://, or configure the server"
+            text = f"no TLS ({cause.reason}): begin url with http:// if that port does not speak https"
+            text = NO_TLS.get(cause.reason, text)
         elif isinstance(cause, socket.gaierror):
             text = f"unknown host name: {cause.strerror}"
         else:
             text = f"cannot be reached: {getattr(cause, 'strerror', None) or printable(str(cause))}"
         return Skip(f"{reply.where}: {text}")
-
-
-def _ticked(last: list[tuple[float, int]], now: float, size: int) -> list[tuple[float, int]]:
-    """Return the entries that replace `last`, the end of `Reply.arrived`, when `size` bytes have arrived by `now`.
-
-    If `last` is younger than `TICK`, its size is replaced; otherwise an entry (`now`, `size`) follows it.
-    """
-    return [(last[0][0], size)] if last and now - last[0][0] < TICK else [*last, (now, size)]
 
 
 def _broken(error: BaseException, size: int, timeout: float) -> str:
@@ -375,7 +336,7 @@ def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
 
 
 def first_choice(data: Any) -> dict[str, Any]:
-    """Return `choices[0]` of an answer or event of the API, or {} if there is none."""
+    """Return `choices[0]` of an answer of the API, or {} if there is none."""
     choices = data.get("choices") if isinstance(data, dict) else None
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
 

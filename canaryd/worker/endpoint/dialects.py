@@ -63,8 +63,6 @@ class Dialect:
     cold: str = ""
     """Field that bypasses the prefix cache: "cache_prompt" (false), "cache_salt" (a fresh value), or "" (none)."""
     cold_apis: tuple[str, ...] = ("completions", "chat")
-    forced: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Fields that, with max_tokens 1, make completions return the prompt's own probabilities; empty if impossible."""
     greedy_is_best: bool = False
     """True if the server can report a wrong token; the generated token is then the most probable alternative."""
     versions: tuple[tuple[str, str], ...] = ()
@@ -156,7 +154,6 @@ VLLM = Dialect(
     completions={**_LEGACY, "return_token_ids": True},
     chat={**_CHAT, "return_token_ids": True},
     cold="cache_salt",
-    forced={"prompt_logprobs": TOP, "return_token_ids": True},
     versions=(("/version", "version"),),
     tokenize=("/tokenize", "prompt"),
     metrics=("vllm:num_requests_running", "vllm:num_requests_waiting"),
@@ -168,7 +165,6 @@ SGLANG = Dialect(
     completions={**_LEGACY, "return_token_ids": True},
     chat={**_CHAT, "return_prompt_token_ids": True},
     cold="cache_salt",
-    forced={"echo": True, "logprobs": TOP},
     versions=(("/server_info", "version"), ("/get_server_info", "version")),
     tokenize=("/tokenize", "prompt"),
     metrics=("sglang:num_running_reqs", "sglang:num_queue_reqs"),
@@ -207,7 +203,6 @@ LLAMA_SERVER = Dialect(
 LLAMA_CPP_PYTHON = Dialect(
     name="llama-cpp-python",
     untuned=True,
-    forced={"echo": True, "logprobs": TOP},
     tokenize=("/extras/tokenize", "input"),
 )
 MLX_LM = Dialect(

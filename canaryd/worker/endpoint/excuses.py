@@ -1,24 +1,21 @@
 """Harmless explanations (excuses) of a wrong answer of a served exact canary: causes other than a wrong computation.
 
 Each excuse is decided from all answers of a run on one API. If an excuse holds, the run proves nothing: it is skipped
-with the reason, and the endpoint's state is unknown. docs/exact-canary.md lists the excuses with their limits.
+with the reason, and the endpoint's state is unknown. docs/exact-canary.md names them.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from canaryd.facts import printable
 from canaryd.worker.endpoint.marking import Fault, Marked, Sort
-from canaryd.worker.exact_canary.expected import COST, RIGHT, Expected, spell
+from canaryd.worker.exact_canary.expected import COST, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
 LAYERS = 8
 """Largest number of layers with which `_other_layers` tries to explain an answer (ours)."""
-SPREAD = 0.01
-"""Maximum relative spread of the ratios "measured difference / right difference" around their median (ours)."""
 QUOTED = 60
 """Maximum number of characters of an answer that a reason quotes."""
 EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
@@ -38,10 +35,8 @@ def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapp
         or _ended_early(marked)
         or _rounding_format(expected, formats)
         or _other_layers(expected, marked)
-        or _unnormalised(marked)
         or _penalised(expected, marked)
         or _sampled(marked)
-        or _scaled(marked)
         or _changed_file(expected)
     )
 
@@ -114,16 +109,6 @@ def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
     return ""
 
 
-def _unnormalised(marked: Sequence[Marked]) -> str:
-    """Return this excuse as text if the only error is that logits are printed as log probabilities, otherwise ""."""
-    faults = [fault for m in marked for fault in m.faults]
-    if not faults or any(f.sort is not Sort.CHANCE or f.got != RIGHT for f in faults):
-        return ""
-    return (
-        "it prints logits and not log probabilities: set it to log probabilities (vLLM: --logprobs-mode raw_logprobs)"
-    )
-
-
 def _sampled(marked: Sequence[Marked]) -> str:
     """Return this excuse as text if the right word was the most probable but another was chosen, otherwise ""."""
     faults = [(m, f) for m in marked for f in m.faults if f.sort is Sort.CHOICE]
@@ -133,17 +118,6 @@ def _sampled(marked: Sequence[Marked]) -> str:
         "it computes the right word as the most probable and gives another, though temperature 0 was asked for: it "
         "samples, or its choice is wrong; let it choose the most probable word"
     )
-
-
-def _scaled(marked: Sequence[Marked]) -> str:
-    """Return this excuse as text if one factor explains the errors of all logit differences, otherwise ""."""
-    ratios = [lead / cost for m in marked for cost, lead in m.leads]
-    if not ratios or any(f.sort is Sort.WORD or not math.isfinite(f.got) for m in marked for f in m.faults):
-        return ""
-    factor = statistics.median(ratios)
-    if abs(factor - 1) <= SPREAD or any(abs(ratio / factor - 1) > SPREAD for ratio in ratios if factor):
-        return ""
-    return f"it multiplies all logits by {factor:.3g}: a temperature or a scale; set temperature 1, or none, there"
 
 
 def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:

@@ -2,7 +2,7 @@
 
 The logits are exact, so the words are exact. The differences between candidates' logits are exact too: 8 for each wrong
 bit. The engine computes its printed log probabilities with its own log-softmax, in its own format. The printed values
-show their precision, and no comparison is more precise (docs/exact-canary.md has the tolerances and their sources).
+show their precision, and no comparison is more precise.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ class Marked:
     tokens: list[int] | None
     """The answer's tokens; None if the text has words that this model does not have."""
     faults: tuple[Fault, ...] = ()
-    leads: tuple[tuple[float, float], ...] = ()
-    """For each compared alternative: (right, actual) distance of its logit below the right word's logit."""
     fine: bool = False
     """Whether a word after the first was right to the last bit of float32, which is impossible if the server rounds."""
     scored: bool = False
@@ -132,7 +130,6 @@ def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
         answer=answer,
         tokens=tokens,
         faults=tuple(faults),
-        leads=tuple(scores.leads),
         fine=scores.fine,
         scored=bool(scores.looked),
     )
@@ -160,7 +157,6 @@ class _Scores:
     answer: Answer
     words: int
     looked: set[int] = field(default_factory=set)
-    leads: list[tuple[float, float]] = field(default_factory=list)
     fine: bool = False
 
     def __post_init__(self) -> None:
@@ -219,7 +215,6 @@ class _Scores:
         if cost is None:
             far = not near and lead >= RIGHT - MOST_SAID - tolerance
             return [] if far else [Fault(Sort.LEAD, at, COST, lead, token)]
-        self.leads.append((cost, lead))
         right = abs(lead - cost) <= tolerance and (cost == COST or not near)
         return [] if right else [Fault(Sort.LEAD, at, cost, lead, token)]
 

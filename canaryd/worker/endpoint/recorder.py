@@ -22,14 +22,12 @@ have 20,000."""
 BLIND = "the server gives no logprobs: only the text is compared, so other faults are not seen"
 UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"
 Item = tuple[str, Prompt]
-"""One thing to ask: (API, prompt). The API is "forced" if the prompt's own tokens are scored."""
+"""One thing to ask: (API, prompt)."""
 
 
 def names(item: Item) -> tuple[str, ...]:
-    """Return the names of the cases that get an item's answers: one for "forced", otherwise "fresh" and "warm"."""
+    """Return the names of the cases that get an item's answers: "fresh" and "warm"."""
     api, prompt = item
-    if api == "forced":
-        return (f"forced/{prompt.name}",)
     return tuple(f"{api}/{prompt.name}/{mode}" for mode in ("fresh", "warm"))
 
 
@@ -88,14 +86,12 @@ class Recorder:
         return failed
 
     def latencies(self, api: str) -> Iterator[Fact]:
-        """Yield two readings, the seconds to the first token and between tokens, or the reason for their absence."""
+        """Yield two readings, the seconds to the first token and per further token, or the reason for their absence."""
         labels = {"api": api}
         why = self.strained  # a failure under load may last and would distort the measurement
         if not why:
             try:
                 first, between = self.endpoint.latency(api)
-            except Refused as refused:
-                why = f"the server does not stream: {refused}"
             except Skip as error:
                 why = self.strained = str(error)
         if why:
@@ -104,7 +100,7 @@ class Recorder:
             return
         yield Reading(name="endpoint_first_token_seconds", value=first, unit="seconds", labels=labels)
         if between is None:
-            reason = "fewer than two tokens came"
+            reason = "the answer ended before all tokens came"
             yield Absent(name=reading_key("endpoint_token_seconds", labels), reason=reason)
         else:
             yield Reading(name="endpoint_token_seconds", value=between, unit="seconds", labels=labels)
@@ -136,10 +132,8 @@ class Recorder:
             yield Absent(name="endpoint_nonfinite", reason=BLIND)
 
     def _exchange(self, item: Item) -> list[Answer]:
-        """Return an item's answers: one that bypasses the prefix cache and, unless "forced", one from a warm cache."""
+        """Return an item's answers: one that bypasses the prefix cache, and one from a warm cache."""
         api, prompt = item
-        if api == "forced":
-            return [self.endpoint.score(prompt)]
         salt = new_salt()
         answers = [self.endpoint.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False)]
         self.endpoint.refuse_replays(api, prompt, salt, answers)

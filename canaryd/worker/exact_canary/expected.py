@@ -22,7 +22,7 @@ FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
 """Largest accepted size of `expected.json` in bytes (ours); eight prompts take 30 kB."""
 MOST_SAID = 4.0
-"""Largest magnitude of the logit of a word that the program does not use (docs/exact-canary.md)."""
+"""Largest magnitude of the logit of a word that the program does not use."""
 RIGHT, COST = 20.0, 8.0
 """Logit of the right word, and the amount by which each wrong bit of a word's place or value lowers its logit."""
 SLACK = 1e-9

@@ -23,6 +23,7 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import SPEEDS, TRIALS, Comparison, Culprit, Evidence, Exactness, Place, Reading
+from canaryd.free_memory import available
 from canaryd.model import Device
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.links.member import LIBRARIES
@@ -36,6 +37,9 @@ from canaryd.worker.visible import environment_of
 
 START = 100.0
 """Seconds for all members together to import torch and to connect (ours): a slow import takes 12."""
+MEMBER = {True: 288 << 20, False: 800 << 20}
+"""Whether a member computes on the CPU → bytes of host memory that it takes. torch 2.13 alone: 278 MiB, measured; with
+`engine.room.CONTEXT` for a vendor's runtime."""
 STEP = 30.0
 """Seconds after which the members abandon a step. The worker waits twice as long per step before it gives up."""
 CORES = 4
@@ -72,6 +76,13 @@ def ends_of(ctx: Context) -> list[End]:
     return [End(f"core {core}", core, ctx.device, core) for core in chosen]
 
 
+def need_memory(ends: Sequence[End]) -> None:
+    """Raise `Skip` where the members would need more memory than the host or the container has left."""
+    need = sum(MEMBER[end.device.unit == "cpu"] for end in ends)
+    if (free := available()) is not None and free < need:
+        raise Skip(f"{len(ends)} processes need {need >> 20:,} MiB of memory, and {free >> 20:,} MiB are available")
+
+
 def need_library(backend: str) -> None:
     """Raise `Skip` where this torch has no library for sending between devices of this backend."""
     library = LIBRARIES[backend]
@@ -83,7 +94,7 @@ class Group:
     """The member processes; leaving this context manager ends them."""
 
     def __init__(self, ends: Sequence[End], seed: int, words: int, wrong_link: tuple[int, int] | None) -> None:
-        """Start one process per end; `wrong_link`: (sender, receiver) ranks of the link that a drill makes wrong."""
+        """Start one process per end; `wrong_link`: (sender, receiver) ranks of the link with the injected fault."""
         self.ends = ends
         self._answers: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         listener = socket.create_server(("127.0.0.1", 0))
@@ -268,7 +279,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
 
     `words`: words of 64 bits in each transfer; `formats`: number formats of the sums. Raises `Skip` if there are not
     two ends, or if this torch has no library for them. Raises `NoCase` if no case has a requested name, and
-    `RuntimeError` if a member fails or hangs. In a drill one bit flips on one link.
+    `RuntimeError` if a member fails or hangs.
     """
     need_library(ctx.device.backend)
     ends = ends_of(ctx)
@@ -280,6 +291,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
     pairs = list(itertools.permutations(range(len(ends)), 2))
     struck = pairs[mix64(ctx.seed) % len(pairs)] if ctx.drill else None
     found = _Found(ctx, ends, words)
+    need_memory(ends)
     with Group(ends, ctx.seed, words, struck) as group:
         until = ctx.clock() + ctx.budget  # the start of the processes is no work
         while True:

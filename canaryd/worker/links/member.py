@@ -101,7 +101,7 @@ class Member:
         return {"evidence": self._compared(torch.cat(parts), expected, Way.TOGETHER)}
 
     def _strike(self, words: Any, sender: int | None) -> None:
-        """Flip one bit of `words` for a drill if they came over the wrong link; `sender`: None for a sum of all."""
+        """Inject a fault, one bit of `words`, if they came over the wrong link; `sender`: None for a sum of all."""
         if self.wrong_link and self.wrong_link[1] == self.rank and sender in (None, self.wrong_link[0]):
             words[words.numel() // 3] ^= FLIPPED
 

@@ -38,7 +38,7 @@ AGAIN = 3
 LOCKED = ("cuda",)
 """Types of torch devices for which the host's pages are locked, so that copies are as fast as the link."""
 FLIPPED = 1 << 11
-"""Mask of the bit that a drill (run with an injected fault) flips."""
+"""Mask of the bit that an injected fault flips."""
 WAYS = {
     Way.TO_DEVICE: "on the way to the device",
     Way.TO_HOST: "on the way to the host",
@@ -216,7 +216,7 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
 
 
 class Struck(Copies):
-    """A drill: a bit flips during the copy to the device."""
+    """A fault to inject: a bit flips during the copy to the device."""
 
     def send(self) -> None:
         """Copy the host's words to the device and flip one bit there."""

@@ -1,4 +1,4 @@
-"""Faulty memory for a drill (a run with an injected fault): one bit of one word always reads 1."""
+"""Faulty memory, an injected fault: one bit of one word always reads 1."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _asked_for(ctx: Context) -> list[tuple[str, str]]:
     asked = [(c, n) for c, n in names if not wanted or any(selects(w, c) for w in wanted)]
     if not asked:
         raise NoCase(ctx.cases, (case for case, _ in names))
-    # Where a budget ends early, another run begins with another pattern. A drill's fault shows in the first.
+    # Where a budget ends early, another run begins with another pattern. An injected fault shows in the first.
     turn = 0 if ctx.drill else ctx.seed % len(asked)
     return [*asked[turn:], *asked[:turn]]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from canaryd.facts import beginning
+from canaryd.facts import GRAPH, beginning
 from canaryd.model import Device
 from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric.characterised import is_characterised, room_of
@@ -46,9 +46,12 @@ class Case:
     """Text from which the seed is derived, if cases of other sizes draw operands from the same pools. If it is "", the
     seed is derived from the name before "@"."""
 
-    def at(self, turn: int) -> Case:
-        """Return this case as "name#turn" ("name" for turn 0), with operands that the host draws in draw `turn`."""
-        name = f"{self.name}#{turn}" if turn else self.name
+    def at(self, turn: int, *, graph: bool = False) -> Case:
+        """Return this case as "name#turn" ("name" for turn 0), with operands that the host draws in draw `turn`.
+
+        With `graph` the name says that the device computes it in a graph.
+        """
+        name = f"{self.name}#{turn}{GRAPH if graph else ''}" if turn else self.name
         return replace(self, name=name, build=partial(self.build, turn=turn), product=None)
 
 
@@ -109,8 +112,11 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
     """Return the cases that `ctx.cases` selects; raise `NoCase` if there is none."""
     kept = [case for case in cases if chosen(ctx, case.name)]
     for case, (name, _, turn) in itertools.product(cases, (want.partition("#") for want in ctx.cases)):
-        if name == case.name and turn.isdigit() and case.product is not None:
-            kept.append(case.at(int(turn)))
+        number = turn.removesuffix(GRAPH)
+        if name == case.name and number.isdigit() and case.product is not None:
+            kept.append(case.at(int(number)))
+            if turn != number and case not in kept:
+                kept.append(case)  # what failed in a graph is repeated in one too, on other operands
     if not cases:
         raise Skip(none_supported(ctx.device, "case of this probe"))
     if not kept:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
-from canaryd.facts import Comparison, Doubt, Evidence, Subject
+from canaryd.facts import Comparison, Doubt, Evidence, Subject, is_of_graph
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, first_result
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
@@ -23,6 +24,7 @@ from canaryd.worker.numeric.repeating import DIFFERENT, EQUAL, RepeatedTurns, Tu
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, is_alone, on_core, same_bits
+from canaryd.worker.runtime.interface import burst_bytes
 
 WRONG_ENOUGH = 3
 """Number of wrong results after which the computation on these operands stops."""
@@ -96,8 +98,8 @@ def measure_fresh(
 ) -> list[Found]:
     """Compute and compare for `seconds` on operands that the device gathers; return the comparisons.
 
-    The trials of all right turns are added to the comparison of the first turn. The host checks the gathered arrays on
-    every alarm, and in one case of `LOOKED_AT`.
+    The trials of all right turns are added to the comparison of the first turn, or of the first in a graph. The host
+    checks the gathered arrays on every alarm, and in one case of `LOOKED_AT`.
     """
     return _Fresh(session, case, pools, seed, core, session.ctx.clock() + seconds).found()
 
@@ -167,44 +169,53 @@ class _Fresh:
 
     def _repeat(self, turns: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
         """Let the device compute turns one by one without the host, while the host checks the first turn."""
-        self.clean = [(0, first.comparison, None)]
         for turn in turns.turns(self.until):
             mine = self._upload(turn.number, turn.by.operands, turn.by.golden)
             missing = sum(answer not in (EQUAL, DIFFERENT) for answer in turn.answers)
             blind = f"the device compared {missing} of {len(turn.answers)} results with nothing" if missing else ""
             self._judge(turn.number, Computed(self._counted(turn, mine), blind=blind), mine)
+            if self.wrong and self.wrong[-1][0] == turn.number:
+                self.wrong[-1] = self._again(turns, turn, *self.wrong[-1])
             if blind or self._is_wrong_enough:
                 break
-        (_, summed, _), *others = self.clean
-        comparison, comparator, why = first.settled(upload.right)
-        if not (comparison.wrong or why):
-            self.clean = [(0, replace(comparison, trials=summed.trials), comparator), *others]
-            return
-        self.clean = others
         self._judge(0, first, upload)
-        if later := summed.trials - comparison.trials:
-            self.clean.insert(0, (1, replace(summed, case=self.case.at(1).name, trials=later), None))
+        self.clean.sort(key=itemgetter(0))
+
+    def _again(
+        self, turns: RepeatedTurns, turn: Turn, number: int, comparison: Comparison, comparator: Comparison | None
+    ) -> Found:
+        """Compute a wrong turn in the graph once more; return what was found, with the number of results of both."""
+        assert comparison.evidence is not None
+        answers = turns.again(turn)
+        wrong = answers.count(DIFFERENT)
+        found = replace(comparison.evidence, repeats=wrong + answers.count(EQUAL), repeats_wrong=wrong)
+        return number, replace(comparison, evidence=found), comparator
 
     def _counted(self, turn: Turn, upload: OnDevice) -> Comparison:
         wrong = [result for result, answer in zip(turn.by.results, turn.answers, strict=True) if answer == DIFFERENT]
         found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
         trials = len(wrong) + turn.answers.count(EQUAL)
         self.session.repeated += trials
-        case = self.case.at(turn.number)
+        case = self.case.at(turn.number, graph=True)
         return _counted(self.session, case, upload, self.seed, self.core, trials, len(wrong), found)
 
     def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:
-        """Add the trials of a right turn to the first comparison; keep the comparison of a wrong turn."""
+        """Add a right turn's trials to the first comparison of its kind, in a graph or not; keep a wrong turn's own."""
         comparison, comparator, why = done.settled(upload.right)
         if comparison.wrong or why:
             why = why or self._gathered(turn, upload)()
             # A golden that was gathered wrongly explains why host and device disagree.
             self.wrong.append((turn, _with_gather(comparison, why, upload.right()), None if why else comparator))
-        elif comparator is not None or not self.clean:
+            return
+        alike = (
+            n for n, (_, kept, _) in enumerate(self.clean) if is_of_graph(kept.case) == is_of_graph(comparison.case)
+        )
+        at = next(alike, None)
+        if comparator is not None or at is None:
             self.clean.append((turn, comparison, comparator))
         else:
-            first, summed, erred = self.clean[0]
-            self.clean[0] = (first, replace(summed, trials=summed.trials + comparison.trials), erred)
+            first, summed, erred = self.clean[at]
+            self.clean[at] = (first, replace(summed, trials=summed.trials + comparison.trials), erred)
 
 
 def _with_gather(comparison: Comparison, why: str, golden: Any) -> Comparison:
@@ -234,12 +245,12 @@ def _compute(
     of results between calls.
     """
     ctx, runtime, golden = session.ctx, session.runtime, upload.golden
-    armed = case.name.partition("#")[0]  # a drill names cases, not turns
+    armed = case.name.partition("#")[0]  # faults name cases, not turns
     operands = session.injector.before(armed, upload.operands, case.struck)
     trials = wrong = 0
     found: Evidence | None = None
     first: tuple[bool, Future[Evidence | None] | None, str, str] = (True, None, "", "")
-    burst = runtime.burst(golden)
+    burst = runtime.burst(golden, burst_bytes(ctx.room))
     together = burst > 1 and most > 0  # what is no turn may be of an operation that chooses the memory of its results
     with on_core(core):
         while True:

@@ -33,9 +33,10 @@ from canaryd.worker.numeric.tensors import WORD, Format, bits, torch
 
 POOL = 128
 """Number of rows (columns) of a pool: 128 x 128 different dot products are enough and cost about a millisecond."""
-POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long": POOL // 2}
+POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long": POOL // 2, "ragged": POOL // 2}
 """Kind of product → number of rows of its pools. The first four kinds have the same K and share pools. The pools of
-"long" sums cost the host several times as much. Other kinds need pools of their own, no larger than the product."""
+"long" sums cost the host several times as much, and those of "ragged" products serve one case. Other kinds need pools
+of their own, no larger than the product."""
 
 SHEET = 16
 """Number of turns (draws of operands) that one call draws: one turn costs nearly as much as sixteen (ours)."""

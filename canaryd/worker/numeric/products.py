@@ -43,8 +43,10 @@ def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, f
     if source == "uint8":
         raise NotImplementedError("torch multiplies no uint8 matrices")
     if source.startswith("float8"):
-        one, dtype = torch.ones((), device=a.device), FORMATS[target].dtype
-        return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=fast)  # noqa: SLF001
+        one = torch.ones((), device=a.device)
+        scaled = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, use_fast_accum=fast)  # noqa: SLF001
+        # New memory would be filled with NaN first, because the strict switches ask for deterministic algorithms.
+        return scaled(out_dtype=FORMATS[target].dtype) if kept is None else scaled(out_dtype=kept.dtype, out=kept)
     if source == "tfloat32":
         if torch.version.hip or a.device.type != "cuda":
             raise NotImplementedError("TF32 is a format of NVIDIA's tensor cores")

@@ -114,6 +114,12 @@ class RepeatedTurns:
             return ""
         return f"one bit of a golden was flipped on purpose, and the device finds no difference in {blind} results"
 
+    def again(self, turn: Turn) -> list[int]:
+        """Compute a turn once more, on the memory of the first time; return its answers."""
+        with self._session.on_device():
+            turn.by.launch(self._indices(turn.number))
+        return turn.by.answers()
+
     def turns(self, until: float, most: int = 0) -> Iterator[Turn]:
         """Launch turns until the clock reads `until`; yield each turn as soon as its answers have arrived.
 

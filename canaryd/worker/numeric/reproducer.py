@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 from canaryd.codec import from_json
-from canaryd.facts import Exactness
+from canaryd.facts import GRAPH, Exactness
 from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import attention, indexing
@@ -198,7 +198,7 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
         "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
     )
-    turn = int(case.partition("#")[2] or 0)
+    turn = int(case.partition("#")[2].removesuffix(GRAPH) or 0)
     return Exhibit(build(product, seed, turn), compute, ("a", "b"), switches)
 
 

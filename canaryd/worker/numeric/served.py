@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from canaryd.facts import Skipped
+from canaryd.facts import ALIGNED, Skipped
 from canaryd.probe import Context
 from canaryd.worker.numeric.cases import Case, product_case
 from canaryd.worker.numeric.operands import CONTENTS
+from canaryd.worker.numeric.sizes import asked_for
 from canaryd.worker.numeric.tensors import FORMATS, Format
 from canaryd.worker.runtime import interface
 
@@ -72,9 +73,11 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
         for number, M in enumerate(rows(ctx.level, ctx.seed, every=bool(ctx.cases))):
             contents = names if ctx.cases else [names[(ctx.seed // 2 + number) % len(names)]]
             for content, weight in itertools.product(contents, found):
-                sizes = (M, weight.N, weight.K, 0)
-                case = product_case(ctx.device, form, form, content, f"{weight.name}-{M}", "nt", sizes)
-                why = too_much(ctx, FORMATS[form], weight, M, speeds[form], free)
+                kind = f"{weight.name}-{M}"
+                asked = asked_for(ctx, f"{form}/{content}/{kind}/nt")
+                part = replace(weight, N=asked[1]) if asked else shard(ctx, FORMATS[form], weight)
+                case = product_case(ctx.device, form, form, content, kind, "nt", (M, part.N, part.K, 0))
+                why = too_much(ctx, FORMATS[form], part, M, speeds[form], free)
                 yield Skipped(case=case.name, reason=why) if why else case
 
 
@@ -176,6 +179,15 @@ def weights(config: Mapping[str, Any]) -> list[Weight]:
 def rows(level: str, turn: int, *, every: bool) -> Sequence[int]:
     """Return the numbers of rows to multiply at a level; at "quick" only one, by `turn`, unless `every` is true."""
     return ROWS[level] if level != "quick" or every else (ROWS[level][turn % len(ROWS[level])],)
+
+
+def shard(ctx: Context, source: Format, weight: Weight) -> Weight:
+    """Return a weight; on an accelerator only as many of its outputs as the level takes, as if several GPUs shared it.
+
+    What is not tested at one level is tested at a deeper one.
+    """
+    outputs = MOST[ctx.level] // (weight.K * source.dtype.itemsize) // ALIGNED * ALIGNED
+    return replace(weight, N=outputs) if ctx.device.unit != "cpu" and 0 < outputs < weight.N else weight
 
 
 def too_much(ctx: Context, source: Format, weight: Weight, M: int, speed: float, free: int | None) -> str:

@@ -66,13 +66,13 @@ class Session:
     """Pairs of a start and an end event of work on the device, whose times are not added up yet."""
 
     def __post_init__(self) -> None:
-        """Find the fault that the drill injects; raise `Skip` for an unknown name."""
+        """Find the fault to inject; raise `Skip` for an unknown name."""
         self.began = self.ctx.clock()
-        drill = self.ctx.drill
-        if drill and drill not in faults.FAULTS:
-            raise Skip(f"unknown fault {drill!r}; there are {', '.join(faults.FAULTS)}")
+        fault = faults.FAULTS.get(self.ctx.drill)
+        if self.ctx.drill and fault is None:
+            raise Skip(f"unknown fault {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
         self.runtime = interface.of(self.ctx.device)
-        self.injector = faults.Injector(faults.FAULTS.get(drill), self.ctx.seed, self.runtime)
+        self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
 
     def look(self, work: Callable[[], T]) -> Future[T]:
         """Return a future of `work`, which another host thread does; if the device is the host, it is already done."""

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from canaryd.facts import FINGERPRINT, TRIALS, Comparison, Exactness, Reading, Skipped
+from canaryd.facts import FINGERPRINT, TRIALS, Comparison, Exactness, Reading, Skipped, is_of_graph
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric.cases import Case, Refused, none_supported, restrict, selects
 from canaryd.worker.numeric.integers import combine
@@ -56,7 +56,7 @@ def verify_all(
     if shipped and not digests:
         yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
     session.injector.arm([c.name for c in fresh or fixed])
-    fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill's case goes first
+    fresh.sort(key=lambda case: case.name != session.injector.target)  # the injected fault goes first
     with session.runtime.strict(ctx.device) as switches, settled(session):
         yield Reading(name="switches", value=as_text(switches))
         late, order = 0, [*fixed, *fresh]
@@ -182,6 +182,10 @@ def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: 
 def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Comparison:
     assert comparison.evidence is not None
     wrong = [c.evidence for c in again if c.evidence is not None]
+    if is_of_graph(comparison.case):  # it was repeated in the graph at once
+        text = f"wrong in {len(wrong)} of {len(again)} repeats without a graph"
+        pattern = ": ".join(filter(None, (comparison.evidence.pattern, text)))
+        return replace(comparison, evidence=replace(comparison.evidence, pattern=pattern))
     same = sum(1 for e in wrong if e.first == comparison.evidence.first)
     found = replace(comparison.evidence, repeats=len(again), repeats_wrong=len(wrong), repeats_alike=same)
     return replace(comparison, evidence=found)

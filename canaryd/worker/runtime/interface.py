@@ -22,8 +22,17 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import stack
 
 BURST_BYTES = 256 << 20
-"""Maximum bytes of results that are computed before the host reads their comparisons: a quarter of `budget.memory`, or
-eight bfloat16 products of size 4096. An H200 computes these in 1.4 ms, and waits for the host at each reading."""
+"""Maximum bytes of results that are computed before the host reads their comparisons: eight bfloat16 products of size
+4096. An H200 computes these in 1.4 ms, and waits for the host at each reading."""
+OF_ROOM = 8
+"""Part of the memory of a run beside a server that such results take (ours)."""
+
+
+def burst_bytes(room: int) -> int:
+    """Return the largest number of bytes of results in a burst; `room`: bytes that the run can take, 0: no limit."""
+    return min(BURST_BYTES, room // OF_ROOM) if room else BURST_BYTES
+
+
 Change = Callable[[Any, int], None]
 """A function that changes a contiguous one-dimensional view of raw bits in place; the integer selects the position."""
 
@@ -223,8 +232,8 @@ class Runtime(Protocol):
     def spoil(self, results: list[Any]) -> None:
         """Overwrite results after a comparison. A kernel that writes nothing then leaves no right result behind."""
 
-    def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return the number of results like `golden` to compute before the host reads their comparisons; at least 1."""
+    def burst(self, golden: Any, most: int = BURST_BYTES) -> int:  # noqa: ARG002
+        """Return the number of results like `golden` in one burst of `most` bytes; at least 1."""
         return 1
 
     def room(self, like: Any, count: int) -> list[Any]:  # noqa: ARG002

@@ -17,7 +17,7 @@ from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, word
 from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
 
-BURST = 8
+BURST = 24
 """Number of results that an accelerator computes before the host waits once and reads all their comparisons."""
 LONGEST = 1024
 """Maximum number of positions of a text, which is a prompt with its continuation (ours)."""
@@ -166,11 +166,11 @@ class Torch(Runtime):
         for result in _joined(results):
             door.spoil(result)
 
-    def burst(self, golden: Any) -> int:
-        """Return the number of results like `golden` in one burst: 1 on a CPU, else as many as `BURST_BYTES` holds."""
+    def burst(self, golden: Any, most: int = BURST_BYTES) -> int:
+        """Return the number of results like `golden` in one burst: 1 on a CPU, else as many as `most` bytes hold."""
         if golden.device.type == "cpu":
             return 1
-        return int(max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes))))
+        return int(max(1, min(BURST, most // max(1, golden.nbytes))))
 
     def room(self, like: Any, count: int) -> list[Any]:
         """Return `count` arrays that are adjacent in memory. One comparison can then cover them all."""

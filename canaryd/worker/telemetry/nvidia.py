@@ -6,6 +6,7 @@ Numbers and words of nvml.h are in `nvml_values`, calls and their errors in `nvm
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from ctypes import byref
 from functools import partial
@@ -458,12 +459,26 @@ def _fabric(asked: Asked) -> int:
 
 
 def _use(asked: Asked) -> Iterator[Fact]:
-    """Yield the memory that the driver reserves, the number of processes, and the memory that these use together."""
+    """Yield the memory that the driver reserves, and of the processes the number, their memory and the newest's age."""
     reserved = partial(asked.value, "MemoryInfo", asked.nvml.nvmlMemory_v2, part="reserved")
     yield attempt("memory_reserved_bytes", reserved, "bytes")
     processes = partial(asked.call, "ComputeRunningProcesses")
     yield attempt("compute_processes", lambda: len(processes()))
     yield attempt("compute_processes_memory_bytes", lambda: sum(_held(p) for p in processes()), "bytes")
+    with contextlib.suppress(Missing):
+        if ages := [age for p in processes() if (age := _age(p.pid)) is not None]:
+            yield Reading(name="compute_process_age_seconds", value=min(ages), unit="seconds")
+
+
+def _age(pid: int) -> float | None:
+    """Return the seconds since a process began; None for a worker of canaryd, and for a process that is not visible."""
+    try:
+        own = b"canaryd/worker/" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        began = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # ticks since boot (proc(5))
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return None if own else max(0.0, up - began / os.sysconf("SC_CLK_TCK"))
 
 
 def _held(process: Any) -> int:

@@ -19,7 +19,7 @@ from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import bits, host_same_bits
 from canaryd.worker.numeric.verify import case_seed
-from canaryd.worker.runtime.interface import BURST_BYTES
+from canaryd.worker.runtime.interface import burst_bytes
 from canaryd.worker.units.processors import Processor
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
@@ -71,7 +71,7 @@ class _Sweep:
         session = self.session
         runtime, device = session.runtime, session.ctx.device
         shift = session.ctx.seed + self.launches  # no unit keeps the same place in memory
-        blocks = min(self.blocks, max(self.processor.count, BURST_BYTES // problem.golden.nbytes))
+        blocks = min(self.blocks, max(self.processor.count, burst_bytes(session.ctx.room) // problem.golden.nbytes))
         with session.on_device():
             operands = session.injector.before(case.name, runtime.upload(problem.operands, device), 0)
             (golden,) = runtime.upload((problem.golden,), device)

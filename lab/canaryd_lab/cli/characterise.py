@@ -137,7 +137,7 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
     if is_released("characterise", store):
         return exit_code(State.UNKNOWN)
     engine = make_engine(settings, store)
-    there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
+    there = {u: d for u, d in engine.devices.items() if d.computes_here and d.is_reached}
     device = one_device("characterise", options.device, there)
     if device is None:
         complain(*engine.problems)
@@ -157,8 +157,7 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
     )  # fmt: skip
     work = Characterisation(talk, wanted, on_part=printer.begin, on_result=printer.ended)
     try:
-        lock = store.lock(device.uuid, options.wait, printer.waiting, lambda: bool(engine.halted))
-        with stopped_by_release(engine), lock:
+        with stopped_by_release(engine), engine.locked(device, options.wait, printer.waiting):
             document = work.run()
         accepted = _accept(store, document, work) if options.accept else True
     except Busy as busy:

@@ -111,7 +111,7 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _capture(options: argparse.Namespace, engine: Engine) -> int:
-    there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
+    there = {u: d for u, d in engine.devices.items() if d.computes_here and d.is_reached}
     found, missing = choose(there, [] if options.device is None else [options.device])
     if len(found) > 1 and options.device is None:
         found = [d for d in found if d.backend != "cpu"] if len(found) == 2 else []

@@ -275,7 +275,7 @@ def test_classes_that_were_right_are_accepted_and_no_others():
     bad = replace(good, name="cases/exact_integer", observations=(right, replace(late, seen=Seen.WRONG)))
     (met,) = records(CPU, [good, other, bad])
     assert (met.device, met.kind, met.probe, met.probe_version) == ("CPU-1", CPU.kind, "exact_matmul", 2)
-    assert list(met.accepted) == ["float32/dense/square/nt@64x64x64"]
+    assert list(met.accepted) == ["float32/dense/square/nt@64x64x64/ragged"]
     assert not met.classes
 
 

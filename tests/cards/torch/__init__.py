@@ -7,6 +7,7 @@ that.
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -19,8 +20,12 @@ _doings = Path(f"{_file}.log")
 sys.path = [p for p in sys.path if Path(p).resolve() != _here]
 del sys.modules["torch"]
 import torch  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 _contexts, _current = set(), [0]
+_held, _limit, _peak = {}, [math.inf], [0]
+"""Storage on a counted card → (weak reference, bytes); the process's limit; the most bytes held at a time."""
 
 
 def _cards():
@@ -157,7 +162,58 @@ def _properties(device=None):
 
 def _memory(device=None):
     card = _context(device, "memory")
-    return card["memory"] - card["used"], card["memory"]
+    return card["memory"] - card["used"] - _live(), card["memory"]
+
+
+def _set_limit(fraction, device=None):
+    _limit[0] = fraction * _seen()[_index(device)]["memory"]
+
+
+def _live():
+    """Return the bytes that this process holds on a counted card."""
+    for key in [key for key, (storage, _) in _held.items() if storage.expired()]:
+        del _held[key]
+    return sum(size for _, size in _held.values())
+
+
+def _tensors(found):
+    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+
+
+def _count(found):
+    """Count what an operation on a card has returned; refuse what there is no room for."""
+    card = _seen()[0]
+    for tensor in _tensors(found):
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) in _held and not _held[key][0].expired():
+            continue
+        asked = _live() + storage.nbytes()
+        refused = asked > min(_limit[0], card["memory"] - card["used"])
+        if refused or asked > _peak[0]:
+            _peak[0] = _peak[0] if refused else asked
+            _log(f"{'refused' if refused else 'peak'}:{asked}", card["uuid"])
+        if refused:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
+        _held[key] = StorageWeakRef(storage), storage.nbytes()
+    return found
+
+
+def _is_held(tensor):
+    return (key := tensor.untyped_storage()._cdata) in _held and not _held[key][0].expired()
+
+
+def _copied(tensor):
+    """Return a copy in the host's memory, which is not the card's."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        return tensor.clone(memory_format=torch.preserve_format)
+
+
+class _Counted(TorchDispatchMode):
+    """What is computed from tensors on a counted card lies on that card."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return _count(found) if any(map(_is_held, _tensors((args, kwargs)))) else found
 
 
 for _name, _answer in {
@@ -168,7 +224,7 @@ for _name, _answer in {
     "synchronize": lambda device=None: _context(device, "synchronize") and None,
     "mem_get_info": _memory,
     "memory_reserved": lambda device=None: 0,
-    "set_per_process_memory_fraction": lambda fraction, device=None: None,
+    "set_per_process_memory_fraction": _set_limit,
     "current_stream": Stream,
     "Stream": Stream,
     "Event": Event,
@@ -177,6 +233,7 @@ for _name, _answer in {
     "CUDAGraph": object,
     "graph": _capture,
     "empty_cache": lambda: None,
+    "_sleep": lambda cycles: None,
     "is_initialized": lambda: bool(_contexts),
 }.items():
     setattr(torch.cuda, _name, _answer)
@@ -188,8 +245,9 @@ def _moved(tensor, *args, **kwargs):
     """Move to a card: a copy that stays in the host's memory."""
     target = args[0] if args else None
     if isinstance(target, torch.device) and target.type == "cuda":
-        _context(target, "upload")
-        return tensor.clone(memory_format=torch.preserve_format)
+        card = _context(target, "upload")
+        copy = tensor.clone(memory_format=torch.preserve_format)
+        return _count(copy) if card["counted"] else copy
     return _to(tensor, *args, **kwargs)
 
 
@@ -204,9 +262,14 @@ class _Made(torch.overrides.TorchFunctionMode):
         if getattr(function, "__name__", "") not in ("to", "device") and kwargs.get("device") is not None:
             target = torch.device(kwargs["device"])
             if target.type == "cuda":
-                _context(target, "made")
-                kwargs = {**kwargs, "device": "cpu"}
+                card = _context(target, "made")
+                made = function(*args, **{**kwargs, "device": "cpu"})
+                return _count(made) if card["counted"] else made
         return function(*args, **kwargs)
 
 
 _Made().__enter__()
+if any(card["counted"] for card in _cards()):
+    _cpu = torch.Tensor.cpu
+    torch.Tensor.cpu = lambda tensor: _copied(tensor) if _is_held(tensor) else _cpu(tensor)
+    _Counted().__enter__()

@@ -50,7 +50,7 @@ def _parsed(data: bytes) -> None:
     dialect = DIALECTS[name if choices.flag() else choices.of(NAMES)]
     document = _parsed_json(warped(body, choices))
     try:
-        answer = parse(dialect, document, tokens=64, forced=choices.flag())
+        answer = parse(dialect, document, tokens=64)
     except Skip as error:
         one_line(str(error))
         return
@@ -228,11 +228,10 @@ def _document(data: bytes) -> None:
     document = read(text)[0]
     with in_time(len(text) * 20):
         for dialect in DIALECTS.values():
-            for forced in (False, True):
-                try:
-                    sound(parse(dialect, document, tokens=64, forced=forced), Choices(b""))
-                except Skip as error:
-                    one_line(str(error))
+            try:
+                sound(parse(dialect, document, tokens=64), Choices(b""))
+            except Skip as error:
+                one_line(str(error))
         paths = ("/v1/models", "/props", "/slots", "/server_info", "/version", "/api/version", "/info", "/openapi.json")
         _questions(dict.fromkeys(paths, document), "", Choices(b""))
         assert isinstance(_message(document), str)

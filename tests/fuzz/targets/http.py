@@ -1,8 +1,7 @@
-"""What a serving endpoint sends: bytes on a socket, from the status line to the last event of a stream.
+"""What a serving endpoint sends: bytes on a socket, from the status line to the last byte of a body.
 
 Through a real connection to a server that says what the fuzzer wants. Only `Skip` (and its `Refused`): each one
-printable line without the key, in bounded time, whatever lengths, chunks and redirects are announced. What is yielded
-of a stream are objects, at times that never run backwards.
+printable line without the key, in bounded time, whatever lengths, chunks and redirects are announced.
 """
 # ruff: noqa: PT017  a refusal is examined where it is caught: most inputs are none
 
@@ -57,7 +56,7 @@ def sayer() -> Sayer:
 
 def _raw(data: bytes) -> None:
     choices = Choices(data[:2])
-    how = choices.below(4)
+    how = choices.below(3)
     _asked(how, stretched(data[2:]))
 
 
@@ -72,15 +71,8 @@ def _asked(how: int, said: bytes) -> None:
                 reply = client.api("/models")
             elif how == 1:
                 reply = client.get("/props")
-            elif how == 2:
-                reply = client.api("/completions", BODY)
             else:
-                before = 0.0
-                for at, event in client.stream("/completions", BODY):
-                    assert at >= before >= 0.0
-                    assert isinstance(event, dict)
-                    before = at
-                return
+                reply = client.api("/completions", BODY)
             assert 100 <= reply.status <= 999, reply.status
             assert KEY not in reply.words
             assert len(reply.words) <= 1000
@@ -109,7 +101,7 @@ SAID = {
 def _built(data: bytes) -> None:
     """Status lines, headers and bodies that exist, together as they never should be."""
     choices = Choices(data)
-    how = choices.below(4)
+    how = choices.below(3)
     body = dumps(warped(SAID, choices)).encode()
     if choices.flag():
         events = [b"data: " + dumps(warped(SAID["choices"], choices)).encode() for _ in range(choices.below(3))]
@@ -156,6 +148,6 @@ def seeds() -> list[bytes]:
     refused = b'HTTP/1.1 422 x\r\n\r\n{"detail": [{"loc": ["body", "seed"], "msg": "Extra inputs are not permitted"}]}'
     moved = b"HTTP/1.1 302 x\r\nLocation: http://other/v1?key=1\r\n\r\n"
     return [
-        *(seed(0, bytes([how, 0]) + said) for how in range(4) for said in (good, stream, refused, moved)),
+        *(seed(0, bytes([how, 0]) + said) for how in range(3) for said in (good, stream, refused, moved)),
         *(seed(1, bytes(range(n, n + 60))) for n in range(0, 190, 10)),
     ]

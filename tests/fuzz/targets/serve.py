@@ -31,7 +31,7 @@ _servers: list[Server] = []
 def _server() -> Server:
     if not _servers:
         routes = {
-            "/metrics": EXPOSED.answer,
+            "/metrics": lambda request: EXPOSED.answer(request.headers),
             "/": lambda _: Answer(200, PLAIN_TEXT, b"page\n"),
         }
         server = Server("127.0.0.1", 0, routes, LIMITS)

@@ -80,9 +80,9 @@ class History:
     def learn(self, ago=9 * DAY, *vectors, times=LEARN):
         """Learn from one run, as of a server; of a device each recording is of a process of its own."""
         listed = list(itertools.islice(itertools.cycle(vectors or (GOOD,)), times))
-        if self.of.is_endpoint:
+        if not self.of.has_witnesses:
             self.add(ago, *listed, baselining=True)
-        for number, vector in enumerate([] if self.of.is_endpoint else listed):
+        for number, vector in enumerate([] if not self.of.has_witnesses else listed):
             self.add(ago - number, vector, baselining=True)
         return self
 

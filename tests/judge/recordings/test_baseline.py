@@ -16,7 +16,6 @@ from canaryd.judge.recordings.baseline import (
     EVERY,
     LEARN,
     SLACK,
-    deviation,
     key_of,
     learn,
 )
@@ -71,12 +70,12 @@ def test_known_bits_pass_and_others_depart():
     """Every mode seen while learning passes at once; anything else is a departure from the nearest."""
     other = near(BASE, 0.01)
     both = learnt(PLAIN, other)
-    assert deviation(both, PLAIN) is None
-    assert deviation(both, other) is None
-    away = deviation(both, near(BASE, 0.011))
-    assert away.found.nearest == other
-    assert away.found.distance == pytest.approx(0.001)
-    assert away.found.position is None
+    assert both.difference(PLAIN) is None
+    assert both.difference(other) is None
+    away = both.difference(near(BASE, 0.011))
+    assert away.nearest == other
+    assert away.distance == pytest.approx(0.001)
+    assert away.position is None
 
 
 def test_it_survives_the_codec():
@@ -85,23 +84,6 @@ def test_it_survives_the_codec():
     again = from_json(baseline.Baseline, to_json(full))
     assert again == full
     assert again.key == full.key == key_of(run(PLAIN), PLAIN)
-
-
-@pytest.mark.parametrize(
-    ("imported", "kind"), [("", None), ("cuda NVIDIA H200", ("cuda", "NVIDIA H200")), ("gone", ("gone", ""))]
-)
-def test_a_baseline_of_release_0_1_0_is_still_read(imported, kind):
-    """It named backend and model of an imported baseline in one text; anything else there is refused."""
-    older = {name: value for name, value in to_json(learnt(PLAIN)).items() if name != "imported_kind"}
-    found = from_json(baseline.Baseline, {**older, "imported": imported})
-    assert found == dataclasses.replace(learnt(PLAIN), imported_kind=kind)
-    assert found.imported is bool(imported)
-    with pytest.raises(ValueError, match="unknown field 'imported'"):
-        from_json(baseline.Baseline, {**older, "imported": 7})
-
-
-def under(load, *vectors):
-    return [dataclasses.replace(v, condition=load) for v in vectors]
 
 
 def unsteady():
@@ -113,16 +95,17 @@ def unsteady():
 def test_an_unsteady_case_departs_beyond_so_many_times_its_noise(steps, beyond):
     """The tolerance is in units of the distance between its own modes."""
     high = (LEARN - 1) / 1000
-    assert deviation(unsteady(), near(BASE, high + steps / 1000)).is_outlier is beyond
+    assert unsteady().departs(near(BASE, high + steps / 1000)) is beyond
 
 
 @pytest.mark.parametrize("lost", [None, math.nan, math.inf])
 def test_a_value_that_is_lost_is_infinitely_far(lost):
     """A log probability that is missing or not finite departs, however noisy the case is."""
-    away = deviation(unsteady(), recording((BASE[0], lost, *BASE[2:]), digest="lost"))
-    assert math.isinf(away.found.distance)
-    assert away.is_outlier
-    assert "missing or not finite" in away.sentence()
+    vector = recording((BASE[0], lost, *BASE[2:]), digest="lost")
+    away = unsteady().difference(vector)
+    assert math.isinf(away.distance)
+    assert unsteady().departs(vector)
+    assert "missing or not finite" in away.sentence(None)
 
 
 def test_the_rate_of_an_unsteady_case_holds_by_counting():
@@ -131,8 +114,8 @@ def test_the_rate_of_an_unsteady_case_holds_by_counting():
     for _ in range(tries):
         vectors = [recording(tuple(v + luck.gauss(0, 1e-3) for v in BASE)) for _ in range(LEARN + 1)]
         full = learnt(*vectors[:LEARN])
-        away = deviation(full, vectors[-1])
-        beyond += away is not None and away.found.distance > full.noise("")
+        away = full.difference(vectors[-1])
+        beyond += away is not None and away.distance > full.noise("")
     said = unsteady().rate("")
     assert said == pytest.approx(2 / (LEARN + 1))
     assert beyond / tries <= said + 3 * math.sqrt(said / tries)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from canaryd.judge.recordings.baseline import accept, empty_baseline
 from canaryd.model import Cause, State
 from tests.judge.recordings.made import (
     BANG,
@@ -34,6 +35,15 @@ def test_a_changed_chain_accuses_no_device(link, value):
     assert (found["chain-changed"].state, found["chain-changed"].cause) == (State.UNKNOWN, Cause.SOFTWARE)
 
 
+def test_a_launch_is_not_named_beside_what_was_launched():
+    """Another chain is always in another launch: an operator knows the change of the model and of its server."""
+    history = History().learn()
+    links = {"checkpoint": "c2", "server": "vllm 0.33", "launch": "2026-09-21 13:00:00 UTC"}
+    history.add(HOUR, recording(0.5, chain=CHAIN | links))
+    told = history.found()["chain-changed"].message
+    assert told == "canary results changed after a change of checkpoint and server (case story)."
+
+
 def test_findings_have_one_sentence_for_what_was_seen_and_one_for_what_to_do():
     """Everything else is evidence; a command stands once."""
     stories = [departed(), departed(*[STRANGE] * 3), departed(STRANGE, GOOD, GOOD), History().learn(times=3)]
@@ -60,6 +70,16 @@ def test_another_model_stays_unknown_until_somebody_says_that_it_was_meant():
     key = next(b.key for b in history.baselines.values() if b.chain["checkpoint"] == "c2")
     history.baselines[key] = dataclasses.replace(history.baselines[key], accepted="deployed")
     assert history.found() == {}
+
+
+def test_what_an_operator_accepted_is_what_the_next_change_is_told_from():
+    """Even if nothing was compared with it in between: an accepted model is not asked about again."""
+    history, model = History().learn(), CHAIN | {"checkpoint": "c2"}
+    met = history.add(2 * HOUR, recording(0.5, chain=model), learns=False)
+    own = accept(empty_baseline(met, met.recordings[0]), met, met.recordings[0], "deployed")
+    history.baselines[own.key] = own
+    history.add(HOUR, recording(0.7, chain=model | {"server": "vllm 0.33"}))
+    assert history.found()["chain-changed"].message == "canary results changed after a change of server (case story)."
 
 
 def test_a_changed_chain_with_the_same_bits_is_no_news():

@@ -67,6 +67,24 @@ def test_known_bits_after_a_start_are_compared_from_then_on():
     assert "recording-departed suspect" in history.found()
 
 
+def test_a_server_that_was_started_often_is_known_by_its_newest_starts():
+    """Ten starts gave the bits that were learnt: others within the tenth are a departure and no other launch."""
+    history = learnt()
+    for number in range(10):
+        history.add(DAY - number * HOUR, *both(), **told(SECOND + number))
+    departs(history, HOUR, start=SECOND + 9)
+    assert "recording-departed suspect" in history.found()
+
+
+def test_no_number_of_restarts_acquits_a_server():
+    """What departed in a launch stands after ten more launches, though only eight are remembered."""
+    history = learnt()
+    departs(history, DAY, start=FIRST)
+    for number in range(1, 11):
+        history.add(DAY - number * HOUR, *(both(number) * LEARN), baselining=True, **told(SECOND + number))
+        assert "recording-departed suspect" in history.found(), number
+
+
 def test_two_replicas_behind_one_address_take_turns():
     """Each has its launch, and neither is learnt again when the other has answered."""
     history = learnt()

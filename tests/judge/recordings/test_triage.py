@@ -20,8 +20,8 @@ import pytest
 
 from canaryd.cli.main import parser
 from canaryd.facts import Recording
-from canaryd.judge.recordings.triage import CAUSES, DIFFERENT, SYMPTOMS, kind_of_wrong
-from tests.command import ROOT
+from canaryd.judge.recordings.triage import CAUSES, SYMPTOMS, kind_of_wrong
+from tests.command import ROOT, soon
 
 REEF = (
     "The reef lies two miles off the coast, and at low tide its ridge stands above the water like the back of a "
@@ -228,7 +228,7 @@ def test_no_healthy_text_is_called_wrong():
     assert {name: found.evidence for name, text in healthy().items() if (found := kind_of_wrong(answer(text)))} == {}
 
 
-def test_a_healthy_text_that_differs_is_called_coherent():
+def test_a_healthy_text_that_differs_shows_no_symptom():
     """Each against its neighbour, and the second half of each against its first: another answer, but no gibberish."""
     texts = list(healthy().items())
     wrong = {}
@@ -237,7 +237,7 @@ def test_a_healthy_text_that_differs_is_called_coherent():
         halves = [(text[half:], text[:half])] if half > 20 else []
         for now, known in ((text, other), *halves):
             found = kind_of_wrong(answer(now), [answer(known)])
-            if found and found.name != "coherent but different":
+            if found:
                 wrong[name] = (found.name, found.evidence)
     assert wrong == {}
 
@@ -246,7 +246,7 @@ def test_a_known_answer_is_no_symptom():
     """Whatever it looks like: a tiny model babbles when it is healthy."""
     for text in (REEF, "!x " * 40, "\ufffd" * 50, "<|im_start|>", "the the the the " * 20, ""):
         assert kind_of_wrong(answer(text), [answer(text)]) is None
-    assert name_of(answer("!x " * 41), answer("!x " * 40)) == "coherent but different"
+    assert name_of(answer("!x " * 41), answer("!x " * 40)) == ""
 
 
 # --- Each rule, from both sides --------------------------------------------------------------------------------------
@@ -278,8 +278,6 @@ ENDLESS = "The reef lies off the coast. " + "It is the reef of the coast. " * 9
         ("repetition loop", answer("那年夏天，" + "礁石离海岸两海里。" * 8), ()),
         ("gibberish", answer("The re\ufffd\ufffd lies \ufffd off \ufffd\ufffd coast"), ()),
         ("gibberish", answer("The \x00reef\x01 \x02lies \ue000 two"), ()),
-        ("coherent but different", answer(REEF.replace("white", "grey")), [KNOWN]),
-        ("coherent but different", answer(LANGUAGES["german"]), [KNOWN]),
     ],
 )
 def test_each_kind_of_wrong_answer_is_recognised(name, now, known):
@@ -311,8 +309,8 @@ def test_on_the_other_side_of_each_threshold_nothing_is_said(now, known):
 
 def test_a_shorter_coherent_answer_is_not_an_immediate_end():
     """It stopped by itself at a third of the known length."""
-    assert name_of(answer(REEF[: len(REEF) // 3], finish="stop"), KNOWN) == "coherent but different"
-    assert name_of(answer(REEF[: len(REEF) // 5], finish="length"), KNOWN) == "coherent but different"
+    assert name_of(answer(REEF[: len(REEF) // 3], finish="stop"), KNOWN) == ""
+    assert name_of(answer(REEF[: len(REEF) // 5], finish="length"), KNOWN) == ""
 
 
 @pytest.mark.parametrize("text", ["a" * 4095 + "b", "ab" * 2047 + "c", "!" * 4095 + "b"])
@@ -320,7 +318,7 @@ def test_a_long_answer_takes_no_time(text):
     """Nothing is tried at every place of a text."""
     begun = time.monotonic()
     assert kind_of_wrong(answer(text)) is None
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < soon(1.0)
 
 
 # --- Causes ----------------------------------------------------------------------------------------------------------
@@ -351,9 +349,7 @@ def test_a_link_that_is_known_to_be_equal_is_not_named(link, named):
     assert {"server", "device"} <= told
 
 
-@pytest.mark.parametrize(
-    ("case", "named"), [("completions/reef/fresh", False), ("forced/reef", False), ("chat/reef", True)]
-)
+@pytest.mark.parametrize(("case", "named"), [("completions/reef/fresh", False), ("chat/reef", True)])
 def test_a_template_is_not_named_where_none_is_used(case, named):
     """A continuation is made from the prompt as it stands."""
     assert (CAUSES["template"] in kind_of_wrong(answer("", case=case), [answer(REEF, case=case)]).causes) is named
@@ -370,6 +366,6 @@ def test_every_command_that_is_named_can_be_typed(key):
 def test_the_document_tells_every_symptom():
     """docs/baselines.md names each, with causes that are known."""
     document = (ROOT / "docs" / "baselines.md").read_text()
-    for symptom in (*SYMPTOMS, DIFFERENT):
+    for symptom in SYMPTOMS:
         assert f"| {symptom.name} |" in document
         assert {*symptom.causes} <= set(CAUSES)

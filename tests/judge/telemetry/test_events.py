@@ -152,8 +152,8 @@ def test_a_line_of_the_kernel_log_keeps_its_fields():
     )
     record = kernel_log.classify(action)
     made = log_event(LogRecord(boot="b", sequence=1, at=NOW - 60, **record._asdict()), "GPU-a")
-    assert "Drain the device and restart the machine.\n" in message(sign(made), "xid-recovery")
-    assert "Recommended: reboot (NVIDIA's Xid catalogue)." in message(sign(made), "xid-recovery")
+    assert "Drain the device and restart the machine.\n" in message(sign(made), "xid")
+    assert "Recommended: reboot (NVIDIA's Xid catalogue)." in message(sign(made), "xid")
 
 
 @pytest.mark.parametrize(

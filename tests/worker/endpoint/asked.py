@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from canaryd.probe import Skip
@@ -14,25 +12,15 @@ from tests.worker.endpoint.served import context, probe, recorded
 
 PROMPT = Prompt(name="reef", text="A diver sank slowly towards the reef, and saw what nobody had seen. " * 3)
 KEY = "sk-canary-0123456789abcdef"
-CHUNKS = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one", " two", " three")]
-END = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
 PROBED = probe()
 
 
-def sse(*events, done: bool = True) -> tuple:
-    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + (["data: [DONE]\n\n"] if done else [])
-    return 200, {"Content-Type": "text/event-stream"}, "".join(lines).encode()
-
-
-def streaming(answer):
-    """Return a route that streams where a stream is wanted, and answers as recorded otherwise."""
-    return lambda body: sse(*CHUNKS, END) if body["stream"] else answer(body) if callable(answer) else answer
-
-
 def routes_of(name: str) -> dict:
+    """Return a server's routes; those of its answers are functions."""
     routes = recorded(name)
     for path in ("POST /v1/completions", "POST /v1/chat/completions"):
-        routes[path] = streaming(routes[path])
+        answer = routes[path]
+        routes[path] = answer if callable(answer) else lambda _, answer=answer: answer
     return routes
 
 

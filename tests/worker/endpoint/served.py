@@ -161,17 +161,6 @@ RANGE = {
         *({"token": t, "logprob": -5.0, "bytes": None} for t in "xyz"),
     ],
 }
-PROMPT_LOGPROBS = [
-    None,
-    {
-        "572": {"logprob": -7.488332748413086, "rank": 472, "decoded_token": " ma"},
-        "1510": {"logprob": -4.511770248413086, "rank": 1, "decoded_token": "encode"},
-        "671": {"logprob": -4.75, "rank": 2, "decoded_token": "x"},
-        "3": {"logprob": -4.9, "rank": 3, "decoded_token": "y"},
-        "4": {"logprob": -5.0, "rank": 4, "decoded_token": "z"},
-        "5": {"logprob": -5.1, "rank": 5, "decoded_token": "w"},
-    },
-]
 VLLM_METRICS = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="tiny"} 0.0
 # TYPE vllm:num_requests_waiting gauge
@@ -209,38 +198,19 @@ COLLIDING = {
     ],
 }
 BARE_LEGACY = {"tokens": ["q"], "token_logprobs": [-4.5], "top_logprobs": [dict.fromkeys("qrstu", -4.5)]}
-ECHOED = {
-    "tokens": ["The", " diver", "!"],
-    "token_logprobs": [None, -7.5, -1.25],
-    "top_logprobs": [None, dict.fromkeys("abcde", -2.0), {"!": -1.25, **dict.fromkeys("?abc", -2.0)}],
-}
 LENGTH = {"finish_reason": "length"}
 USAGE = {"prompt_tokens": 14, "completion_tokens": 2, "total_tokens": 16}
-
-
-def echoing(answer: Any) -> Any:
-    """Return a completions route that answers `echo` with the prompt's own tokens, as legacy lists."""
-
-    def route(body: dict[str, Any]) -> Any:
-        scored = {"text": "The diver!", "logprobs": ECHOED, **LENGTH}
-        return completion(scored, model="tiny", usage=USAGE) if body.get("echo") else copy.deepcopy(answer)
-
-    return route
 
 
 def _vllm() -> dict[str, Any]:
     both = {"model": "tiny", "system_fingerprint": "vllm-0.32.0-180f2252", "usage": USAGE}
     choice = {"text": "thodbj", "logprobs": VLLM_LEGACY, "token_ids": [511, 512], "prompt_token_ids": [5, 6], **LENGTH}
-    scored = completion(
-        {"text": "!", "logprobs": None, "prompt_logprobs": PROMPT_LOGPROBS, "prompt_token_ids": [9, 572], **LENGTH},
-        **both,
-    )
     said = chat({"text": " range", "logprobs": {"content": [RANGE]}, "token_ids": [77], **LENGTH}, **both)
     return {
         "GET /v1/models": models("tiny", owner="vllm"),
         "GET /version": {"version": "0.32.0"},
         "GET /metrics": VLLM_METRICS,
-        "POST /v1/completions": lambda body: scored if "prompt_logprobs" in body else completion(dict(choice), **both),
+        "POST /v1/completions": lambda _: completion(dict(choice), **both),
         "POST /v1/chat/completions": {**said, "prompt_logprobs": None, "prompt_token_ids": [1, 2, 3]},
     }
 
@@ -321,14 +291,14 @@ def recorded(name: str) -> dict[str, Any]:
             "GET /v1/models": models("tiny", owner="me"),
             "GET /openapi.json": {"paths": {"/extras/tokenize": {}}},
             "POST /extras/tokenize": {"tokens": [1, 2]},
-            "POST /v1/completions": echoing(collided),
+            "POST /v1/completions": collided,
         }
     if name == "sglang":
         return {
             **plain,
             "GET /v1/models": models("tiny", owner="sglang"),
             "GET /server_info": {"version": "0.5.23", "model_path": "/m"},
-            "POST /v1/completions": echoing(plain["POST /v1/completions"]),
+            "POST /v1/completions": plain["POST /v1/completions"],
         }
     if name == "ollama":
         text_only = _text_only(model="tiny", system_fingerprint="fp_ollama")

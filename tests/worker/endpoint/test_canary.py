@@ -18,23 +18,21 @@ from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import recorder as endpoint_recorder
 from canaryd.worker.endpoint.canary import PATHS
 from tests import checkpoints
-from tests.worker.endpoint.asked import CHUNKS, PROBED, PROMPT, reason, routes_of, run, sse, streaming
+from tests.worker.endpoint.asked import PROBED, PROMPT, reason, routes_of, run
 from tests.worker.endpoint.served import PROBE, completion, context, only, recorded, recordings, served
 
 # --- The probe -------------------------------------------------------------------------------------------------------
 
 
 def test_quick_takes_one_prompt_in_rotation():
-    """Fresh, warm and scored, per API; the seed decides which prompt; a run that repeats gives the same digests."""
+    """Fresh and warm, per API; the seed decides which prompt; a run that repeats gives the same digests."""
     cases = {}
     with served(routes_of("vllm")) as server:
         for seed in (0, 1, 2):
             found = recordings(run(server.url, seed=seed))
             assert all(len(each) == 1 for each in found.values())
             cases[seed] = {case: each[0].digest for case, each in found.items()}
-    assert set(cases[0]) == {f"{a}/reef/{m}" for a in ("completions", "chat") for m in ("fresh", "warm")} | {
-        "forced/reef"
-    }
+    assert set(cases[0]) == {f"{a}/reef/{m}" for a in ("completions", "chat") for m in ("fresh", "warm")}
     assert {case.split("/")[1] for case in cases[1]} == {"ledger"}
     assert cases[2] == cases[0]
 
@@ -64,14 +62,12 @@ def test_a_fresh_request_has_a_salt_that_no_other_had_and_a_warm_one_the_same():
     with served(routes_of("vllm")) as server:
         for _ in range(2):
             run(server.url, seed=0, settings={"apis": ["chat"]})
-        salts = [body["cache_salt"] for body in server.asked("/chat/completions") if not body["stream"]]
+        salts = [body["cache_salt"] for body in server.asked("/chat/completions") if "logprobs" in body]
         assert len(salts) == 4
         assert salts[0] == salts[1] != salts[2] == salts[3]
-        (scored,) = {body.get("cache_salt") for body in server.asked("/completions")} - set(salts) or {None}
-        assert scored is None  # completions were not wanted, so prompts are not scored either
     with served(routes_of("llama-server")) as server:
         run(server.url, seed=0, settings={"apis": ["chat"]})
-        asked = [body["cache_prompt"] for body in server.asked("/chat/completions") if not body["stream"]]
+        asked = [body["cache_prompt"] for body in server.asked("/chat/completions") if "logprobs" in body]
         assert asked == [False, True]
 
 
@@ -135,7 +131,7 @@ def test_a_baseline_ends_with_its_budget():
     with served(routes_of("vllm")) as server:
         facts = run(server.url, baselining=True, budget=1e-6)
     assert len(recordings(facts)) >= 1
-    assert skipped(facts) == [("baseline", "1 of 96 requests alone and none under load in this run; more to come")]
+    assert skipped(facts) == [("baseline", "1 of 64 requests alone and none under load in this run; more to come")]
 
 
 class Turns:
@@ -203,7 +199,7 @@ def test_a_spent_budget_leaves_cases_out_aloud():
         facts = run(server.url, level="standard", budget=1e-6)
     assert set(recordings(facts)) == {"completions/reef/fresh", "completions/reef/warm"}
     assert {fact.case for fact in facts if isinstance(fact, Skipped)} == {
-        *("chat/reef/fresh", "chat/reef/warm", "forced/reef", "forced/ledger"),
+        *("chat/reef/fresh", "chat/reef/warm"),
         *(f"{api}/ledger/{mode}" for api in ("completions", "chat") for mode in ("fresh", "warm")),
     }
 
@@ -215,8 +211,8 @@ def test_a_confirmation_asks_its_cases_alone():
         assert set(recordings(facts)) == {"chat/ledger/warm"}
         assert len(server.asked("/chat/completions")) == 2
         assert server.asked("/completions") == []
-        assert set(recordings(run(server.url, cases=("forced", "completions/reef")))) == {
-            *("forced/reef", "forced/ledger", "completions/reef/fresh", "completions/reef/warm")
+        assert set(recordings(run(server.url, cases=("chat/reef/fresh", "completions/reef")))) == {
+            *("chat/reef/fresh", "completions/reef/fresh", "completions/reef/warm")
         }
         assert "no case matches nothing; it has e.g. completions/reef/fresh" in reason(
             run, server.url, cases=("nothing",)
@@ -276,7 +272,7 @@ def numbered(name: str, number) -> dict:
     """Return a server's routes whose completions and chats have the id that `number` gives for a request."""
 
     def with_id(answer):
-        return lambda body: answer(body) if body["stream"] else {**answer(body), "id": number(body)}
+        return lambda body: {**answer(body), "id": number(body)}
 
     routes = routes_of(name)
     paths = ("POST /v1/completions", "POST /v1/chat/completions")
@@ -316,7 +312,7 @@ def test_an_api_that_the_server_lacks_is_left_out_aloud():
     routes["POST /v1/chat/completions"] = (400, {}, {"error": {"message": "no chat template is defined"}})
     with served(routes) as server:
         facts = run(server.url)
-        assert set(recordings(facts)) == {"completions/reef/fresh", "completions/reef/warm", "forced/reef"}
+        assert set(recordings(facts)) == {"completions/reef/fresh", "completions/reef/warm"}
         skipped = {fact.case: fact.reason for fact in facts if isinstance(fact, Skipped)}
         assert set(skipped) == {"chat/reef/fresh", "chat/reef/warm"}
         assert all("no chat template is defined" in text for text in skipped.values())
@@ -350,8 +346,8 @@ def test_a_learning_run_goes_on_after_one_bad_answer():
     assert not [fact for fact in facts if isinstance(fact, Skipped) and "busy" in fact.reason]
 
 
-def test_latencies_come_from_a_stream_of_their_own():
-    """To the first token and between tokens; they never change what is recorded."""
+def test_latencies_come_from_requests_of_their_own():
+    """To the first token and per further token; they never change what is recorded."""
     slow = routes_of("vllm")
     with served(slow) as server:
         facts = run(server.url)
@@ -367,8 +363,9 @@ def test_latencies_come_from_a_stream_of_their_own():
         (started,) = (fact for fact in run(server.url) if getattr(fact, "name", "") == "endpoint_start_time_seconds")
         assert (started.value, started.unit, started.key) == (1763747123.45, "seconds", "endpoint_start_time_seconds")
         assert "dialect=vllm" in readings["switches"].value
-        streamed = [body for body in server.asked("/completions") if body["stream"]]
-        assert [body["max_tokens"] for body in streamed] == [16, 16]
+        timed = [body for body in server.asked("/completions") if "logprobs" not in body]
+        assert len({body["cache_salt"] for body in timed}) == len(timed), "the second would find the first's prompt"
+        assert [body["max_tokens"] for body in timed] == [1, 16, 1, 16]
 
 
 @pytest.mark.parametrize(
@@ -394,45 +391,37 @@ def test_when_a_server_repeats_its_bits_is_told(server, shown, told, promise):
     )
 
 
-def test_a_server_that_does_not_stream_has_no_latencies():
-    """They are absent with the reason, the recordings stay."""
-    with served(recorded("llama-server")) as server:
-        facts = run(server.url)
+def test_an_answer_that_ends_early_has_no_time_per_token():
+    """How many tokens came is not known then; the time to the first is."""
+    routes = recorded("llama-server")
+    short = completion({"text": "one", "finish_reason": "stop"})
+    answer = routes["POST /v1/completions"]
+    routes["POST /v1/completions"] = lambda body: answer if "logprobs" in body else short
+    with served(routes) as server:
+        facts = run(server.url, settings={"apis": ["completions"]})
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
     assert "(llama-server) does not report when it started" in absent.pop("endpoint_start_time_seconds")
-    assert set(absent) == {
-        f"endpoint_{name}_seconds{{api={api}}}" for name in ("first_token", "token") for api in ("completions", "chat")
-    }
-    assert all("no stream of events" in text for text in absent.values())
-    assert len(recordings(facts)) == 4
+    assert absent == {"endpoint_token_seconds{api=completions}": "the answer ended before all tokens came"}
 
 
-@pytest.mark.parametrize(
-    ("stream", "said"),
-    [
-        (sse(*CHUNKS, done=False), "the stream broke off after 3 events"),
-        (sse(CHUNKS[0], {"error": {"message": "EngineCore died"}}), "the stream contains: EngineCore died"),
-        ((200, {"Content-Type": "text/event-stream"}, b'data: {"choices": [{"te\n\n'), "the stream contains: "),
-        ((200, {"Content-Type": "text/event-stream", "Content-Length": "9000"}, b"data: "), "cut off"),
-    ],
-)
-def test_a_stream_that_breaks_off_is_an_absent_part(stream, said):
+def test_a_timed_request_that_fails_is_an_absent_part():
     """It is one clear line; the recordings stand, and no other latency is asked for."""
     routes = recorded("vllm")
     answer = routes["POST /v1/completions"]
-    routes["POST /v1/completions"] = lambda body: stream if body["stream"] else answer(body)
+    dead = (500, {}, {"error": {"message": "EngineCore died"}})
+    routes["POST /v1/completions"] = lambda body: answer(body) if "logprobs" in body else dead
     with served(routes) as server:
         facts = run(server.url)
-        assert [body["stream"] for body in server.asked("/chat/completions")] == [False, False]
+        assert all("logprobs" in body for body in server.asked("/chat/completions"))
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
     for api in ("completions", "chat"):
-        assert said in absent[f"endpoint_first_token_seconds{{api={api}}}"]
-        assert said in absent[f"endpoint_token_seconds{{api={api}}}"]
-    assert len(recordings(facts)) == 5
+        assert "EngineCore died" in absent[f"endpoint_first_token_seconds{{api={api}}}"]
+        assert "EngineCore died" in absent[f"endpoint_token_seconds{{api={api}}}"]
+    assert len(recordings(facts)) == 4
 
 
 def test_a_baseline_keeps_what_it_has_when_a_request_fails(tmp_path):
-    """What was recorded is learnt, the reason is said, and the next run goes on with the rounds that are left."""
+    """It keeps what it recorded and says why it stopped. The next run records the remaining rounds."""
     wanted = {"baselining": True, "budget": 100.0, "memory": str(tmp_path), "settings": {"apis": ["chat"]}}
     routes = recorded("llama-server")
     answer = routes["POST /v1/chat/completions"]
@@ -466,8 +455,7 @@ def test_a_server_that_nobody_knows_is_negotiated_with_and_said_to_be_unknown():
     assert len(recordings(facts)) == 4
     (switches,) = (fact.value for fact in facts if isinstance(fact, Reading) and fact.name == "switches")
     assert switches == (
-        "dialect=generic completions.logprobs=5 completions.cold=not offered chat.seed=1 chat.cold=not offered "
-        "forced=not offered"
+        "dialect=generic completions.logprobs=5 completions.cold=not offered chat.seed=1 chat.cold=not offered"
     )
     with served(routes_of("vllm")) as server:
         assert "endpoint_server" not in {fact.name for fact in run(server.url) if isinstance(fact, Absent)}
@@ -477,19 +465,6 @@ def proxied(name: str) -> tuple:
     """Return LiteLLM's refusal of a parameter that the provider behind it lacks."""
     words = f"litellm.UnsupportedParamsError: openai does not support parameters: ['{name}'], for model=tiny"
     return 400, {}, {"error": {"message": words, "type": "None", "param": None, "code": "400"}}
-
-
-@pytest.mark.parametrize("scored", [None, {"tokens": ["!"], "token_logprobs": [-1.0]}])
-def test_a_proxy_that_drops_the_prompts_scores_leaves_them_out_aloud(scored):
-    """The fingerprint says vLLM, and what lies between takes the field away: its answer is not the prompt's."""
-    routes = routes_of("vllm")
-    answer, dropped = routes["POST /v1/completions"], completion({"text": "!", "logprobs": scored})
-    routes["POST /v1/completions"] = lambda body: dropped if "prompt_logprobs" in body else answer(body)
-    with served(routes) as server:
-        facts = run(server.url)
-    ((case, text),) = skipped(facts)
-    assert (case, "an answer without the prompt's tokens" in text) == ("forced/reef", True)
-    assert len(recordings(facts)) == 4
 
 
 def test_a_server_without_probabilities_is_judged_by_text_aloud():
@@ -509,7 +484,7 @@ def test_what_is_not_finite_is_counted():
     routes = routes_of("generic")
     broken = copy.deepcopy(recorded("generic")["POST /v1/chat/completions"])
     broken["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
-    routes["POST /v1/chat/completions"] = streaming(broken)
+    routes["POST /v1/chat/completions"] = broken
     with served(routes) as server:
         facts = run(server.url)
     (counted,) = (fact for fact in facts if isinstance(fact, Reading) and fact.name == "endpoint_nonfinite")
@@ -537,7 +512,7 @@ def test_its_facts_travel_through_a_worker():
         wanted = {"probe_path": PROBE, "spec": spec, "device": ctx.device, "level": "quick", "seed": 0}
         done = series.run(RunRequest(**wanted, settings={"url": server.url}), 60.0)
         assert (done.outcome, done.detail) == (Outcome.COMPLETED, "")
-        assert len(done.recordings) == 5
+        assert len(done.recordings) == 4
         assert {link for recording in done.recordings for link in recording.chain} == {
             *("prompt", "settings", "server", "client")
         }

@@ -12,11 +12,11 @@ from canaryd.config import values
 from canaryd.probe import Skip
 from canaryd.worker.endpoint.answers import Answer, parse
 from canaryd.worker.endpoint.canary import Endpoint
-from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM, VLLM
+from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import Settings
 from tests.worker.endpoint import served as bodies
-from tests.worker.endpoint.served import PORTABLE, PROMPT_LOGPROBS, VLLM_LEGACY, chat, completion, recorded, served
+from tests.worker.endpoint.served import PORTABLE, VLLM_LEGACY, chat, completion, recorded, served
 
 PROMPT = Prompt(name="reef", text="The diver sank slowly towards the reef. " * 3)
 BYPASSED = {"vllm": "cache_salt", "sglang": "cache_salt", "llama-server": "cache_prompt"}
@@ -143,31 +143,6 @@ def test_text_alone_has_no_values(name, api):
     answer, _, _ = answered(name, api)
     assert (answer.scored, answer.tokens, answer.values, answer.margins, answer.nonfinite) == (False, (), (), (), 0)
     assert answer.text == "syools"
-
-
-def test_a_prompt_is_scored_by_ids():
-    """vLLM: the token's own entry, not the first by rank; the first token has no probability and none is missing."""
-    with served(recorded("vllm")) as server:
-        answer = reach(server).score(PROMPT)
-        body = server.asked("/completions")[-1]
-    assert (answer.tokens, answer.values) == (("9", "572"), (None, -7.488332748413086))
-    assert answer.margins[1] == pytest.approx(4.75 - 4.511770248413086)
-    assert answer.nonfinite == 0
-    assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 5)
-    without_ids = completion({"text": "", "prompt_logprobs": PROMPT_LOGPROBS})
-    assert parse(VLLM, without_ids, tokens=64, forced=True).tokens == ("", "572")
-
-
-@pytest.mark.parametrize("name", ["sglang", "llama-cpp-python"])
-def test_a_prompt_is_scored_by_echo(name):
-    """The prompt's tokens come back as legacy lists, the generated one last."""
-    with served(recorded(name)) as server:
-        endpoint = reach(server)
-        assert endpoint.scores_prompts
-        answer = endpoint.score(PROMPT)
-        assert server.asked("/completions")[-1]["echo"] is True
-    assert (answer.tokens, answer.values) == (("The", " diver", "!"), (None, -7.5, -1.25))
-    assert answer.nonfinite == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -9999.0, -3.4028234663852886e38, None])

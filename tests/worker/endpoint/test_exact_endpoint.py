@@ -21,7 +21,7 @@ from canaryd.worker.endpoint.excuses import excuse  # noqa: E402
 from canaryd.worker.endpoint.marking import FORMATS, Fault, Marked, Sort, mark, printing  # noqa: E402
 from canaryd.worker.exact_canary.expected import load, spell  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY, Shape  # noqa: E402
-from tests.exact_server import serving  # noqa: E402
+from tests.exact_server import exported, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
 NORM = ("model.norm.weight", 7, 3)
@@ -33,12 +33,8 @@ COARSE = 8
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """An exported exact canary."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("exact") / "canary"
-    export(construct(TINY, 3), path)
-    yield path
-    torch.set_num_threads(threads)
+    with exported(tmp_path_factory.mktemp("exact") / "canary") as path:
+        yield path
 
 
 def ask(url, directory, *, level="quick", seed=0, **fields):
@@ -217,10 +213,12 @@ def test_probabilities_that_cannot_be_are_wrong_answers(directory):
     assert [c for c in compared if c.wrong and c.characterised]
 
 
-@pytest.mark.parametrize("scored", [True, False])
-def test_a_server_that_was_never_right_proves_nothing_against_itself(directory, scored):
-    """Quantised weights are wrong everywhere, always in the same way: wrong, and marked as not characterised."""
-    with serving(directory, quantised={"": 4}, scored=scored) as url:
+@pytest.mark.parametrize(
+    "traits", [{"quantised": {"": 4}}, {"quantised": {"": 4}, "scored": False}, {"scale": 0.7}, {"logits": True}]
+)
+def test_a_server_that_was_never_right_proves_nothing_against_itself(directory, traits):
+    """It is wrong everywhere, always in the same way: wrong, and marked as not characterised."""
+    with serving(directory, **traits) as url:
         compared, _, reason = ask(url, directory, settings={"apis": ["completions"]})
     assert reason == ""
     assert all(c.wrong_trials == c.trials for c in compared)
@@ -260,8 +258,6 @@ SETTINGS = {
         {"temperature": 1.0, "scored": False},
         "it samples though temperature 0 was asked for",
     ),
-    "scaled logits": ({"scale": 0.7}, "multiplies all logits by 0.7"),
-    "logits for log probabilities": ({"logits": True}, "prints logits and not log probabilities"),
     "a limit of tokens": ({"most": 10}, "ends an answer after 10 of 40 words"),
     "another model": ({"spoken": "The reef is alive.", "scored": False}, "words that the exact canary does not have"),
     "a cache in 8 bits": (

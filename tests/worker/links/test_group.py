@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.facts import Comparison, Culprit, Place, Reading, Way
-from canaryd.probe import Context, NoCase
+from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.links import group
 from canaryd.worker.links.group import End, Group, steps_of
 from canaryd.worker.numeric.stack import cpu
@@ -94,6 +94,14 @@ def test_a_confirmation_sends_only_its_case(monkeypatch):
     assert [c.place.numbers for c in right] == [(0, 1), (1, 0)]
     with pytest.raises(NoCase, match="no case matches int64/nonsense"):
         sent(monkeypatch, "int64/nonsense")
+
+
+def test_a_group_that_would_take_more_memory_than_there_is_does_not_start(monkeypatch):
+    """Eight devices in a container of 8 GiB beside a server: skipped with the reason, and no process is started."""
+    monkeypatch.setattr(group, "available", lambda: 500 << 20)
+    with pytest.raises(Skip, match="3 processes need 864 MiB of memory, and 500 MiB are available"):
+        sent(monkeypatch)
+    assert left_over() == []
 
 
 def test_a_member_that_dies_ends_the_run_and_all_others():

@@ -58,6 +58,11 @@ def fake(torch):
                 return torch.ops.aten.copy_(part, value) if isinstance(value, torch.Tensor) else part.fill_(value)
             if function.__name__ in OPERATORS:
                 return getattr(torch.ops.aten, OPERATORS[function.__name__])(*args)
+            if function.__name__ == "_scaled_mm" and (kwargs or {}).get("out") is not None:
+                # torch has no fake kernel for it with `out`, which must have the format that is asked for.
+                made, out = function(*args, **{k: v for k, v in kwargs.items() if k != "out"}), kwargs["out"]
+                assert (made.shape, made.dtype, made.stride()) == (out.shape, out.dtype, out.stride())
+                return out
             return function(*args, **(kwargs or {}))
 
     with FakeTensorMode(allow_non_fake_inputs=True), Indexing():

@@ -152,3 +152,15 @@ def test_every_bit_of_both_operands_is_moved(source):
         live = flat_bits(values)[values != 0]
         for n in (*range(fraction), 8 * live.element_size() - 1):
             assert set((live >> n & 1).unique().tolist()) == {0, 1}, f"operand {'AB'[side]}, bit {n}"
+
+
+@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16"])
+def test_scaled_operands_differ_from_dense_ones_by_powers_of_two_along_every_axis(source):
+    """On rows, on columns and along K: with equal exponents within a sum nothing is aligned."""
+    width = (source, source, max(24, FORMATS[source].bits))
+    scaled, dense = (build(named(width, content, 24, 20, 64), 5) for content in ("scaled", "dense"))
+    for one, other in zip(scaled.operands, dense.operands, strict=True):
+        mantissa, exponent = torch.frexp(one.to(torch.float64) / other.to(torch.float64))
+        assert set(mantissa.view(-1).tolist()) == {0.5}
+        assert len(set(exponent[0].tolist())) > 1
+        assert len(set(exponent[:, 0].tolist())) > 1

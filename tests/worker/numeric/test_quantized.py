@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from canaryd.facts import Exactness
+from canaryd.model import Device
+from canaryd.probe import Context
 from canaryd.worker.numeric import quantized
 from canaryd.worker.numeric.tensors import FORMATS, host_same_bits
 from canaryd.worker.runtime import interface
@@ -73,3 +75,16 @@ def test_one_flipped_bit_of_a_code_changes_an_answer(packing):
             changed[5, k * packing.bits // 32] ^= (1 << at) - (1 << 32 if at == 31 else 0)
             weights = meant(replace(problem, operands=(x, changed, *problem.operands[2:])), packing)
             assert float(x[0].to(torch.float64) @ weights[5]) != float(problem.golden[0, 5]), bit
+
+
+def test_quick_runs_take_one_case_of_each_packing_and_all_of_them_in_turn():
+    """Of twelve seeds in a row each has every packing once; together they have every format, kind and layout."""
+    device = Device(uuid="mlx-1", backend="mlx-cpu", index=0, model="EPYC")
+    labels = [quantized.label_of(*pair) for pair in quantized.pairs(device)]
+    seen = set()
+    for seed in range(12):
+        context = Context(device=device, level="quick", seed=seed, budget=1.0)
+        names = [case.name.partition("@")[0].split("/") for case in quantized.fresh_cases(context, labels)]
+        assert [label.partition(">")[0] for label, *_ in names] == [packing.name for packing in PACKINGS]
+        seen |= {(label, kind, layout) for label, _, kind, layout in names}
+    assert seen == set(itertools.product(labels, quantized.KINDS, quantized.LAYOUTS))

@@ -6,7 +6,7 @@ import pytest
 
 from canaryd.facts import Reading, Recording
 from canaryd.probe import Absent, Context
-from canaryd.worker.numeric import recording, serving_kernels
+from canaryd.worker.numeric import recording, serving_kernels, tensors
 from canaryd.worker.numeric.stack import cpu
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -75,3 +75,22 @@ def test_a_case_that_varies_takes_it_away(probe, monkeypatch):
     assert isinstance(found, Absent)
     assert found.reason.startswith("bits vary: gemm/float32/decode1@")
     assert len({r.case for r in recorded}) < len(recorded)
+
+
+@pytest.mark.skipif(len(tensors.visible_cores()) < 2, reason="needs two cores to choose from")
+def test_a_case_is_computed_on_another_core_in_each_round(probe, monkeypatch):
+    """So that a core that is wrong meets each case in turn."""
+    before, cores = probe.every_kernel, []
+
+    def noting(device):
+        first, *others = before(device)
+
+        def compute(*operands):
+            cores.append(tensors.visible_cores())
+            return first.compute(*operands)
+
+        return [dataclasses.replace(first, compute=compute), *others]
+
+    monkeypatch.setattr(probe, "every_kernel", noting)
+    ran(probe, level="standard")
+    assert len({core for core in cores if len(core) == 1}) > 1

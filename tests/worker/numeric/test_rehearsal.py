@@ -240,6 +240,17 @@ def test_every_product_runs(probes, device, level):
             REHEARSED.add((asked, product.batch))
 
 
+@pytest.mark.parametrize("pair", products.FORMAT_PAIRS, ids=lambda pair: products.label_of(*pair))
+def test_a_product_is_written_where_it_is_told_to(pair):
+    """New memory and a copy would take a part of the device's time in each product."""
+    product = numeric_cases.product_case(HOPPER, *pair, "permute", "square", "nt", (64, 64, 128, 0)).product
+    problem = build(product, 1)
+    with fake(torch):
+        operands = upload(problem.operands, HOPPER)
+        first = products.multiply(*pair, operands, None)
+        assert products.multiply(*pair, operands, first) is first
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_integer_operation_runs(probes, device, level):
@@ -373,17 +384,12 @@ def load(name):
 
 
 def test_no_numeric_probe_is_left_out():
-    """`model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own.
+    """What is not rehearsed here has tests of its own: in test_NAME.py, or in tests/worker/memory, units or links.
 
-    `memory_sweep` is rehearsed in tests/worker/memory; the kernel of `exact_units` is interpreted and compiled in
-    tests/worker/units; `host_transfer` and `collectives` have theirs in tests/worker/links.
+    `model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own.
     """
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests/worker").rglob("test_*.py")}
     numeric = {p.stem for p in Path(ROOT / "probes").glob("*.py") if load(p.stem).SPEC.numeric}
-    rehearsed = {
-        "exact_attention",
-        "exact_matmul",
-        "exact_integer",
-        "recorded_kernels",
-        "exact_canary",
-    }
-    assert numeric == rehearsed | {"model_canary", "memory_sweep", "exact_units", "host_transfer", "collectives"}
+    rehearsed = {"exact_attention", "exact_matmul", "exact_integer", "recorded_kernels", "exact_canary"}
+    elsewhere = {"model_canary", "memory_sweep", "exact_units", "host_transfer", "collectives"}
+    assert numeric - tested == rehearsed | elsewhere, "write tests/worker/numeric/test_NAME.py"

@@ -15,6 +15,7 @@ from canaryd.worker.numeric.tensors import flat_bits
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.torch import Torch
 from probes import exact_attention, exact_matmul
+from tests.worker.numeric.cuda import HOPPER
 
 pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -98,6 +99,19 @@ def test_what_is_too_large_or_too_slow_is_left_out_aloud(tmp_path):
     beside = context(tmp_path, level="standard", budget=30.0)
     beside.room = 64 << 20
     assert all(isinstance(f, Skipped) for f in served_cases(beside, {"bfloat16": 1e13}))
+
+
+def test_an_accelerator_gets_a_part_of_a_weight_that_is_too_large_for_the_level(tmp_path, monkeypatch):
+    """As if several GPUs shared it. A retest at any level gets the part that was wrong."""
+    monkeypatch.setattr(Torch, "memory", lambda *_: (None, None))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    cases = list(served_cases(context(tmp_path, device=HOPPER), {"bfloat16": 5e14}))
+    sizes = {c.name.split("/")[2].partition("-")[0]: (c.product.N, c.product.K) for c in cases}
+    assert sizes == {
+        "qkv": (6144, 4096), "gate_up": (8192, 4096), "head": (8192, 4096), "o": (4096, 4096), "down": (2304, 14336),
+    }  # fmt: skip
+    again = context(tmp_path, device=HOPPER, level="deep", budget=240.0, cases=(cases[2].name,))
+    assert cases[2].name in [case.name for case in served_cases(again, {"bfloat16": 5e14})]
 
 
 def test_every_case_is_right_here_and_can_be_asked_for(model):

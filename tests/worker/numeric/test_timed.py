@@ -1,5 +1,6 @@
 """What a device's speed is measured by: its own clock, while it is busy."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ from canaryd.worker.numeric import tensors
 from canaryd.worker.numeric.tensors import timed
 
 GPU = Device(uuid="GPU-1", backend="cuda", index=0, torch_index=0, model="H100")
-WRITES = 5e12
-"""Bytes that the stand-in writes in a second."""
+CLOCK = 2e9
+"""Cycles of the stand-in in a second."""
 
 
 @dataclass
@@ -29,13 +30,13 @@ class Queue:
 
 @pytest.mark.parametrize("launch", [5e-6, 40e-6], ids=["near", "far"])
 def test_how_fast_the_host_launches_does_not_count(monkeypatch, launch):
-    """Of two equal GPUs one may hang on the other processor: both must tell the same time, or one is called slow."""
+    """Of two equal GPUs one may hang on the other processor: both must tell the same time, or one is called slow.
+
+    No memory is asked for and nothing is written: the cache is a server's.
+    """
     queue = Queue()
-
-    def empty(size, dtype, device):
-        return SimpleNamespace(zero_=lambda: queue.take(launch, size / WRITES))
-
-    monkeypatch.setattr(tensors, "torch", SimpleNamespace(empty=empty, uint8=None))
+    cuda = SimpleNamespace(_sleep=lambda cycles: queue.take(launch, cycles / CLOCK), device=nullcontext)
+    monkeypatch.setattr(tensors, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(tensors, "torch_device", lambda device: device)
     monkeypatch.setattr(tensors, "event", lambda _: queue.free)
     monkeypatch.setattr(tensors, "seconds_between", lambda start, end: end - start)

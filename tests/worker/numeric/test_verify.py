@@ -230,6 +230,20 @@ def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
     assert not comparisons(facts)
 
 
+@TWO_CORES
+@pytest.mark.parametrize("bad", [0, -1])
+def test_of_the_two_makers_the_one_whose_arithmetic_disagrees_is_named(monkeypatch, bad):
+    """The other core made the golden in both ways alike: it must not be taken out of service."""
+    honest, cores = small(), tensors.visible_cores()
+
+    def build(seed):
+        return replace(honest.build(seed), witnessed=tensors.visible_cores() != (cores[bad],))
+
+    monkeypatch.setattr(Session, "makers", lambda *_: (cores[0], cores[-1]))
+    (doubt,) = comparisons(verify_all(context(), [replace(honest, build=build)], [], None), Subject.HOST)
+    assert str(doubt.place) == f"core {cores[bad]}"
+
+
 @pytest.mark.parametrize("lie", [True, False])
 def test_a_comparator_that_lies_is_found_out(monkeypatch, lie):
     """The host compares the first result itself: a device that sees equality in a wrong result, or the reverse."""
@@ -251,6 +265,15 @@ def test_a_comparator_that_sees_no_difference_is_found_out_beside_right_results(
     (doubt,) = comparisons(facts, Subject.COMPARATOR)
     assert doubt.evidence.pattern == "one bit of a right result was flipped on purpose, and the device finds it equal"
     assert not any(c.wrong for c in comparisons(facts))
+
+
+def test_where_the_time_ends_early_another_seed_begins_with_other_cases():
+    """Of four cases each is the next to be run with some seed, beside the one that always runs."""
+    cases, following = [small(f"float32/dense/{n}/nn@24x20x64") for n in range(4)], set()
+    for seed in range(12):
+        facts = verify_all(context(seed=seed, budget=0.0), cases, [], None)
+        following.add(next(f.case for f in facts if isinstance(f, Skipped) and f.late))
+    assert following == {case.name for case in cases}
 
 
 def test_a_case_that_a_kernel_refuses_is_skipped_aloud_and_hurts_no_other():

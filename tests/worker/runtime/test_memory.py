@@ -56,17 +56,17 @@ def test_a_device_that_tells_its_memory(xpu):
     """Free is also what torch has kept; the cap is a share of all."""
     limited = xpu()
     assert RUNTIME.memory(XPU) == (7 * GIB, 16 * GIB)
-    limits.make_room(XPU, {"memory": GIB, "free": GIB})
+    limits.make_room(XPU, {"memory": GIB, "free": GIB, "small": 0})
     assert limited == [1 / 16]
     with pytest.raises(Skip, match="7168 of 16384 MiB"):
-        limits.make_room(XPU, {"memory": 7 * GIB, "free": GIB})
+        limits.make_room(XPU, {"memory": 7 * GIB, "free": GIB, "small": 0})
 
 
 def test_a_device_that_tells_no_free_memory_is_tested_nevertheless(xpu):
     """Integrated GPUs of Intel raise: every run beside a server and every sweep of memory ended with an error."""
     limited = xpu(error=RuntimeError(SILENT))
     assert RUNTIME.memory(XPU) == (None, None)
-    limits.make_room(XPU, {"memory": GIB, "free": GIB})
+    limits.make_room(XPU, {"memory": GIB, "free": GIB, "small": 0})
     assert limited == [1 / 16]
     assert sweep._free(Context(device=XPU, level="deep", seed=1, budget=1.0)) == sweep.UNREPORTED
     with pytest.raises(Skip, match="does not report the free memory"):
@@ -76,7 +76,7 @@ def test_a_device_that_tells_no_free_memory_is_tested_nevertheless(xpu):
 def test_a_torch_that_cannot_limit_memory_tests_without_a_limit(xpu):
     """The limit came to torch.xpu later than the question for free memory."""
     xpu(limits_memory=False)
-    limits.make_room(XPU, {"memory": GIB, "free": GIB})
+    limits.make_room(XPU, {"memory": GIB, "free": GIB, "small": 0})
 
 
 def test_a_lost_device_is_no_device_without_an_answer(xpu):

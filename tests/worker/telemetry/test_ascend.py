@@ -9,6 +9,7 @@ import pytest
 from canaryd.model import Device, Outcome
 from canaryd.worker.telemetry import ascend
 from canaryd.worker.telemetry.interface import Unavailable
+from tests.command import soon
 from tests.worker.telemetry.trees import CAPTURES, checked, command, plant, run_probe
 
 ASCEND = CAPTURES / "ascend"
@@ -175,7 +176,7 @@ def test_a_command_that_hangs_costs_its_deadline_once(settings, monkeypatch):
     begun = time.monotonic()
     for _ in range(2):
         _, absent = checked(ascend.read(DEVICE, smi))
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < soon(5)
     assert "did not answer within 0.5 s" in absent["ecc_errors_total{kind=corrected,location=hbm}"]
 
 

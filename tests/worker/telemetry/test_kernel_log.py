@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry import kernel_log
 from canaryd.worker.telemetry.kernel_log import follow
+from tests.command import soon
 from tests.worker.telemetry.kernel_lines import DATA, ROOT, XID, line
 from tests.worker.telemetry.trees import plant
 
@@ -357,7 +358,7 @@ def test_an_idle_log_has_a_heartbeat(boot_id, log):
     first, began = next(stream), time.monotonic()
     second = next(stream)
     assert first == second == LogPosition(boot=BOOT, sequence=1)
-    assert 0.1 < time.monotonic() - began < 2.0
+    assert 0.1 < time.monotonic() - began < soon(2.0)
 
 
 def test_a_log_that_is_not_there_is_said_and_never_passes_for_one_that_was_read(boot_id, log):
@@ -466,7 +467,7 @@ def test_a_log_that_changes_its_format_is_refused_when_what_it_told_has_counted(
     stream = follow(str(log), boot_id=boot_id, beat=0.01)
     assert [next(stream).sequence, next(stream).sequence] == [1, 1]  # the record, and the position after it
     with pytest.raises(ValueError, match="no records of the kernel"):
-        next(stream)
+        list(itertools.islice(stream, 100))  # before it may come positions, if this machine is slow
 
 
 def test_a_log_that_may_not_be_read(tmp_path):
@@ -536,7 +537,7 @@ def test_a_device_that_never_runs_dry_is_read_for_a_while(boot_id, terminal, mon
         return time.monotonic() - began > 20
 
     list(follow(path, boot_id=boot_id, until_end=True, stop=stop))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < soon(10)
 
 
 def test_an_overrun_is_survived_and_counted(boot_id, terminal, tmp_path):

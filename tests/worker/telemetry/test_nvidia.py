@@ -12,6 +12,7 @@ import pytest
 from canaryd.model import Device, Outcome, Run
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
+from tests.command import soon
 from tests.nvml_stand_in import StandIn
 from tests.worker.telemetry.agents import NOT_SUPPORTED, PATIENCE, ROOT, Agent, gpu, say
 
@@ -156,7 +157,7 @@ def test_instances_are_devices_of_their_own(machine, agent):
 def test_an_instance_gives_what_it_has_and_no_list_of_what_it_lacks(machine, agent):
     """Memory, processes and the errors that are counted per instance; the rest is read on its GPU."""
     machine.divide(1, 2)
-    say(machine, "1/1", {"memory_used": 5_000_000, "processes": "9:4096", "volatile.uncorrected.sram": 3})
+    say(machine, "1/1", {"memory_used": 5_000_000, "processes": "4999999:4096", "volatile.uncorrected.sram": 3})
     found, _ = agent.inventory()
     assert agent.read(found[3]) == (
         {
@@ -256,7 +257,7 @@ def test_the_probe_completes(machine):
 def test_a_call_that_hangs_or_crashes_costs_the_worker(machine, mischief, outcome):
     """That poll is lost and says where it hung; the other GPUs are read as before."""
     mischief(machine, 6, "nvmlDeviceGetPowerUsage")
-    run = run_probe(machine, gpu(machine, 6), timeout=3.0)
+    run = run_probe(machine, gpu(machine, 6), timeout=soon(3.0))
     assert run.outcome is outcome, run.detail
     assert "nvmlDeviceGetPowerUsage" in run.detail
     assert run_probe(machine, gpu(machine, 5)).outcome is Outcome.COMPLETED

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -87,7 +90,7 @@ TABLE = (
 )
 OTHERS = {"fans": 2, "reasons": 0x44, "nvlinks": 2, "fabric_state": 2, "compute_mode": 3, "recovery_action": 4}
 OTHERS |= {"volatile.corrected.l2": 999_001, "aggregate.corrected.l2": 999_002}  # part of SRAM: must not count again
-OTHERS |= {"processes": "4242:1073741824,77:5"}
+OTHERS |= {"processes": "4999999:1073741824,4999998:5"}
 EVERYTHING = OTHERS | {key.format(word): raw for key, _, _, words in TABLE for word, raw in words.items()}
 THROTTLES = ("gpu_idle", "applications_clocks", "hw_slowdown", "sync_boost", "sw_thermal", "hw_power_brake")
 
@@ -124,6 +127,26 @@ def test_every_reading_is_what_the_device_says(machine, agent, tmp_path):
     others, _ = agent.read(gpu(machine, 1), {"sysfs": str(sysfs)})
     assert others["temperature_celsius{sensor=core}"] == 34
     assert others["ecc_errors_total{kind=corrected,location=dram}"] == 0
+
+
+def test_the_newest_process_tells_its_age(machine, agent):
+    """Workers of canaryd, and processes that are not visible here, do not count."""
+    servers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "/opt/canaryd/worker/__main__.py"])
+    try:
+        time.sleep(1.1)
+        machine.set(0, "processes", ",".join(f"{process.pid}:5" for process in (*servers, worker)) + ",4999999:5")
+        readings, _ = agent.read(gpu(machine, 0))
+        assert 1.0 <= readings["compute_process_age_seconds"] < 100.0
+        machine.set(0, "processes", f"{worker.pid}:5,1:5")
+        readings, _ = agent.read(gpu(machine, 0))
+        assert readings["compute_process_age_seconds"] > 1.0  # of process 1
+        machine.set(0, "processes", f"{worker.pid}:5")
+        assert "compute_process_age_seconds" not in agent.read(gpu(machine, 0))[0]
+    finally:
+        for process in (*servers, worker):
+            process.kill()
+            process.wait()
 
 
 def test_a_device_without_sram_counters_counts_by_cache(machine, agent):

@@ -64,7 +64,7 @@ def campaign(seed, broken, *, device=GPU, enough=0, **chip):
     simulated, runs = Chip(seed, broken, **chip), []
     while len(runs) < RUNS or (sum(simulated.spoilt.values()) < enough and len(runs) < LONGEST):
         runs.append(a_run(device, len(runs), sweep(simulated, seed * LONGEST + len(runs))))
-    among = node({device.uuid: device}, {device.uuid: runs}, NOW, summed={device.uuid: {"exact_units": ()}})
+    among = node({device.uuid: device}, {device.uuid: runs}, NOW)
     case = Case(device=device, node=among, wanted={"exact_units": 900.0}, policy=JudgePolicy(), now=NOW)
     covered = all(r.value == simulated.count for run in runs for r in run.readings if r.name == "units_seen")
     return decide(case), simulated, covered
@@ -129,7 +129,8 @@ def test_what_a_person_reads_names_sm_lane_and_bit():
     verdict, _, _ = campaign(7, lambda sm: float(sm == 87), lane=19, bit=3)
     (incident, *_) = incidents(verdict)
     assert re.fullmatch(
-        r"Wrong results in exact_units: \d+ of [\d,]+, always SM 87, bit 3\. Confirmed: .* Cause: hardware, .*",
+        r"Wrong results in exact_units: \d+ of [\d,]+, always SM 87, bit 3 of float32 and int32\. Confirmed: .*"
+        " Cause: hardware, .*",
         describe(incident),
     )
     lead = incident.lead

@@ -60,7 +60,7 @@ READS: dict[str, Callable[[Digits], float]] = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), lambda _: 1 / 4),
     **dict.fromkeys(("down_proj", "w2"), lambda digits: digits.open),
 }
-"""Operator whose weights are stored in few bits → function that gives the unit of its inputs (docs/exact-canary.md)."""
+"""Operator whose weights are stored in few bits → function that gives the unit of its inputs."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Order in which a word of AWQ holds eight neighbouring outputs: the output's number for each place, lowest place
 first."""

@@ -1,7 +1,7 @@
 """The right results of every operator of an inference, from the proof, and the largest error of a healthy device.
 
 Nearly all results are exact, with three exceptions: 16-bit formats round the scores of losing keys; float64 has e^-110
-for these keys where other formats have 0; and float64 adds this share of their values (docs/exact-canary.md).
+for these keys where other formats have 0; and float64 adds this share of their values.
 """
 
 from __future__ import annotations
