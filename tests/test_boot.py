@@ -560,3 +560,44 @@ def evidence(machine: Machine) -> dict | None:
     cpus = [device for device in told["devices"] if device["backend"] == "cpu"]
     found = cpus[0]["evidence"] if cpus else {}
     return cpus[0] if found.keys() >= ON_CPU and None not in found.values() else None
+
+
+def typed(title: str) -> list[str]:
+    """Return the commands below a heading of the README, in order."""
+    section = (ROOT / "README.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    return [line for line in "".join(blocks).splitlines() if line and not line.startswith("#")]
+
+
+def connect(machine: Machine) -> None:
+    """Let apt, pip and git find beside the machine what the README takes from the network, and give it an address."""
+    for name in ("wheels", "torch", "debs"):
+        shutil.copytree(CACHE / name, machine.root / "srv" / name)
+    shutil.rmtree(machine.root / "etc/apt/sources.list.d")
+    machine.put("/etc/apt/sources.list", "deb [trusted=yes] file:/srv/debs ./\n")
+    machine.put("/etc/pip.conf", "[global]\nno-index = true\nfind-links =\n  /srv/wheels\n  /srv/torch\n")
+    clone = copy_clone(machine.root / "srv/canaryd")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "a clone")):
+        subprocess.run(["git", "-C", clone, *words], check=True)
+    machine.put("/root/.gitconfig", '[url "file:///srv/canaryd"]\ninsteadOf = https://github.com/canaryd/canaryd\n')
+    # Alertmanager does not start where no address is a private one (docs/install.md).
+    subprocess.run(["nsenter", "-t", machine.leader, "-n", "ip", "addr", "add", "10.0.0.1/32", "dev", "lo"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not(torch=True)), reason=why_not(torch=True))
+def test_from_a_bare_debian_to_an_alarm_by_the_words_of_the_readme(tmp_path):
+    """Each line as it is written, in a shell of its own in the directory that the one before left."""
+    with booted(tmp_path) as machine:
+        connect(machine)
+        place, said = "/root", ""
+        for line in typed("From a bare Debian to an alarm"):
+            begun = time.monotonic()
+            done = machine.run(
+                *("bash", "-c", f"cd {place}\n{line}\ncode=$?\npwd >/srv/place\nexit $code"), check=False, timeout=900.0
+            )
+            print(f"{time.monotonic() - begun:5.0f} s  {line}")
+            assert done.returncode == (2 if line.startswith("canaryd drill") else 0), done.stdout + done.stderr
+            said, place = done.stdout, (machine.root / "srv/place").read_text().strip()
+        assert re.search(r"^CanarydDrill .* active", said, re.MULTILINE), said + machine.journal("prometheus.service")

@@ -96,12 +96,15 @@ class Counts:
         tallies: dict[str, tuple[Tallied, ...]] | None = {} if store.ever_wrong else None
         compared: dict[str, dict[SameKey, Same]] = {}
         repaired = {uuid: at for uuid in known if (at := self._acks.evidence_since(uuid))}
+        # Each device's are added up as soon as they are read: a bad year has a hundred thousand, which take 100 MB.
+        wrong = [store.wrong_between(uuid, repaired.get(uuid, 0.0)) for uuid in known] if tallies is not None else []
+        apart = {now + AHEAD}.union(*(pair for pairs in wrong for pair in pairs))
         for uuid in known:
             cut = repaired.get(uuid, 0.0)
             for probe, day in store.tested(uuid, max(now - SEEN, cut)):
                 days[uuid][probe].add(day)
             if tallies is not None:
-                tallies[uuid] = tuple(t for t in store.tallies(uuid) if t.first > cut)
+                tallies[uuid] = merged((t for t in store.tallies(uuid) if t.first > cut), apart)
                 compared[uuid] = known_of(store, uuid, repaired)
         stacks = store.stacks() if tallies is not None else {}
         if store.unreadable and self._known:

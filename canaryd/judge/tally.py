@@ -7,6 +7,7 @@ result of the probe and after each repair of the device, so that what was before
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -137,4 +138,5 @@ def merged(counted: Iterable[Tallied], at: Collection[float]) -> tuple[Tallied, 
 
 
 def _within(times: Sequence[float], first: float, last: float) -> bool:
-    return any(first <= at <= last for at in times)
+    next_at = bisect_left(times, first)
+    return next_at < len(times) and times[next_at] <= last

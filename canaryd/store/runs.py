@@ -29,6 +29,7 @@ from canaryd.store.rows import (
     add_met,
     baseline_key,
     compared_row,
+    is_number,
     met_row,
     pack,
     part_of,
@@ -195,6 +196,15 @@ class RunTables(Database):
         query = f"SELECT {', '.join(Lane._fields)}, {', '.join(Tallied._fields[1:])} FROM tallies WHERE device = ?"
         rows = self._read(f"{query} ORDER BY first", device)
         return [found for found in map(tally_from_row, rows) if found is not None]
+
+    def wrong_between(self, device: str, since: float) -> list[tuple[float, float]]:
+        """Return when the first and newest wrong runs of each probe and stack began, of those after `since` (epoch s).
+
+        As `tally.edges` of the device's tallies, which need not all be in memory for it.
+        """
+        query = "SELECT MIN(first), MAX(last) FROM tallies WHERE device = ? AND erred AND first > ?"
+        rows = self._read(f"{query} GROUP BY probe, stack_id", device, since)
+        return [(first, last) for first, last in rows if is_number(first) and is_number(last)]
 
     def tested(self, device: str, since: float) -> list[tuple[str, int]]:
         """Return (probe, day since the epoch) for each day on which a device was tested after `since` (epoch s)."""

@@ -58,7 +58,7 @@ class Task(NamedTuple):
 
 def why_not(*, torch: bool = False) -> str:
     """Return why no machine can be booted here, "" where one can."""
-    wanted = [BOOTED, "wheels", *(["torch"] if torch else [])]
+    wanted = [BOOTED, "wheels", *(["torch", "debs"] if torch else [])]
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "booting a container wants root on Linux"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:

@@ -1,6 +1,7 @@
 """What runs found is counted once, when they are stored, and stays when the runs are gone."""
 
 import contextlib
+import itertools
 import sqlite3
 
 import pytest
@@ -9,7 +10,7 @@ from canaryd.facts import Subject
 from canaryd.formatting import DAY
 from canaryd.judge.cause import Right, Same, SameKey
 from canaryd.judge.slower import Day
-from canaryd.judge.tally import merged, total
+from canaryd.judge.tally import edges, merged, total
 from canaryd.model import Ack
 from canaryd.store.database import PASSED_NOTE
 from canaryd.store.migrations import SCHEMA
@@ -73,6 +74,19 @@ def test_what_a_run_found_is_counted_of_each_whom_it_accuses(store):
     assert found.of(Subject.HOST) == (13, 2, 13, 2)
     assert found.of(Subject.COMPARATOR) == (12, 1, 12, 1)
     assert [(t.runs, t.tested, t.failing) for t in (found, retests)] == [(1, 1, 1), (1, 0, 0)]
+
+
+def test_the_first_and_newest_wrong_runs_are_known_without_reading_all(store):
+    """Of each probe and stack, after a repair, and as the tallies themselves tell it; a device's alone."""
+    for n, (hour, changes) in enumerate(itertools.product(range(5), ({}, {"probe": "p"}, {"stack": OTHER}))):
+        store.add_run(wrong(f"w{n}", MORNING + hour * HOUR + n, **changes))
+        store.add_run(clean(f"c{n}", MORNING + hour * HOUR + n + 1))
+    store.add_run(wrong("other", MORNING + 9 * HOUR, device="GPU-2"))
+    for since, pairs in ((0.0, 3), (MORNING + 2 * HOUR + 7, 3), (MORNING + 4 * HOUR + 12, 2), (MORNING + DAY, 0)):
+        found = store.wrong_between("GPU-1", since)
+        assert len(found) == pairs
+        told = [t for t in store.tallies("GPU-1") if t.first > since]
+        assert {at for pair in found for at in pair} == edges(told)
 
 
 def test_a_wrong_run_of_a_sibling_splits_the_day_too(store):
