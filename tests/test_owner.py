@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import pytest
 
 from canaryd.files import keep, owners_rights, recall
+from canaryd.report import boundary
 from canaryd.store.store import Store
 from tests.command import eventually, in_turn
 from tests.daemon.test_telemetry import Site
@@ -101,7 +102,9 @@ class Watched:
 COMMANDS = (
     *(("check",), ("ack", "cpu:0", "--reason", "seen"), ("baseline", "accept", "cpu:0", "--reason", "right")),
     *(("status",), ("history",), ("gate",), ("release", "--end")),
+    ("check", "--boundary", "begin", "--label", "4711"),
 )
+DIRECTORIES = ("locks", "memory", boundary.DIRECTORY)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,7 @@ def written(site):
         assert (path.stat().st_uid, path.stat().st_gid) == (OWNER, GROUP), path
     names = watched.names()
     parts = ("canaryd.db-wal", "canaryd.db-shm", "canaryd.db.new")
-    files = ("locks/telemetry.lock", "locks/daemon.lock", f"memory/nvml-{site.uuids[0]}.json")
+    files = ("locks/telemetry.lock", "locks/daemon.lock", f"memory/nvml-{site.uuids[0]}.json", "boundaries/4711.json")
     assert names >= {"canaryd.db", "canaryd.db.lock", "locks", "memory", *parts, *files}
     return sorted({name for name in names if not Path(name).name.startswith(".")})  # not those that chance chooses
 
@@ -140,7 +143,7 @@ def plant(kind: str, path: Path, outside: Path) -> None:
         os.link(outside / "closed", path)
         return
     else:
-        path.symlink_to(outside if path.name in ("locks", "memory") else outside / kind)
+        path.symlink_to(outside if path.name in DIRECTORIES else outside / kind)
     os.chown(path, OWNER, GROUP, follow_symlinks=False)
 
 
@@ -155,10 +158,12 @@ def use(state: Path, names: Sequence[str]) -> str:
                 if place == "locks":
                     with store.lock(unquote(rest.removesuffix(".lock"))):
                         pass
-                elif place == "memory":
-                    keep(f"{state}/memory", rest.removesuffix(".json"), 1)
-                    recall(f"{state}/memory", rest.removesuffix(".json"))
+                elif place in DIRECTORIES:
+                    keep(f"{state}/{place}", rest.removesuffix(".json"), 1)
+                    recall(f"{state}/{place}", rest.removesuffix(".json"))
             said = [*store.problems, store.problem]
+    with contextlib.suppress(OSError):
+        boundary.keep_dossier(Path(__file__), "4711", state)
     assert stored or store.problem
     return " ".join(said)
 
@@ -168,7 +173,7 @@ def test_root_changes_nothing_that_the_owner_could_not(place, site, outside, wri
     before = held(outside)
     for kind in ("closed", "shown", "absent", "hard link", "pipe"):
         for number, name in enumerate(written):
-            if kind == "hard link" and name in ("locks", "memory"):
+            if kind == "hard link" and name in DIRECTORIES:
                 continue
             for with_record in (True, False):
                 state = place / f"{kind} {number} {with_record}"

@@ -118,3 +118,12 @@ def seed(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,16}", text) or int(text) >= 2**53:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write a whole number from 0 to 2**53 - 1")
     return int(text)
+
+
+def label(text: str) -> str:
+    """Return a text as the label of a job. It becomes part of a file's name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no label; write up to 64 letters, digits, dots, hyphens and underscores, e.g. 4711"
+        )
+    return text

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, seed
+from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, label, seed
 from canaryd.cli.common import (
     ProgressPrinter,
     complain,
@@ -17,6 +20,7 @@ from canaryd.cli.common import (
     may_write,
     open_store,
     refuse_beside_daemon,
+    say,
     stop_on_signals,
     stopped_by_release,
     use_color,
@@ -28,11 +32,13 @@ from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
 from canaryd.engine.host import Options
 from canaryd.files import write_whole
-from canaryd.formatting import did_you_mean
+from canaryd.formatting import command, did_you_mean
 from canaryd.judge.verdict import exit_code
 from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, State
 from canaryd.probe import LEVELS
+from canaryd.report import boundary
 from canaryd.report.advice import NO_ALERT, raised_until
+from canaryd.report.boundary import Boundary, Compared, DeviceChange
 from canaryd.report.check import as_json, as_text
 from canaryd.report.status import newest_drill
 from canaryd.store.notes import daemon_runs
@@ -89,6 +95,12 @@ def _add_check(commands: Commands) -> None:
     command.add_argument(
         "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter to this file too"
     )
+    command.add_argument(
+        "--boundary",
+        choices=(boundary.BEGIN, boundary.END),
+        help="begin: note the state of each device before a job; end: say which went wrong during it",
+    )
+    command.add_argument("--label", type=label, metavar="JOB", help="the job or tenancy that --boundary is about")
     command.set_defaults(fault="")
 
 
@@ -111,7 +123,7 @@ def _add_drill(commands: Commands) -> None:
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)
     command.set_defaults(level="quick", case=[], seed=None, instruction_set="", intensity="", seconds=0.0)
-    command.set_defaults(report=None, textfile=None)
+    command.set_defaults(report=None, textfile=None, boundary=None, label=None)
 
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
@@ -133,9 +145,7 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
 
 def check_command(options: argparse.Namespace, settings: Config) -> int:
     """Test devices now, print one verdict for each, and return the exit code."""
-    if options.report and not may_write("--report", options.report, pipes=True):
-        return USAGE
-    if options.textfile and not may_write("--textfile", options.textfile):
+    if not _may_begin(options):
         return USAGE
     store = open_store(settings)
     complain(*store.problems)
@@ -146,16 +156,30 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     stop_on_signals(engine, options.command)
     with stopped_by_release(engine):
         result = _tested(options, engine, printer)
+        passed = _boundary(options, engine, result)
     daemon = bool(options.fault) and daemon_runs(store)
     store.close()
     if isinstance(result, int):
         return result
     if (kept := store.drills if options.fault else store).waiting:  # closing has tried once more what was refused
         result.problems.append(f"what this check found is not kept: {make_writable(kept.refused)}")
-    code = _told(options, result, printer, stopped=bool(engine.stopping))
+    code = _told(options, result, passed, printer, stopped=bool(engine.stopping))
     if options.fault and check.alarmed(result):
         complain(f"drill: the fault was caught; {_raised(result, settings, daemon=daemon)}")
     return code
+
+
+def _may_begin(options: argparse.Namespace) -> bool:
+    """Return whether the options go together and name files that can be written; if not, print the reason."""
+    if bool(options.boundary) != bool(options.label):
+        complain(
+            "check: --boundary and --label go together; type canaryd check --boundary begin --label JOB before a job,"
+            " and canaryd check --boundary end --label JOB after it"
+        )
+        return False
+    if options.report and not may_write("--report", options.report, pipes=True):
+        return False
+    return not options.textfile or may_write("--textfile", options.textfile)
 
 
 def _raised(result: Result, settings: Config, *, daemon: bool) -> str:
@@ -180,17 +204,67 @@ def _tested(options: argparse.Namespace, engine: Engine, printer: ProgressPrinte
     return check.run(engine, _engine_options(options, devices), devices, printer.waiting, printer.expect)
 
 
-def _told(options: argparse.Namespace, result: Result, printer: ProgressPrinter, *, stopped: bool) -> int:
+def _boundary(options: argparse.Namespace, engine: Engine, result: Result | int) -> Boundary | None:
+    """Keep the begin of a job, or say what became of each device since; None if not asked for, or not tested."""
+    if isinstance(result, int) or result.without_case or not options.boundary:
+        return None
+    store = engine.store
+    tests = command(
+        *("check", ("level", options.level), ("intensity", options.intensity)),
+        *(("instruction_set", options.instruction_set), *(("probe", name) for name in sorted(options.probe))),
+        *(("case", name) for name in sorted(options.case)),
+    )
+    now = boundary.take(result, store, options.label, tests, time.time())
+    if options.boundary == boundary.BEGIN:
+        kept = boundary.keep(now, store.state_dir)
+        if not kept:
+            result.problems.append(f"the begin of job {now.label} is not kept: {store.state_dir} cannot be written")
+        return Boundary(moment=boundary.BEGIN, label=now.label, begun=now.at if kept else None, ended=None)
+    found = boundary.compare(boundary.recall(now.label, store.state_dir), now, result.verdicts)
+    told = (
+        _with_dossier(d, now.label, engine, result) if d.change is DeviceChange.WENT_WRONG else d for d in found.devices
+    )
+    return replace(found, devices=tuple(told))
+
+
+def _with_dossier(compared: Compared, label: str, engine: Engine, result: Result) -> Compared:
+    """Write the dossier of a device that went wrong; its digest says later which evidence the statement rests on."""
+    from canaryd.dossier import write  # noqa: PLC0415  only what went wrong needs it
+    from canaryd.dossier.document import DossierError  # noqa: PLC0415
+
+    try:
+        # Not where it stays: the state directory can belong to another user, who could lead root's worker elsewhere.
+        with tempfile.TemporaryDirectory(prefix="canaryd-") as aside:
+            device = next(d for d in result.devices if d.uuid == compared.device)
+            made = write.write(engine.store, engine.config, engine, device, Path(aside), redact=False, now=time.time())
+            archive = made.with_name(f"{made.name}.tar.gz")
+            path, digest = boundary.keep_dossier(archive, label, engine.store.state_dir)
+    except (DossierError, OSError) as error:
+        return replace(compared, why=f"{compared.why}; no dossier: {error}")
+    return replace(compared, why=f"{compared.why}; dossier {path}, SHA-256 {digest}", dossier=path, sha256=digest)
+
+
+def _told(
+    options: argparse.Namespace,
+    result: Result,
+    passed: Boundary | None,
+    printer: ProgressPrinter,
+    *,
+    stopped: bool,
+) -> int:
     """Print the results and write the requested files; return the exit code. `stopped`: a signal ended the check."""
     if options.case and result.without_case:
         printer.clear()
         complain(*dict.fromkeys(f"check: {run.probe}: {run.detail}" for run in result.without_case))
         return USAGE
-    written = _write_files(result, options.report, options.textfile)
+    document = json.dumps(as_json(result, passed), indent=2)
+    written = _write_files(result, document, options.report, options.textfile)
     if options.json:
-        print(json.dumps(as_json(result), indent=2))
+        print(document)
     else:
         print(as_text(result, verbose=options.verbose, color=use_color()))
+        if passed:
+            say("\n".join(passed.lines()))
     if options.fault and not check.alarmed(result):
         if check.ended(result) and not stopped:
             complain(
@@ -237,9 +311,9 @@ def _drill_probes(devices: Sequence[Device]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(probes.get(d.tested_as[0], "exact_matmul") for d in devices)) or ("exact_matmul",)
 
 
-def _write_files(result: Result, report: Path | None, textfile: Path | None) -> bool:
+def _write_files(result: Result, document: str, report: Path | None, textfile: Path | None) -> bool:
     """Write the requested files; return whether all of them were written."""
-    written = not report or write_report(report, json.dumps(as_json(result), indent=2) + "\n")
+    written = not report or write_report(report, f"{document}\n")
     if textfile:
         from canaryd.report import textfile as metrics  # noqa: PLC0415  a check need not pay for the exposition
 

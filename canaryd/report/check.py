@@ -16,6 +16,7 @@ from canaryd.judge.statistics import rate_bound
 from canaryd.judge.tally import counted
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, Outcome, Run, State
+from canaryd.report.boundary import Boundary
 from canaryd.report.incidents import INDENT, STATE, device_json, note_lines, state_lines
 from canaryd.report.terminal import Line, paint, paragraph, role_of
 
@@ -24,8 +25,8 @@ FEW = 6
 """Largest number of skipped cases of one probe that are listed by name."""
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """Return the object that `check --json` prints (docs/check.schema.json)."""
+def as_json(result: Result, boundary: Boundary | None = None) -> dict[str, Any]:
+    """Return the object that `check --json` prints (docs/check.schema.json); `boundary`: what --boundary asked for."""
     return {
         "schema": SCHEMA,
         "state": result.state.value,
@@ -37,6 +38,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "devices": [_device(result, device) for device in result.devices],
         "not_checked": [str(gap) for gap in result.not_checked],
         "problems": list(result.problems),
+        "boundary": to_json(boundary),
     }
 
 
