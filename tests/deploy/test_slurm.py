@@ -18,7 +18,7 @@ import pytest
 
 from canaryd.model import Cause, Device, Finding, State, Verdict
 from canaryd.store.store import Store
-from tests.command import ROOT, eventually, free_port
+from tests.command import PROBES, ROOT, configure, eventually, free_port
 
 SCRIPT = ROOT / "deploy/slurm/canaryd-gate"
 SNIPPET = ROOT / "deploy/slurm/slurm.conf.snippet"
@@ -94,8 +94,9 @@ def test_the_reason_of_somebody_else_is_kept(tmp_path, state):
 
 def test_it_ends_before_slurm_kills_it():
     """HealthCheckProgram has 60 s: all that it waits for, with the grace of each, is less together."""
-    calls = re.findall(r"\btimeout (?:-k (\d+) )?(\d+) (\S+)", SCRIPT.read_text())
-    notes = len(re.findall(r"^ *note ", SCRIPT.read_text(), re.MULTILINE))
+    text = re.sub(r"^boundary\(\) .*?^}$", "", SCRIPT.read_text(), flags=re.MULTILINE | re.DOTALL)  # in jobs alone
+    calls = re.findall(r"\btimeout (?:-k (\d+) )?(\d+) (\S+)", text)
+    notes = len(re.findall(r"^ *note ", text, re.MULTILINE))
     assert [call[2] for call in calls] == ["logger", '"$canaryd"', "scontrol", "scontrol"]
     waits = [int(grace or 0) + int(limit) for grace, limit, _ in calls]
     assert notes * waits[0] + sum(waits[1:]) <= 55
@@ -117,6 +118,81 @@ def test_it_finds_scontrol_without_a_search_path(tmp_path):
 def test_a_node_without_canaryd_runs_on(tmp_path):
     """A roll-out of the script before the package must stop no job."""
     assert subprocess.run(["/bin/sh", SCRIPT], env={"PATH": "/nowhere"}, check=False).returncode == 0
+
+
+def around(directory: Path, canaryd: str, context: str, tests: str = "--level quick") -> tuple[int, str]:
+    """Run the script around job 4711 with a program as canaryd; return its status and what it logged."""
+    programs = directory / "bin"
+    programs.mkdir(exist_ok=True)
+    logger = f'case $* in *" -- "*) echo "$*" ;; *) cat ;; esac >>{directory}/log'
+    for name, text in (
+        ("canaryd", canaryd),
+        ("scontrol", "case $* in *show*) echo State=IDLE ;; esac"),
+        ("logger", logger),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    script, log = directory / "gate", directory / "log"
+    text = SCRIPT.read_text().replace("/opt/canaryd/bin/canaryd", f"{programs}/canaryd")
+    script.write_text(text.replace('tests=""', f'tests="{tests}"'))
+    log.write_text("")
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURMD_NODENAME": "n"}
+    environment |= {"SLURM_SCRIPT_CONTEXT": context, "SLURM_JOB_ID": "4711"}
+    done = subprocess.run(["/bin/sh", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("", "")
+    return done.returncode, log.read_text()
+
+
+ANSWERS = """case $1 in
+    check) echo "$*" >>{directory}/asked; echo "cpu:0 exact_matmul: completed" >&2; echo "{line}"; exit {code} ;;
+    *) echo "{gate}"; exit 2 ;;
+esac"""
+
+
+@pytest.mark.parametrize(
+    ("context", "tests", "asked"),
+    [
+        ("prolog_slurmd", "--level quick", "check --wait 1m --level quick --boundary begin --label 4711\n"),
+        ("epilog_slurmd", "--level quick", "check --wait 1m --level quick --boundary end --label 4711\n"),
+        ("prolog_slurmd", "", ""),
+        ("epilog_slurmd", "", ""),
+        ("", "--level quick", ""),
+    ],
+)
+def test_devices_are_tested_around_a_job_where_the_script_says_so(tmp_path, context, tests, asked):
+    """In prolog and epilog, never in the health check; what it says of the job is logged, and nothing else of it."""
+    (tmp_path / "asked").touch()
+    line = "cuda:3 went wrong during job 4711 (12:00 to 13:00 UTC)"
+    program = ANSWERS.format(directory=tmp_path, line=line, code=2, gate="pass: 9 devices")
+    logged = f"{line}\n" if asked else ""
+    assert around(tmp_path, program, context, tests) == (0, logged)
+    assert (tmp_path / "asked").read_text() == asked
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 64, 124, 137])
+def test_a_test_around_a_job_fails_no_job_by_itself(tmp_path, code):
+    """Whatever becomes of it, the gate decides; why it could not run is logged."""
+    line = "canaryd: check: it cannot"
+    for gate, failed in (("pass: 9 devices", 0), ("fail: cuda:3 faulty", 1)):
+        program = ANSWERS.format(directory=tmp_path, line=line, code=code, gate=gate)
+        for context, status in (("prolog_slurmd", failed), ("epilog_slurmd", 0)):
+            moment = "begin" if context.startswith("prolog") else "end"
+            ended, log = around(tmp_path, program, context)
+            assert (ended, log.splitlines()[0]) == (status, line)
+            told = f"job 4711: its {moment} was not tested: canaryd check ended with {code}"
+            assert (told in log) is (code > 3)
+
+
+def test_the_job_in_which_a_device_went_wrong_is_logged(tmp_path):
+    """With canaryd itself: right in the prolog, wrong in the epilog; enforcement only logs, so no script fails."""
+    config = configure(tmp_path, "passes")
+    program = f'cd {ROOT} && exec {sys.executable} -m canaryd "$@" --config {config} --state-dir {tmp_path}/state'
+    ended, log = around(tmp_path, program, "prolog_slurmd")
+    assert (ended, "job 4711: its begin is on record" in log) == (0, True), log
+    wrong = (PROBES / "mismatches.py").read_text().replace('name="mismatches"', 'name="passes"')
+    (tmp_path / "probes.d/passes.py").write_text(wrong)
+    ended, log = around(tmp_path, program, "epilog_slurmd")
+    assert (ended, "cpu:0 went wrong during job 4711 (" in log) == (0, True), log
 
 
 # --- On a real Slurm --------------------------------------------------------------------------------------------------
