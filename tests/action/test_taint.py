@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import calendar
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from canaryd.model import Ack, AckKind, Cause, Device, Finding, State, Verdict
 from canaryd.report import gate, proof
 from canaryd.report.proof import Decision, Proof, Proved
 from canaryd.store.store import Store
+from tests.api_server import COMPONENTS, ApiServer, Policy
 from tests.command import ROOT, eventually
 
 validator = pytest.importorskip("kubernetes_validate", reason="NOT TESTED: the schemas of Kubernetes are not here")
@@ -34,6 +34,7 @@ ITEM = gate.Item(
 )
 FAILS = gate.Answer(decision=gate.FAIL, devices=(ITEM,))
 HALF = Bounds(share=0.5)
+POLICY = Policy(COMPONENTS / "device-taint/policy.yaml", "system:serviceaccount:canaryd:canaryd-taint")
 
 
 def published(node: str, uuids: dict[str, str], generation: int = 1) -> dict:
@@ -53,62 +54,38 @@ def published(node: str, uuids: dict[str, str], generation: int = 1) -> dict:
     return made
 
 
-class Server:
-    """A small API server: a token, two lists, names that are taken, versions of objects, and the time of an effect."""
+class Server(ApiServer):
+    """Two lists, names that are taken, versions of objects, the time of an effect, and the policy that is shipped."""
 
     def __init__(self, *slices: dict) -> None:
-        self.slices, self.rules, self.writes, self.status, self.clock = list(slices), {}, [], 200, 1_800_000_000.0
-        server = self
+        self.slices, self.rules, self.clock = list(slices), {}, 1_800_000_000.0
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                lists = {SLICES: server.slices, RULES: list(server.rules.values())}
-                allowed = self.headers["Authorization"] == "Bearer secret"
-                self.reply(server.status if allowed else 401, {"items": lists[self.path], "metadata": {}})
-
-            def do_POST(self) -> None:
-                self.keep()
-
-            do_PUT = do_POST  # noqa: N815  the name that http.server calls
-
-            def do_DELETE(self) -> None:
-                server.writes.append("DELETE")
-                self.reply(200 if server.rules.pop(self.path.rpartition("/")[2], None) else 404, {})
-
-            def keep(self) -> None:
-                rule = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                validator.validate(rule, "1.37", strict=True)
-                name, taint = rule["metadata"]["name"], rule["spec"]["taint"]
-                stands = server.rules.get(name)
-                if self.command == "POST" and stands:
-                    return self.reply(409, {})
-                if (
-                    self.command == "PUT"
-                    and rule["metadata"].get("resourceVersion") != stands["metadata"]["resourceVersion"]
-                ):
-                    return self.reply(409, {})
-                assert taint["effect"] in EFFECTS
-                server.writes.append(f"{self.command} {taint['effect']}")
-                now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(server.clock))
-                taint.setdefault("timeAdded", now)
-                rule["metadata"].setdefault("creationTimestamp", now)
-                rule["metadata"]["resourceVersion"] = str(len(server.writes))
-                server.rules[name] = rule
-                return self.reply(200, rule)
-
-            def reply(self, status: int, body: dict) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+    def answer(self, request, path, _query) -> tuple[int, dict]:
+        if request.command == "GET":
+            return 200, {"items": {SLICES: self.slices, RULES: list(self.rules.values())}[path], "metadata": {}}
+        rule = request.body or None
+        name = rule["metadata"]["name"] if rule else path.rpartition("/")[2]
+        stands = self.rules.get(name)
+        operation = {"POST": "CREATE", "PUT": "UPDATE", "DELETE": "DELETE"}[request.command]
+        if POLICY.refusal(operation, "resource.k8s.io/devicetaintrules", rule, stands):
+            return 422, {}
+        if rule is None:
+            self.writes.append("DELETE")
+            return (200, {}) if self.rules.pop(name, None) else (404, {})
+        validator.validate(rule, "1.37", strict=True)
+        version = stands["metadata"]["resourceVersion"] if stands else None
+        if rule["metadata"].get("resourceVersion") != version:
+            return 409, {}
+        taint = rule["spec"]["taint"]
+        assert taint["effect"] in EFFECTS
+        self.writes.append(f"{request.command} {taint['effect']}")
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.clock))
+        taint.setdefault("timeAdded", now)
+        rule["metadata"].setdefault("creationTimestamp", now)
+        rule["metadata"]["resourceVersion"] = str(len(self.writes))
+        self.rules[name] = rule
+        return 200, rule
 
     def tainted(self) -> dict[str, str]:
         """Return device → effect."""
@@ -119,8 +96,7 @@ class Server:
 def server() -> Iterator[Server]:
     made = Server(published(NODE, {"gpu-0": "GPU-0", "gpu-1": "GPU-1"}))
     yield made
-    made.http.shutdown()
-    made.http.server_close()
+    made.close()
 
 
 @pytest.fixture
