@@ -47,7 +47,8 @@ class Api:
         """Return the object that the server answers. Raises `ApiError`."""
         try:
             token = (self.account / "token").read_text(encoding="utf-8").strip()  # it is renewed every hour
-            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": kind}
             data = None if body is None else json.dumps(body).encode()
             request = urllib.request.Request(self.address + path, data, headers, method=method)  # noqa: S310  our address
             handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]

@@ -123,6 +123,7 @@ def send(socket: str, events: Sequence[Message]) -> None:
 class Emitter(Turns):
     """The events of one node."""
 
+    node: str
     socket: str
     memory: Path
     """A file with what was told about each device: neither a restart nor a new pod tells it again."""

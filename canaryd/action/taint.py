@@ -264,6 +264,7 @@ def _withdrawn(rule: Json, why: str) -> Write:
 class Writer(Turns):
     """The rules of one node."""
 
+    node: str
     api: Api
     limits: Bounds
     clear: bool = False

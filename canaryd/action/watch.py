@@ -25,9 +25,8 @@ QUESTION = gate.Question(proven=True)
 
 @dataclass(kw_only=True)
 class Turns(ABC):
-    """What one process does about the devices of one node."""
+    """What one process does about the gate's answers."""
 
-    node: str
     ask: Callable[[], Asked]
     """May raise `ConfigError`."""
     told: set[str] = field(default_factory=set)
@@ -69,11 +68,11 @@ def node_name(parser: argparse.ArgumentParser) -> str:
     return os.environ.get("NODE_NAME") or parser.error("NODE_NAME is not set; set it from spec.nodeName")
 
 
-def asking(config: Path | None) -> Callable[[], Asked]:
+def asking(config: Path | None, question: gate.Question = QUESTION) -> Callable[[], Asked]:
     """Return a function that asks the gate, and reads the configuration anew each time."""
 
     def ask() -> Asked:
         settings = load.load(config)
-        return gate.ask(settings, QUESTION), gate.silenced(settings, os.environ)
+        return gate.ask(settings, question), gate.silenced(settings, os.environ)
 
     return ask

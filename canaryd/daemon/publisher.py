@@ -17,7 +17,7 @@ from canaryd.facts import printable
 from canaryd.judge.findings import NO_EVIDENCE
 from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition
-from canaryd.model import ENDPOINT, State, Verdict
+from canaryd.model import State, Verdict
 from canaryd.report import gate, status, status_page
 from canaryd.report.replica import replica
 from canaryd.report.terminal import state_note
@@ -108,8 +108,8 @@ class Publisher:
         self._status = found
         self._silence = gate.silenced(engine.config, os.environ)
         self._replicas = {
-            name: (f"{ENDPOINT}:{name}", *(d.uuid for d in endpoints.behind(endpoint, engine.devices.values())))
-            for name, endpoint in endpoints.named(engine.config).items()
+            name: endpoints.parts(engine.config, name, engine.devices.values())
+            for name in endpoints.named(engine.config)
         }
 
     def _status_line(self, verdicts: Mapping[str, Verdict]) -> str:

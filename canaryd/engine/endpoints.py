@@ -50,6 +50,11 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
     return [d for d in parts if d.backend != "cpu"] or parts
 
 
+def parts(config: Config, name: str, devices: Iterable[Device]) -> tuple[str, ...]:
+    """Return the uuids of a configured endpoint and of the devices that serve it."""
+    return f"{ENDPOINT}:{name}", *(d.uuid for d in behind(named(config)[name], devices))
+
+
 def models(config: Config, device: Device, devices: Collection[Device]) -> list[str]:
     """Return the model directories of the endpoints that a device serves; an endpoint without a directory adds none."""
     served = (e for e in named(config).values() if e.directory and e.directory.suffix != ".gguf")

@@ -21,6 +21,7 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
+from canaryd.engine import endpoints
 from canaryd.facts import beginning, printable
 from canaryd.formatting import format_duration
 from canaryd.judge import clock
@@ -66,6 +67,8 @@ class Question:
     causes: tuple[Cause, ...] = CAUSES
     devices: tuple[str, ...] = ()
     """The devices to decide about, by uuid, name, backend, or an accelerator's index; empty for all."""
+    endpoint: str = ""
+    """Name of a configured endpoint, to decide about it and the devices that serve it instead; "" for none."""
     max_age: float = 0.0
     """Age in seconds of a device's newest completed test above which the answer is unknown; 0.0: the judge's limit."""
     proven: bool = False
@@ -281,6 +284,9 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
             problems = [*store.problems, *([store.problem] if store.problem else [])]
     except StoreTooNew as error:
         return Answer(decision=UNKNOWN, reason=str(error))
+    if question.endpoint:
+        parts = endpoints.parts(settings, question.endpoint, [d.device for d in found.devices])
+        question = replace(question, devices=parts)
     answer = decide(found, question, newest)
     if question.proven:
         answer = _only_proven(answer, found, settings.state_dir)

@@ -275,11 +275,12 @@ RIGHTS = {
         ("resourceslices", "list"),
         *(("devicetaintrules", v) for v in ("list", "create", "update", "delete")),
     },
+    "pod-label": {("pods", "list"), ("pods", "patch"), ("services", "get")},
 }
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_only_the_writer_of_taints_may_ask_the_api_server(component):
+def test_only_the_writers_of_taints_and_labels_may_ask_the_api_server(component):
     """Each by an account of its own, whose rights a policy narrows; it only reads the record."""
     paths = (HERE / "components" / component).glob("*.yaml")
     documents = [d for path in paths for d in yaml.safe_load_all(path.read_text()) if "metadata" in d]
