@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
-from canaryd.worker.numeric import quantized
+from canaryd.worker.numeric import quantized, scaled
 from canaryd.worker.numeric.cases import product_case, why_refused
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
@@ -49,9 +49,9 @@ def run(ctx: Context) -> Iterator[Fact]:
     speeds: dict[str, float] = {}
     refused: list[str] = []
     asked = partial(_is_asked, ctx)
-    yield from _try(ctx.device, asked, speeds, refused)
+    yield from _try(ctx, asked, speeds, refused)
     if not speeds:  # the sentence that no case matches names some that there are
-        yield from _try(ctx.device, lambda label: not asked(label), speeds, refused)
+        yield from _try(ctx, lambda label: not asked(label), speeds, refused)
     fresh, fixed = every_case(ctx, speeds)
     served = list(served_cases(ctx, speeds))
     yield from (s for s in served if isinstance(s, Skipped) and (s.case == "served" or asked(s.case.split("/")[0])))
@@ -64,8 +64,12 @@ def _is_asked(ctx: Context, label: str) -> bool:
     return chosen(ctx, f"{label}/") or any(want.startswith(f"{label}/") for want in ctx.cases)
 
 
-def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
-    """Multiply once in each wanted format; add its speed to `speeds`, or the reason of a refusal to `refused`."""
+def _try(ctx: Context, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
+    """Multiply once in each wanted format; add its speed to `speeds`, or the reason of a refusal to `refused`.
+
+    Products with scales are left out at level "quick", unless cases are requested by name.
+    """
+    device = ctx.device
     for source, target in (pair for pair in format_pairs(device) if wanted(label_of(*pair))):
         label = label_of(source, target)
         if why := unsupported(device, source, target):
@@ -88,6 +92,8 @@ def _try(device: Device, wanted: Callable[[str], bool], speeds: dict[str, float]
         quantized.label_of(*pair): quantized.case(device, *pair, "decode", "nt", (1, 128, 128))
         for pair in quantized.pairs(device)
     }
+    if ctx.level != "quick" or ctx.cases:
+        tiny |= scaled.tiny_cases(device)
     for label in filter(wanted, tiny):
         saturates = label.endswith(">int32/wide") and device.unit == "cpu" and int8_pairs_saturate()
         if why := saturates or refusal(device, tiny[label].build(1), tiny[label].compute):
@@ -109,7 +115,7 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
     fresh += (_int8_case(ctx.device, *pair, "fresh", INT8_SIZES[ctx.level]) for pair in integers)
-    return [*fresh, *quantized.fresh_cases(ctx, speeds)], fixed
+    return [*fresh, *quantized.fresh_cases(ctx, speeds), *scaled.fresh_cases(ctx, speeds)], fixed
 
 
 def fixed_cases(device: Device) -> list[Case]:

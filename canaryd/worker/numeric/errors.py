@@ -75,7 +75,8 @@ MESSAGES: Mapping[ErrorKind, tuple[str, ...]] = {
         r"could not create a primitive|UR_RESULT_ERROR_UNSUPPORTED",  # oneDNN, unimplemented; oneAPI, ur_result_t
         # pytorch, aten/src/ATen: mps/EmptyTensor.cpp, Dispatch.h, native/cuda/ScaledBlas.cpp; torch_npu
         r"does(n't| not) (have )?support|feature not supported|not (yet |currently )?(implemented|supported)",
-        r"only (supported|available)|unsupported (data ?|scalar ?)?type|Undefined type",
+        r"only (supports|supported|available)|only .* types are supported",
+        r"unsupported (data ?|scalar ?)?type|Undefined type",
         # pytorch's argument checks, which come before any launch
         r"\b(must|should|needs? to|expected?|requires?) .*(dtype|dimension|divisible|multiple|matrix|shape)",
         r"\b(must|should|needs? to|expected?|requires?) .*(size|stride|contiguous|greater|[23]D|col_major|same|match)",

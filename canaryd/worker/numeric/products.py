@@ -35,16 +35,19 @@ def int8_pairs(device: Device) -> list[tuple[str, str]]:
 
 
 def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, fast: bool = False) -> Any:
-    """Return the product of two operands on their device; it can overwrite `out`. `fast`: FP8's fast accumulation."""
-    a, b = operands
+    """Return the product of two operands on their device; it can overwrite `out`. `fast`: FP8's fast accumulation.
+
+    FP8 operands may be followed by their float32 scales: (M, 1) of the rows of A, and (1, N) of the columns of B.
+    """
+    a, b, *scales = operands
     kept = out if a.device.type == "cuda" else None  # of other backends not every product takes one
     if source == "int8":
         return torch._int_mm(a, b, out=kept)  # noqa: SLF001
     if source == "uint8":
         raise NotImplementedError("torch multiplies no uint8 matrices")
     if source.startswith("float8"):
-        one = torch.ones((), device=a.device)
-        scaled = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, use_fast_accum=fast)  # noqa: SLF001
+        scale_a, scale_b = scales or [torch.ones((), device=a.device)] * 2
+        scaled = partial(torch._scaled_mm, a, b, scale_a=scale_a, scale_b=scale_b, use_fast_accum=fast)  # noqa: SLF001
         # New memory would be filled with NaN first, because the strict switches ask for deterministic algorithms.
         return scaled(out_dtype=FORMATS[target].dtype) if kept is None else scaled(out_dtype=kept.dtype, out=kept)
     if source == "tfloat32":

@@ -18,7 +18,7 @@ from canaryd.codec import from_json
 from canaryd.facts import GRAPH, Exactness
 from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
-from canaryd.worker.numeric import attention, indexing
+from canaryd.worker.numeric import attention, indexing, scaled
 from canaryd.worker.numeric.characterised import accumulator, room_of
 from canaryd.worker.numeric.operands import POOLS, Problem, Product, build, build_int8
 from canaryd.worker.numeric.tensors import FORMATS, bits, bytes_of, need_torch, on_core, visible_cores
@@ -178,6 +178,8 @@ def _sizes(case: str) -> tuple[list[str], list[int]]:
 def _product(case: str, seed: int, device: Device) -> Exhibit:
     (label, content, kind, layout), sizes = _sizes(case)
     source, _, target = label.partition(">")
+    if "-" in source:
+        return _scaled(source.partition("-")[2], target, content, kind, sizes, seed, device)
     if source == "int8":
         M, N, K = sizes
         return Exhibit(build_int8(content, M, N, K, layout, seed), "torch._int_mm(a, b)", ("a", "b"))
@@ -200,6 +202,13 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
     )
     turn = int(case.partition("#")[2].removesuffix(GRAPH) or 0)
     return Exhibit(build(product, seed, turn), compute, ("a", "b"), switches)
+
+
+def _scaled(name: str, target: str, content: str, kind: str, sizes: list[int], seed: int, device: Device) -> Exhibit:
+    M, N, K = sizes
+    made = scaled.case(device, scaled.SCALINGS[name], target, content, kind, (M, N, K)).build(seed)
+    compute = f"torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype={FORMATS[target].dtype})"
+    return Exhibit(made, compute, ("a", "b", "scale_a", "scale_b"))
 
 
 def _tiles(case: str, seed: int, device: Device) -> Exhibit:
