@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
-from canaryd.worker.numeric import quantized, scaled
+from canaryd.worker.numeric import grouped, quantized, scaled
 from canaryd.worker.numeric.cases import product_case, why_refused
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
@@ -67,7 +67,7 @@ def _is_asked(ctx: Context, label: str) -> bool:
 def _try(ctx: Context, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
     """Multiply once in each wanted format; add its speed to `speeds`, or the reason of a refusal to `refused`.
 
-    Products with scales are left out at level "quick", unless cases are requested by name.
+    Grouped products and products with scales are left out at level "quick", unless cases are requested by name.
     """
     device = ctx.device
     for source, target in (pair for pair in format_pairs(device) if wanted(label_of(*pair))):
@@ -93,7 +93,7 @@ def _try(ctx: Context, wanted: Callable[[str], bool], speeds: dict[str, float], 
         for pair in quantized.pairs(device)
     }
     if ctx.level != "quick" or ctx.cases:
-        tiny |= scaled.tiny_cases(device)
+        tiny |= scaled.tiny_cases(device) | grouped.tiny_cases(device)
     for label in filter(wanted, tiny):
         saturates = label.endswith(">int32/wide") and device.unit == "cpu" and int8_pairs_saturate()
         if why := saturates or refusal(device, tiny[label].build(1), tiny[label].compute):
@@ -115,7 +115,9 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
     fresh += (_int8_case(ctx.device, *pair, "fresh", INT8_SIZES[ctx.level]) for pair in integers)
-    return [*fresh, *quantized.fresh_cases(ctx, speeds), *scaled.fresh_cases(ctx, speeds)], fixed
+    for module in (quantized, scaled, grouped):
+        fresh += module.fresh_cases(ctx, speeds)
+    return fresh, fixed
 
 
 def fixed_cases(device: Device) -> list[Case]:

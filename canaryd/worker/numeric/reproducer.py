@@ -18,7 +18,7 @@ from canaryd.codec import from_json
 from canaryd.facts import GRAPH, Exactness
 from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
-from canaryd.worker.numeric import attention, indexing, scaled
+from canaryd.worker.numeric import attention, grouped, indexing, scaled
 from canaryd.worker.numeric.characterised import accumulator, room_of
 from canaryd.worker.numeric.operands import POOLS, Problem, Product, build, build_int8
 from canaryd.worker.numeric.tensors import FORMATS, bits, bytes_of, need_torch, on_core, visible_cores
@@ -178,6 +178,10 @@ def _sizes(case: str) -> tuple[list[str], list[int]]:
 def _product(case: str, seed: int, device: Device) -> Exhibit:
     (label, content, kind, layout), sizes = _sizes(case)
     source, _, target = label.partition(">")
+    if source == grouped.LABEL:
+        groups, M, N, K = sizes
+        made = grouped.case(device, content, kind, (groups, M, N, K)).build(seed)
+        return Exhibit(made, "torch.nn.functional.grouped_mm(a, b, offs=ends)", ("a", "b", "ends"))
     if "-" in source:
         return _scaled(source.partition("-")[2], target, content, kind, sizes, seed, device)
     if source == "int8":

@@ -134,6 +134,9 @@ class Torch(Runtime):
         """Return the result of an operation, computed by torch's own kernels."""
         if operation.name == "matmul":
             return multiply(operation.source, operation.target, operands, out)
+        if operation.name == "grouped":
+            a, b, ends = operands
+            return door.torch.nn.functional.grouped_mm(a, b, offs=ends)
         if operation.name == "attention":
             query, key, value, allowed = operands
             mask = allowed if operation.mask in ("bool", "float") else None

@@ -30,6 +30,7 @@ CASES = [
     ("exact_matmul", "float64/full/batched/tt@2x16x24x32"),
     ("exact_matmul", "float16/scaled/fixed24/nt@96x80x256"),
     ("exact_matmul", "int8>int32/narrow/fresh/nt@64x256x512"),
+    ("exact_matmul", "bfloat16-grouped/cancel/prefill/nt@4x48x32x64"),
     ("exact_matmul", "float8_e4m3fn-rowwise>bfloat16/full/decode/nt@16x128x256"),
     ("exact_attention", "float32/uniform/prefill/math/causal@1x2x2x48x48x64"),
     ("exact_attention", "bfloat16/onehot/grouped/math/bool@1x4x2x32x65x64"),
