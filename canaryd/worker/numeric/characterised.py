@@ -36,7 +36,7 @@ def accumulator(device: Device, source: str) -> Accumulator:
     x86 = device.backend == "cpu" and is_x86(device)
     if source == "float64":
         return Accumulator(53, x86, "float64 products and sums")
-    if source.startswith("float8"):
+    if source.startswith(("float8", "float4")):  # of FP4 nothing narrower is documented
         return Accumulator(13, x86, "Hopper's FP8 accumulation keeps about 14 bits")
     if device.backend == "cpu":
         if x86 or source == "float32":
@@ -60,7 +60,7 @@ def room_of(device: Device, source: str, target: str, *, batched: bool) -> int:
     request 3440).
     """
     bits = accumulator(device, source).bits
-    shared = batched if source in ("bfloat16", "float16") else source.startswith("float8")
+    shared = batched if source in ("bfloat16", "float16") else source.startswith(("float8", "float4"))
     return min(bits, FORMATS[target].bits) if shared and device.backend == "cuda" else bits
 
 

@@ -60,6 +60,36 @@ def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, f
     return torch.matmul(a, b, out=out)
 
 
+RECIPES = {
+    "1x128": ("BlockWise1x128", "BlockWise1x128", ""),
+    "128x128": ("BlockWise1x128", "BlockWise128x128", ""),
+    "mxfp8": ("BlockWise1x32", "BlockWise1x32", "float8_e8m0fnu"),
+    "mxfp4": ("BlockWise1x32", "BlockWise1x32", "float8_e8m0fnu"),
+    "nvfp4": ("BlockWise1x16", "BlockWise1x16", "float8_e4m3fn"),
+}
+"""Name of a scaling by blocks → torch's recipes for A and B, and the format of scales that come as bytes, or ""."""
+
+
+def multiply_blocks(scaling: str, target: str, operands: tuple[Any, ...]) -> Any:
+    """Return the product of operands with a scale for each block along K (`canaryd.worker.numeric.scaled.build`)."""
+    a, b, *scales = operands
+    if a.device.type != "cuda" or torch.version.hip:
+        raise NotImplementedError("products with scales of blocks are for NVIDIA GPUs alone")
+    api = torch.nn.functional
+    recipe_a, recipe_b, form = RECIPES[scaling]
+    if scaling.endswith("fp4"):
+        a, b = (side.view(torch.float4_e2m1fn_x2) for side in (a, b))
+    if form:
+        scales[:2] = (scale.view(getattr(torch, form)) for scale in scales[:2])
+    levels = len(scales) // 2  # the second is one scale of a whole operand
+    kinds_a, kinds_b = (
+        [getattr(api.ScalingType, recipe), api.ScalingType.TensorWise][:levels] for recipe in (recipe_a, recipe_b)
+    )
+    swizzle = [api.SwizzleType.SWIZZLE_32_4_4, api.SwizzleType.NO_SWIZZLE][:levels] if form else None
+    out = FORMATS[target].dtype
+    return api.scaled_mm(a, b, scales[::2], kinds_a, scales[1::2], kinds_b, swizzle, swizzle, output_dtype=out)
+
+
 def label_of(source: str, target: str) -> str:
     """Return the label of a pair of formats for the names of cases."""
     return source if source == target else f"{source}>{target}"

@@ -21,6 +21,7 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import attention, grouped, indexing, scaled
 from canaryd.worker.numeric.characterised import accumulator, room_of
 from canaryd.worker.numeric.operands import POOLS, Problem, Product, build, build_int8
+from canaryd.worker.numeric.products import RECIPES
 from canaryd.worker.numeric.tensors import FORMATS, bits, bytes_of, need_torch, on_core, visible_cores
 from canaryd.worker.units.tiles import Tiles
 
@@ -211,8 +212,21 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
 def _scaled(name: str, target: str, content: str, kind: str, sizes: list[int], seed: int, device: Device) -> Exhibit:
     M, N, K = sizes
     made = scaled.case(device, scaled.SCALINGS[name], target, content, kind, (M, N, K)).build(seed)
-    compute = f"torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype={FORMATS[target].dtype})"
-    return Exhibit(made, compute, ("a", "b", "scale_a", "scale_b"))
+    names = ("a", "b", "scale_a", "scale_b", "all_a", "all_b")[: len(made.operands)]
+    output = str(FORMATS[target].dtype)
+    if name not in RECIPES:
+        return Exhibit(made, f"torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype={output})", names)
+    api, two = "torch.nn.functional", "all_a" in names
+    *recipes, form = RECIPES[name]
+    code, byte = ".view(torch.float4_e2m1fn_x2)" * name.endswith("fp4"), f".view(torch.{form})" * bool(form)
+    scales = [
+        f"[scale_{side}{byte}{f', all_{side}' * two}], "
+        f"[{api}.ScalingType.{recipe}{f', {api}.ScalingType.TensorWise' * two}]"
+        for side, recipe in zip("ab", recipes, strict=True)
+    ]
+    swizzle = f"[{api}.SwizzleType.SWIZZLE_32_4_4{f', {api}.SwizzleType.NO_SWIZZLE' * two}]" if form else "None"
+    compute = f"{api}.scaled_mm(a{code}, b{code}, {', '.join(scales)}, {swizzle}, {swizzle}, output_dtype={output})"
+    return Exhibit(made, compute, names)
 
 
 def _tiles(case: str, seed: int, device: Device) -> Exhibit:

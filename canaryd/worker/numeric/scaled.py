@@ -1,10 +1,14 @@
-"""Exact products of FP8 operands with scales: one for each row of A and each column of B, as serving quantises them.
+"""Exact products of operands with scales, as serving quantises them: for rows, or for blocks of elements along K.
 
 The bound. A product of whole numbers is drawn as in `operands`, so that partial sums are below 2**bits in any order.
-Each row of A is then stored divided by a power of two, and its scale is that power times another one, 2**r; columns of
-B likewise, with 2**c. A stored value times its scale is the whole number times 2**r, so all terms of an output have the
-same unit, 2**(r + c). Whether a kernel multiplies scales into operands, into partial sums or into the result, every
-number on its way is a whole number below 2**bits times a power of two. Nothing rounds but the result, once.
+Each row of A is then stored divided by a power of two for each of its blocks, and the scale of a block is that power
+times another one of the whole row, 2**r; columns of B likewise, with 2**c. A stored value times its scale is the whole
+number times 2**r, so all terms of an output have the same unit, 2**(r + c). Whether a kernel multiplies scales into
+operands, into the sums of blocks or into the result, every number on its way is a whole number below 2**bits times a
+power of two. Nothing rounds but the result, once.
+
+Sources: pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of scales); cuBLAS documentation, "1D
+Block Scaling Factors Layout"; OCP Microscaling Formats 1.0, section 5.3 (E2M1, E8M0).
 """
 
 from __future__ import annotations
@@ -22,9 +26,12 @@ from canaryd.worker.numeric.characterised import room_of
 from canaryd.worker.numeric.integers import below
 from canaryd.worker.numeric.operands import Inexact, Problem, Product, draw, gather_golden, make_pools
 from canaryd.worker.numeric.products import computing
+from canaryd.worker.numeric.quantized import FP4
 from canaryd.worker.numeric.sizes import asked_for, choose
 from canaryd.worker.numeric.stack import float8
-from canaryd.worker.numeric.tensors import FORMATS, bits, torch
+from canaryd.worker.numeric.tensors import FORMATS, Format, bits, torch
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 
 KINDS = ("decode", "prefill")
 DRAWN = ("dense", "full", "cancel")
@@ -45,9 +52,27 @@ class Scaling:
     targets: tuple[str, ...]
     shifts: tuple[int, int]
     """Smallest and largest e for which every whole number of `source.bits` bits, divided by 2**e, is in the format."""
+    block: int = 0
+    """Number of elements along K that have one scale; 0: all."""
+    code: tuple[int, int] | None = None
+    """Bias of the exponent and number of bits of the significand in the byte of a scale; None: scales in float32."""
+    square: bool = False
+    """Whether `GRAIN` columns of B have their scales in common."""
 
 
-SCALINGS = {s.name: s for s in (Scaling("rowwise", "float8_e4m3fn", ("bfloat16", "float32"), (-4, 6)),)}
+E4M3, E2M1 = (-4, 6), (-1, 1)  # of E2M1 all codes are used, 1/2 too: it is subnormal in name alone
+WIDE = ("bfloat16", "float32")
+SCALINGS = {
+    s.name: s
+    for s in (
+        Scaling("rowwise", "float8_e4m3fn", WIDE, E4M3),
+        Scaling("1x128", "float8_e4m3fn", WIDE, E4M3, 128),
+        Scaling("128x128", "float8_e4m3fn", WIDE, E4M3, 128, square=True),
+        Scaling("mxfp8", "float8_e4m3fn", WIDE, E4M3, 32, (127, 0)),
+        Scaling("mxfp4", "float4_e2m1fn", WIDE[:1], E2M1, 32, (127, 0)),
+        Scaling("nvfp4", "float4_e2m1fn", WIDE, E2M1, 16, (7, 3)),
+    )
+}
 
 
 def pairs(device: Device) -> list[tuple[Scaling, str]]:
@@ -65,10 +90,11 @@ def case(device: Device, scaling: Scaling, target: str, content: str, kind: str,
     M, N, K = sizes
     source = float8(device, scaling.source)
     room = room_of(device, source, target, batched=False)
+    blocks = partial(interface.of(device).run, Operation("blocks", scaling.name, target))
     return Case(
         f"{label_of(device, scaling, target)}/{content}/{kind}/nt@{M}x{N}x{K}",
         partial(build, scaling, Product(content, FORMATS[source], FORMATS[target], room, M, N, K, 0, "nt")),
-        computing(device, source, target),
+        blocks if scaling.block else computing(device, source, target),
         characterised=False,
     )
 
@@ -95,37 +121,70 @@ def fresh_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case]:
 
 
 def build(scaling: Scaling, product: Product, seed: int) -> Problem:
-    """Return the problem of a scaled product: A (M, K), B (K, N), scales of A (M, 1) and of B (1, N), golden (M, N).
+    """Return the problem of a scaled product: A (M, K), B (K, N), scales of A and of B, golden (M, N).
 
+    "nvfp4" has two more operands, a scale of all of A and one of all of B. FP4 values are bytes of two codes along K.
     Equal arguments give equal problems. Raises `Inexact` as `make_pools` does.
     """
     pools = make_pools(product, seed)
     golden = gather_golden(product, pools, seed, 0).to(torch.float32)
-    stored, scales = [], []
-    for name, pool, index in zip("ab", pools.operands, draw(product, seed, 0), strict=True):
-        rows = index[0]
-        shifts, own = _exponents(scaling, f"scales of {name}", seed, len(pool), len(rows))
-        stored.append(_shifted(pool, shifts)[rows].view(pool.dtype))
-        scales.append(_two_to(shifts[rows] + own))
-        golden *= _two_to(own) if name == "a" else _two_to(own).mT
-    (a, b), (scale_a, scale_b) = stored, scales
-    return replace(pools, operands=(a, b.mT, scale_a, scale_b.mT.contiguous()), golden=golden.to(product.target.dtype))
+    stored, scales, whole = [], [], []
+    for name, pool, (rows,) in zip("ab", pools.operands, draw(product, seed, 0), strict=True):
+        tile = GRAIN if scaling.square and name == "b" else 1  # columns with scales in common come from the whole pool
+        low, high = scaling.shifts
+        blocks = product.K // (scaling.block or product.K)
+        shifts = low + below(seed, f"shifts of {name}", (1 if tile > 1 else len(pool), blocks), high - low + 1)
+        shifts = shifts.expand(len(pool), blocks)
+        own = below(seed, f"rows of {name}", (len(rows) // tile, 1), 2 * SPREAD) - SPREAD
+        every = below(seed, f"all of {name}", (int(scaling.name == "nvfp4"),), 2 * SPREAD) - SPREAD
+        own = own.repeat_interleave(tile, 0)
+        stored.append(_stored(product.source, pool, shifts)[rows])
+        scales.append(_scales(scaling, (shifts[rows] + own)[::tile], name))
+        whole += _two_to(every)
+        factor = _two_to(own + every.sum())
+        golden *= factor if name == "a" else factor.mT
+    a, b = (side if "float4" in scaling.source else side.view(product.source.dtype) for side in stored)
+    return replace(pools, operands=(a, b.mT, *scales, *whole), golden=golden.to(product.target.dtype))
 
 
-def _exponents(scaling: Scaling, name: str, seed: int, pool: int, rows: int) -> tuple[Any, Any]:
-    """Return the exponents e of the pool's rows (pool, 1), and those of the operand's own rows (rows, 1): r or c."""
-    low, high = scaling.shifts
-    own = below(seed, f"{name}, of rows", (rows, 1), 2 * SPREAD) - SPREAD
-    return low + below(seed, name, (pool, 1), high - low + 1), own
+def _stored(form: Format, pool: Any, shifts: Any) -> Any:
+    """Return the codes of a pool's values divided by 2**`shifts`, as bytes; raise `Inexact` if there is no such code.
+
+    FP4 has two codes in a byte, the first in the lower half.
+    """
+    values = pool.to(torch.float32) * _two_to(-shifts).repeat_interleave(pool.shape[1] // shifts.shape[1], 1)
+    if form.name.startswith("float4"):
+        twice = torch.tensor(FP4, dtype=torch.float32)
+        codes = torch.searchsorted(twice, 2 * values.abs())
+        meant = twice[codes.clamp(max=7)].copysign(values) / 2
+        codes += (values < 0).to(torch.int64) << 3
+        stored = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    else:
+        stored = bits(values.to(pool.dtype))
+        meant = values.to(pool.dtype).to(torch.float32)
+    if not bool((meant == values).all()):
+        raise Inexact(f"a value divided by its scale is not in {form.name}")
+    return stored
 
 
-def _shifted(pool: Any, shifts: Any) -> Any:
-    """Return the raw bits of a pool's values divided by 2**`shifts`; raise `Inexact` if one is not in the format."""
-    values = pool.to(torch.float32) * _two_to(-shifts)
-    stored = values.to(pool.dtype)
-    if not bool((stored.to(torch.float32) == values).all()):
-        raise Inexact(f"a value divided by its scale is not in {pool.dtype}")
-    return bits(stored)
+def _scales(scaling: Scaling, exponents: Any, name: str) -> Any:
+    """Return 2**`exponents` (rows or tiles, blocks) of operand "a" or "b", laid out as torch wants such scales."""
+    if scaling.code is not None:
+        bias, significand = scaling.code
+        return swizzled((exponents + bias << significand).to(torch.uint8))
+    table = _two_to(exponents)
+    if not scaling.block:
+        return table if name == "a" else table.mT.contiguous()
+    if scaling.square and name == "b":
+        return torch.nn.functional.pad(table, (0, -table.shape[1] % 4)).mT
+    return table.mT.contiguous().mT
+
+
+def swizzled(table: Any) -> Any:
+    """Return bytes (rows, blocks) in cuBLAS's order, filled up with zeros to whole tiles of 128 x 4."""
+    rows, blocks = table.shape
+    whole = torch.nn.functional.pad(table, (0, -blocks % 4, 0, -rows % 128))
+    return whole.view(-1, 4, 32, whole.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
 def _two_to(exponents: Any) -> Any:

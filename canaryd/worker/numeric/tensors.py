@@ -78,7 +78,7 @@ class Format:
     @property
     def dtype(self) -> Any:
         """The torch dtype that carries the format."""
-        return torch.float32 if self.name == "tfloat32" else getattr(torch, self.name)
+        return getattr(torch, {"tfloat32": "float32", "float4_e2m1fn": "float8_e4m3fn"}.get(self.name, self.name))
 
 
 FORMATS = {
@@ -86,6 +86,7 @@ FORMATS = {
     for f in (
         # IEEE 754-2019 table 3.5; bfloat16 and tfloat32: NVIDIA PTX ISA, "Alternate Floating-Point Data Formats";
         # FP8: OCP 8-bit Floating Point Specification 1.0. E4M3's topmost significand at 2**8 is NaN, hence emax 7.
+        # FP4: OCP Microscaling Formats 1.0.
         Format("float64", 53, -1022, 1023),
         Format("float32", 24, -126, 127),
         Format("tfloat32", 11, -126, 127),
@@ -93,6 +94,7 @@ FORMATS = {
         Format("float16", 11, -14, 15),
         Format("float8_e4m3fn", 4, -6, 7),
         Format("float8_e5m2", 3, -14, 15),
+        Format("float4_e2m1fn", 2, 0, 2),
         # The fnuz kinds have no infinity and no negative zero, and another bias: AMD CDNA 3 ISA, section 7.2.
         Format("float8_e4m3fnuz", 4, -7, 7),
         Format("float8_e5m2fnuz", 3, -15, 15),

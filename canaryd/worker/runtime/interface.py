@@ -68,15 +68,17 @@ class Operation:
 
     name: str
     """What to compute: "matmul"; "quantized" (x times weights packed as in `packing`; operands: x, codes in words of 32
-    bits, scales, and offsets in "affine"); "grouped" (rows of A times the matrix of their group; operands: A, B of each
+    bits, scales, and offsets in "affine"); "blocks" (A times B, with a scale for each block along K; operands: those of
+    `canaryd.worker.numeric.scaled.build`); "grouped" (rows of A times the matrix of their group; operands: A, B of each
     group, and the ends of the groups); "attention"; a name of `canaryd.worker.numeric.indexing.OPERATIONS`; "rows"
     (out[i] = pool[index[i]]); or "columns" (out[:, j] = pool[:, index[j]]). For a batch, "rows" and "columns" take one
     row of indices per matrix, and each matrix can have its own pool."""
     source: str = ""
     """Format of the operands of "matmul", "grouped", "quantized" and "attention": a name of `tensors.FORMATS`, or
-    "int8" or "uint8" for the left operand of integers. For "quantized" the result has this format too."""
+    "int8" or "uint8" for the left operand of integers. For "quantized" the result has this format too. For "blocks" a
+    name of `canaryd.worker.numeric.products.RECIPES`."""
     target: str = ""
-    """Format of the result of "matmul" and "grouped"; "" for other operations."""
+    """Format of the result of "matmul", "blocks" and "grouped"; "" for other operations."""
     kernel: str = ""
     """Kernel of "attention": one of `Runtime.attention_kernels`, or "" for the kernel that the runtime chooses."""
     mask: str = ""

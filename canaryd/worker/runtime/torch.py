@@ -12,7 +12,7 @@ from canaryd.worker.numeric import indexing, stack
 from canaryd.worker.numeric import tensors as door
 from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.errors import is_refusal
-from canaryd.worker.numeric.products import multiply
+from canaryd.worker.numeric.products import multiply, multiply_blocks
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
 from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
@@ -134,6 +134,8 @@ class Torch(Runtime):
         """Return the result of an operation, computed by torch's own kernels."""
         if operation.name == "matmul":
             return multiply(operation.source, operation.target, operands, out)
+        if operation.name == "blocks":
+            return multiply_blocks(operation.source, operation.target, operands)
         if operation.name == "grouped":
             a, b, ends = operands
             return door.torch.nn.functional.grouped_mm(a, b, offs=ends)
