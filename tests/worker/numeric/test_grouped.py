@@ -7,10 +7,12 @@ import pytest
 from canaryd.facts import Comparison, Skipped
 from canaryd.probe import Context
 from canaryd.worker.numeric import grouped
+from canaryd.worker.numeric.cases import refusal
 from canaryd.worker.numeric.operands import CONTENTS
-from canaryd.worker.numeric.stack import cpu
+from canaryd.worker.numeric.stack import cpu, discover
 from canaryd.worker.numeric.tensors import host_same_bits, upload
 from canaryd.worker.numeric.verify import verify_all
+from canaryd.worker.runtime import interface
 from probes import exact_matmul
 from tests.worker.numeric.cuda import DEVICES, fake, stand_in
 
@@ -97,3 +99,19 @@ def test_torch_takes_the_operands_on_a_gpu(monkeypatch, device):
         result = grouped.case(device, "dense", "prefill", SIZES).compute(upload(problem.operands, device), None)
         assert (result.shape, result.dtype) == (problem.golden.shape, problem.golden.dtype)
         assert result.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [SIZES, (8, 500, 1024, 2048)], ids=str)
+def test_a_gpu_is_right_and_a_wrong_group_is_not(sizes):
+    """Or torch says that the GPU has no such product, which is the reason why this is skipped."""
+    gpu = next(d for d in discover()[0] if d.backend in ("cuda", "rocm"))
+    for content in CONTENTS:
+        case = grouped.case(gpu, content, "prefill", sizes)
+        problem = case.build(1)
+        if why := refusal(gpu, problem, case.compute):
+            pytest.skip(why)
+        a, b, ends = upload(problem.operands, gpu)
+        with interface.of(gpu).strict(gpu):
+            assert host_same_bits(case.compute((a, b, ends), None).cpu(), problem.golden), content
+            assert not host_same_bits(case.compute((a, b.roll(1, 0), ends), None).cpu(), problem.golden), content

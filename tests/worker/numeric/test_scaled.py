@@ -8,10 +8,12 @@ import pytest
 from canaryd.facts import Comparison, Skipped
 from canaryd.probe import Context
 from canaryd.worker.numeric import scaled
+from canaryd.worker.numeric.cases import refusal
 from canaryd.worker.numeric.reproducer import exhibit
-from canaryd.worker.numeric.stack import cpu
+from canaryd.worker.numeric.stack import cpu, discover
 from canaryd.worker.numeric.tensors import FORMATS, host_same_bits, upload
 from canaryd.worker.numeric.verify import verify_all
+from canaryd.worker.runtime import interface
 from probes import exact_matmul
 from tests.worker.numeric.cuda import HOPPER, MI300X, fake, stand_in
 
@@ -260,3 +262,26 @@ def test_an_instinct_is_refused_aloud(monkeypatch):
             operands = case.build(1).operands
             with fake(torch), pytest.raises(NotImplementedError, match="for NVIDIA GPUs alone"):
                 case.compute(upload(operands, MI300X), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", scaled.SCALINGS)
+@pytest.mark.parametrize("sizes", [SIZES, (512, 1024, 2048)], ids=str)
+def test_a_gpu_is_right_and_a_wrong_scale_is_not(name, sizes):
+    """Or torch says that the GPU has no such product, which is the reason why this is skipped."""
+    gpu = next(d for d in discover()[0] if d.backend in ("cuda", "rocm"))
+    refused = []
+    for target, content in itertools.product(scaled.SCALINGS[name].targets, scaled.DRAWN):
+        case = scaled.case(gpu, scaled.SCALINGS[name], target, content, "prefill", sizes)
+        problem = case.build(1)
+        if why := refusal(gpu, problem, case.compute):
+            refused.append(f"{case.name}: {why}")
+            continue
+        operands = upload(problem.operands, gpu)
+        with interface.of(gpu).strict(gpu):
+            assert host_same_bits(case.compute(operands, None).cpu(), problem.golden), case.name
+            scales = operands[2]
+            scales.copy_(scales.roll(1, 0))
+            assert not host_same_bits(case.compute(operands, None).cpu(), problem.golden), case.name
+    if refused:
+        pytest.skip("; ".join(refused))
