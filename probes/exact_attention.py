@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
+from canaryd.worker.numeric import edges
 from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, blank, build, value_bits
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.served import ATTENDED, served_attention
@@ -68,7 +69,13 @@ def run(ctx: Context) -> Iterator[Fact]:
         yield Skipped(case=f"{kernel.lower()}/{form}", reason=why)
     taken = [case for question, case in cases if question[:2] not in refused]
     fixed = [case for case in taken if case.fixed]
-    yield from verify_all(ctx, [c for c in taken if not c.fixed], fixed, GOLDEN, list(refused.values()))
+    fresh = [case for case in taken if not case.fixed]
+    for edge in edges.cases(ctx, edges.ATTENTIONS):
+        if isinstance(edge, Skipped):
+            yield edge
+        else:
+            fresh.append(edge)
+    yield from verify_all(ctx, fresh, fixed, GOLDEN, list(refused.values()))
 
 
 def every_case(ctx: Context) -> list[tuple[Question, Case]]:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
-from canaryd.worker.numeric import grouped, quantized, scaled
+from canaryd.worker.numeric import edges, grouped, quantized, scaled
 from canaryd.worker.numeric.cases import product_case, why_refused
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
@@ -55,7 +55,9 @@ def run(ctx: Context) -> Iterator[Fact]:
     fresh, fixed = every_case(ctx, speeds)
     served = list(served_cases(ctx, speeds))
     yield from (s for s in served if isinstance(s, Skipped) and (s.case == "served" or asked(s.case.split("/")[0])))
-    fresh += (case for case in served if isinstance(case, Case))
+    at_edges = list(edges.cases(ctx, edges.PRODUCTS))
+    yield from (left_out for left_out in at_edges if isinstance(left_out, Skipped))
+    fresh += (case for case in (*served, *at_edges) if isinstance(case, Case))
     yield from verify_all(ctx, fresh, fixed, GOLDEN, refused)
 
 

@@ -19,10 +19,11 @@ PAGE = DOCS / "writing-a-probe.md"
 EXAMPLE = DOCS / "examples" / "prefix_sum.py"
 PROMISED = {
     "Bound": "magnitude, limit",
-    "Case": "name, build, compute, characterised=True, struck=0, fixed=False, product=None, stem=''",
+    "Case": "name, build, compute, characterised=True, struck=0, fixed=False, product=None, stem='', measure=None, "
+    "seconds=0.0",
     "Problem": "operands, golden, exactness, bound, shape, witnessed=True, operations=0",
     "chosen": "ctx, name",
-    "collect": "golden, observed",
+    "collect": "golden, observed, origin=()",
     "derive": "seed, name",
     "need_torch": "",
     "refusal": "device, problem, compute",

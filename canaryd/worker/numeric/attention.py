@@ -182,7 +182,7 @@ def build(spec: Attention, seed: int) -> Problem:
     if spec.content in ("rising", "falling"):
         query, key = _ladder(spec, seed, gap)
     else:
-        query, key = _coded(spec, ask, member, gap)
+        query, key = coded(spec, ask, member, gap)
     owner = torch.arange(H) // (H // G)
     # (B, H, L, S): the live keys of every query, from group membership and mask alone; all integer work.
     live = (member[:, owner].view(B, H, 1, S) == ask.view(B, H, L, 1)) & allowed.view(1, 1, L, S)
@@ -302,7 +302,7 @@ def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
     return torch.where(place == size - 1, odd + values, values)
 
 
-def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
+def coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
     """Return queries and keys built from bit codes: their product is 0 if the codes are equal, else far below 0.
 
     `ask`: code of each query; `member`: code of each key. A key with code c holds (c, 1 - c), a query for code c holds

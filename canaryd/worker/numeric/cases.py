@@ -45,6 +45,11 @@ class Case:
     stem: str = ""
     """Text from which the seed is derived, if cases of other sizes draw operands from the same pools. If it is "", the
     seed is derived from the name before "@"."""
+    measure: Callable[..., Any] | None = None
+    """Function that computes and compares the case in its own way, with the arguments and the result of
+    `measure.measure_whole`; None for the usual way."""
+    seconds: float = 0.0
+    """Seconds of the run that are kept free for the case; 0 for a share of those that are left."""
 
     def at(self, turn: int, *, graph: bool = False) -> Case:
         """Return this case as "name#turn" ("name" for turn 0), with operands that the host draws in draw `turn`.

@@ -19,10 +19,11 @@ WARP = 32
 _AXES = ("batch", "head", "row", "column")
 
 
-def collect(golden: Any, observed: Any) -> Evidence:
+def collect(golden: Any, observed: Any, origin: tuple[int, ...] = ()) -> Evidence:
     """Compare two host tensors that an earlier comparison found different; return the evidence of their difference.
 
-    If this comparison finds no difference, one of the two erred, and the evidence contains no wrong element.
+    If this comparison finds no difference, one of the two erred, and the evidence contains no wrong element. `origin`:
+    the index in the whole result at which the tensors begin, if they are a part of it.
     """
     width = golden.element_size() * 8
     unsigned = (1 << width) - 1
@@ -38,6 +39,7 @@ def collect(golden: Any, observed: Any) -> Evidence:
     flipped = [w ^ h for w, h in zip(want, have, strict=True)]
     zero = ~(1 << (width - 1)) if golden.is_floating_point() else -1
     digits, shape = width // 4, golden.shape
+    where = where + torch.tensor(origin) if origin else where
     names = _AXES[-len(shape) :] if len(shape) > 1 else ("element",)
     found = Evidence(
         wrong=wrong,

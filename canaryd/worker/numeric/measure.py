@@ -77,7 +77,7 @@ class Computed:
             if found is not None and found.wrong and self.agreed:  # what no element shows accuses no device
                 comparison = replace(comparison, wrong_trials=comparison.wrong_trials + 1, evidence=found)
         wrongly = "" if self.gathered is None else self.gathered.result()
-        return comparison, _comparator_error(comparison, right(), erred) if erred else None, wrongly
+        return comparison, comparator_error(comparison, right(), erred) if erred else None, wrongly
 
 
 def measure_whole(
@@ -197,7 +197,7 @@ class _Fresh:
         trials = len(wrong) + turn.answers.count(EQUAL)
         self.session.repeated += trials
         case = self.case.at(turn.number, graph=True)
-        return _counted(self.session, case, upload, self.seed, self.core, trials, len(wrong), found)
+        return counted(self.session, case, upload.problem, self.seed, self.core, trials, len(wrong), found)
 
     def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:
         """Add a right turn's trials to the first comparison of its kind, in a graph or not; keep a wrong turn's own."""
@@ -275,7 +275,7 @@ def _compute(
             if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() >= until) or 0 < most <= trials:
                 break
     said, looked, blind, made = first
-    comparison = replace(_counted(session, case, upload, seed, core, trials, wrong, found), digest=made)
+    comparison = replace(counted(session, case, upload.problem, seed, core, trials, wrong, found), digest=made)
     return Computed(comparison, said, looked, blind=blind)
 
 
@@ -305,23 +305,24 @@ def _look(
     return agreed, looked, blind, made
 
 
-def _counted(
+def counted(
     session: Session,
     case: Case,
-    upload: OnDevice,
+    problem: Problem,
     seed: int,
     core: int | None,
     trials: int,
     wrong: int,
     found: Evidence | None,
 ) -> Comparison:
+    """Return the comparison of `trials` results, and add them to the session's totals."""
     session.trials += trials
-    session.operations += trials * upload.problem.operations
+    session.operations += trials * problem.operations
     return Comparison(
         case=case.name,
-        shape=upload.problem.shape,
+        shape=problem.shape,
         seed=seed,
-        exactness=upload.problem.exactness,
+        exactness=problem.exactness,
         place=session.place_of(core),
         trials=trials,
         wrong_trials=wrong,
@@ -338,7 +339,7 @@ def _host_agrees(session: Session, case: Case, core: int | None, result: Any, go
         return compare(result, golden)
 
 
-def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
+def comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
     """Return a comparison that accuses the device's comparator; `text` says how host and device disagree."""
     doubt = evidence.collect_nothing(golden, text)
     erred = replace(comparison, subject=Subject.COMPARATOR, doubt=Doubt.COMPARATOR, evidence=doubt, digest="")

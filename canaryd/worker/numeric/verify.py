@@ -6,7 +6,7 @@ A probe gives its cases and their functions; `verify_all` does the rest and yiel
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric.cases import Case, Refused, none_supported, restrict, selects
 from canaryd.worker.numeric.integers import combine
 from canaryd.worker.numeric.making import begin, finish, gathers, make, make_twice, settle, settled
-from canaryd.worker.numeric.measure import measure_fresh, measure_whole
+from canaryd.worker.numeric.measure import Found, measure_fresh, measure_whole
 from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
@@ -55,26 +55,27 @@ def verify_all(
     digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}
     if shipped and not digests:
         yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
-    session.injector.arm([c.name for c in fresh or fixed])
-    fresh.sort(key=lambda case: case.name != session.injector.target)  # the injected fault goes first
+    session.injector.arm([c.name for c in fresh if c.measure is None] or [c.name for c in fresh or fixed])
+    # The injected fault goes first; what has its time kept free goes last, because some of it has crashed kernels.
+    fresh.sort(key=lambda case: (case.name != session.injector.target, case.seconds > 0.0))
     with session.runtime.strict(ctx.device) as switches, settled(session):
         yield Reading(name="switches", value=as_text(switches))
         late, order = 0, [*fixed, *fresh]
         for number, case in enumerate(order):
-            remaining = len(order) - number
+            remaining, following = len(order) - number, order[number + 1 :]
+            left = max(0.0, ctx.left - sum(each.seconds for each in following))
             ctx.progress(number / len(order), case.name)
             # A loaded machine still gets fresh operands, the target: only the fixed ones forever would prove little.
             needed = case.fixed or case.name == session.injector.target or (ctx.cases and "*" not in ctx.cases)
-            if ctx.left <= 0.0 and not needed:
+            if left <= 0.0 and not needed:
                 late += 1
                 yield ctx.late(case.name)
                 continue
             # A fixed case is brief, unless a retest is about it.
             brief = case.fixed and not (ctx.intensity and ctx.cases)
-            seconds = 0.0 if brief else ctx.left / remaining
+            seconds = 0.0 if brief else left / remaining
             before = session.trials
-            following = next(iter(order[number + 1 :]), None) if ctx.left > seconds else None
-            wanted = None if following is None else (following, digests.get(following.name, ""))
+            wanted = (following[0], digests.get(following[0].name, "")) if following and ctx.left > seconds else None
             try:
                 yield from verify_case(session, case, seconds, digests.get(case.name, ""), wanted)
             except Refused as why:
@@ -82,7 +83,7 @@ def verify_all(
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
                 if case.name == session.injector.target:
-                    session.injector.arm([c.name for c in order[number + 1 :][:1]])
+                    session.injector.arm([c.name for c in following[:1]])
                 yield Skipped(case=case.name, reason=str(why))
     yield from finish(session)
     if ctx.drill and not session.injector.spent:
@@ -108,6 +109,16 @@ def case_seed(ctx: Context, case: Case) -> int:
     return FIXED_SEED if case.fixed else derive(ctx.seed, case.stem or case.name.partition("@")[0])
 
 
+def _place(session: Session, case: Case) -> int | None:
+    """Return the core that runs a case, or None for all; a case with a way of its own would be too long for one."""
+    return None if case.measure else session.place(case.name)
+
+
+def _way(case: Case) -> Callable[..., list[Found]]:
+    """Return the function that measures a case whose operands the host makes."""
+    return case.measure or measure_whole
+
+
 def verify_case(
     session: Session, case: Case, seconds: float, shipped: str = "", following: tuple[Case, str] | None = None
 ) -> Iterator[Fact]:
@@ -116,7 +127,7 @@ def verify_case(
     `shipped` is the digest of the golden, or "". `following` is the next case with its digest; it is made meanwhile.
     """
     ctx = session.ctx
-    core = session.place(case.name)
+    core = _place(session, case)
     seed = case_seed(ctx, case)
     started = ctx.clock()
     fresh = gathers(session, case)
@@ -129,7 +140,7 @@ def verify_case(
     yield from doubts
     if doubts:
         return  # a doubtful golden accuses only the core that made it
-    measure = measure_fresh if fresh else measure_whole
+    measure = measure_fresh if fresh else _way(case)
     found = measure(session, case, problem, seed, core, seconds - (ctx.clock() - started))
     repeated = False
     for turn, first, comparator in found:
@@ -155,7 +166,7 @@ def _repeat(
         yield from doubts
         if doubts:
             break
-        again += [found for _, found, _ in measure_whole(session, case, problem, seed, core, 0.0)]
+        again += [found for _, found, _ in _way(case)(session, case, problem, seed, core, 0.0)]
     else:
         yield from _elsewhere(session, case, problem, seed, core)
     yield from (c for c in again if c.wrong)
@@ -169,7 +180,7 @@ def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: 
     with other cores.
     """
     others = [c for c in session.cores if c != core]
-    if session.cores_compared or not (session.pins and can_pin() and others):
+    if session.cores_compared or case.measure or not (session.pins and can_pin() and others):
         return
     session.cores_compared = True
     start, until = session.ctx.seed % len(others), session.ctx.clock() + ELSEWHERE
