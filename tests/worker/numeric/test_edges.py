@@ -169,11 +169,17 @@ def test_a_fault_is_found_named_and_repeated(edge, where):
     assert (seen.repeats, seen.repeats_wrong, seen.repeats_alike) == (3, 3, 3)
 
 
-def test_what_a_kernel_never_wrote_is_found():
-    """The memory of the result is overwritten before: nothing right is left there, not even of the trial before."""
-    edge = SMALL[0]
-    (found, *_) = verified(case_of(edge, lambda operands, out: out))
-    assert found.evidence.wrong == found.evidence.total
+def test_no_right_result_is_left_behind():
+    """A result is overwritten after its comparison: a kernel that then writes nothing leaves nothing right."""
+    kept = []
+
+    def compute(operands, out):
+        kept.append(edges.CALLS["matmul"](*operands))
+        return kept[-1]
+
+    (found,) = verified(case_of(SMALL[0], compute))
+    assert not found.wrong
+    assert bool((bits(kept[0]) == -1).all())
 
 
 def test_a_comparison_that_sees_nothing_accuses_itself(monkeypatch):
@@ -302,10 +308,6 @@ def test_the_table_has_every_edge_and_its_report():
     ):
         assert any(reaches(*each) for _, *each in sizes)
     assert all(S > 65_536 or (D == 256 and edge.packed) for edge in edges.ATTENTIONS for _, _, S, D in [edge.sizes])
-    for edge in edges.PRODUCTS:  # every pool is provable at its own K
-        made = edge.build(HOPPER, 3)
-        assert made.witnessed
-        assert made.golden.dtype is FORMATS[edge.form].dtype
 
 
 @pytest.mark.parametrize("edge", EVERY, ids=lambda e: e.name)
@@ -315,18 +317,17 @@ def test_a_gpu_takes_every_edge_in_full_size(monkeypatch, edge):
     monkeypatch.setattr(edges, "BLOCK", 1 << 24)
     session = Session(context(device=HOPPER))
     pools = edge.build(HOPPER, 1)
+    assert pools.witnessed
     with fake(torch):
         known = edge.hold(session, pools, 1)
-        known.spoil()
-        # A fake addmm copies into `out` by a method, which needs a build with CUDA.
-        out = None if "/edge-addmm-" in edge.name else known.out
-        result = edge.computes(HOPPER)(known.operands, out)
+        result = edge.computes(HOPPER)(known.operands, None)
         parts = list(edges.blocks(known.shape))
         assert (result.shape, result.dtype) == (known.shape, FORMATS[edge.form].dtype)
         assert {each.device.type for each in (*known.operands, result)} == {"cuda"}
         assert max(math.prod(s.stop - s.start for s in part) for part in parts) <= edges.BLOCK
         for part in (parts[0], parts[-1]):
             assert known.right(part).shape == result[part].shape == known.right_on_host(part).shape
+        edges.spoil(result)
 
 
 PEAK = r"""
@@ -343,8 +344,7 @@ def run(edge):
     session = Session(Context(device=cpu(), level="deep", seed=1, budget=60.0))
     pools = edge.build(cpu(), 1)
     held = edge.hold(session, pools, 1)
-    held.spoil()
-    found = edges.compare(session, held, edge.computes(cpu())(held.operands, held.out), 1)
+    found = edges.compare(session, held, edge.computes(cpu())(held.operands, None), 1)
     assert found == (None, ""), found
 
 edge = next(e for e in (*edges.PRODUCTS, *edges.ATTENTIONS) if e.name == sys.argv[1])
@@ -357,7 +357,10 @@ print(peak() - before, edge.size(cpu()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no peak")
-@pytest.mark.parametrize("name", ["edge-addmm-inner/", "edge-addmm-rows/", "edge-keys/"])
+@pytest.mark.parametrize(
+    "name",
+    ["edge-addmm-rows/", *(pytest.param(n, marks=pytest.mark.slow) for n in ("edge-addmm-inner/", "edge-keys/"))],
+)
 def test_an_edge_takes_no_more_memory_than_it_says(name):
     """Its peak in a process of its own, in full size, after all that loads at the first call."""
     edge = next(edge for edge in EVERY if name in edge.name)
