@@ -67,7 +67,7 @@ def departed(record: Record) -> Iterator[Finding]:
     for key, observations in sorted(record.observations.items()):
         of = [o for o in observations if not {o.run.id, o.run.confirms} & launched]
         cleared = bool(of) and _cleared(record, of[-1].baseline)
-        by_probe[key.probe] += [o for o in of if not (cleared and o.is_outlier)]
+        by_probe[key.probe] += [o for o in of if not (o.is_outlier and (cleared or _is_shared(record, o)))]
     for probe, of in by_probe.items():
         every = sorted((o for o in of if o.is_outlier), key=lambda o: o.run.started)
         if every:
@@ -163,7 +163,8 @@ def _too_often(record: Record, some: Sequence[Observation], among: Sequence[Obse
             times, rate = b.strange + b.beside, _bound(record, among)
         else:  # of this case alone: that others are steadier does not tell how often this one gives new vectors
             times, rate = b.strange, b.rate(condition, _siblings(record, b))
-        times -= _began_launch(record, b)
+        met = (e for e in record.observations[b.key] if e.is_outlier and not e.run.confirms and _is_shared(record, e))
+        times -= _began_launch(record, b) + len({e.run.id for e in met})
         found.append((tail(times, b.trials, rate), times, b.trials))
     return min(found)
 
@@ -280,6 +281,11 @@ def _alike(record: Record, baseline: Baseline) -> list[Baseline]:
 def _siblings(record: Record, baseline: Baseline) -> list[Baseline]:
     """Return the siblings' baselines with the same bits: what none of them gave is as rare on this device."""
     return [b for _, b in record.voters(baseline) if b.digests & baseline.digests]
+
+
+def _is_shared(record: Record, o: Observation) -> bool:
+    """Whether a sibling with the same bits learnt this vector as well: a mode that its own learning did not meet."""
+    return any(o.recording.digest in b.digests for b in _siblings(record, o.baseline))
 
 
 def _cleared(record: Record, baseline: Baseline) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from canaryd.judge.recordings.baseline import LEARN
 from canaryd.model import Cause, State
-from tests.judge.recordings.made import GOOD, KERNEL, STRANGE, twin, voted
+from tests.judge.recordings.made import DAY, GOOD, GPU, HOUR, KERNEL, POLICY, STRANGE, History, recording, twin, voted
 
 UNWITNESSED = {"baseline-learning healthy": (State.HEALTHY, Cause.NONE)}
 OUTVOTED = UNWITNESSED | {"recording-departed suspect": (State.SUSPECT, Cause.HARDWARE)}
@@ -65,3 +65,28 @@ def test_instances_of_one_gpu_have_one_vote_and_are_no_witnesses_for_each_other(
     good = twin("d", GOOD, parent="GPU-good")
     assert voted(good, *parts) == DISPUTED
     assert voted(parts[0], *parts[1:]) == {"baseline-learning healthy": (State.HEALTHY, Cause.NONE)}
+
+
+def gpu(name, *learnt, later=()):
+    """A GPU that learnt these vectors, then gave those of `later`, an hour apart, each once: its retests pass."""
+    history = History(of=dataclasses.replace(GPU, uuid=f"GPU-{name}", index=ord(name) - ord("a")))
+    of_kernel = [dataclasses.replace(v, chain=KERNEL, case="gemm/decode") for v in (*learnt, *later)]
+    history.learn(9 * DAY, *of_kernel[: len(learnt)])
+    for number, vector in enumerate(of_kernel[len(learnt) :]):
+        first = history.add((len(later) - number) * HOUR, vector)
+        if first.unknown:
+            history.confirm(first, *[of_kernel[0]] * POLICY.confirm_runs)
+    return history
+
+
+def test_a_mode_that_a_sibling_learnt_is_held_against_nobody():
+    """One run in ten takes it, and the thirty of this device's learning did not meet it; another vector counts."""
+    rare = [GOOD] * 9 + [STRANGE]
+    siblings = gpu("b", *rare, later=rare * 20), gpu("c", *rare, later=rare * 20)
+    mine = gpu("a", GOOD, later=rare * 6)
+    assert not {*voted(mine, *siblings)} & {"recording-departed suspect", "recording-departed unknown"}
+    alone = {"recording-departed suspect": (State.SUSPECT, Cause.HARDWARE)}
+    other = gpu("a", GOOD, later=[recording(0.02) if v is STRANGE else v for v in rare * 6])
+    assert voted(other, *siblings).items() >= alone.items()
+    siblings = gpu("b", GOOD, later=[GOOD] * 200), gpu("c", GOOD, later=[GOOD] * 200)
+    assert voted(mine, *siblings).items() >= alone.items()
