@@ -51,6 +51,11 @@ class Case:
     seconds: float = 0.0
     """Seconds of the run that are kept free for the case; 0 for a share of those that are left."""
 
+    @property
+    def base(self) -> str:
+        """The name without the number of a turn. Faults name cases so."""
+        return self.name.partition("#")[0]
+
     def at(self, turn: int, *, graph: bool = False) -> Case:
         """Return this case as "name#turn" ("name" for turn 0), with operands that the host draws in draw `turn`.
 

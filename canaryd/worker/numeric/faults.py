@@ -7,9 +7,10 @@ inject one fault of their own, whatever the name. `canaryd.cli.check` lists the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from canaryd.model import Device
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.interface import Change, Runtime
@@ -48,24 +49,23 @@ def _flip_low(flat: Any, choice: int) -> None:
 
 
 def _zero(flat: Any, choice: int) -> None:
-    flat[choice % flat.numel()] = 0
+    flat[choice % flat.numel()].fill_(0)  # a number that is assigned is copied from the host: no graph carries that
 
 
 def _swap(flat: Any, choice: int) -> None:
-    """Exchange one element with the next that differs from it."""
+    """Exchange one element with the next that differs from it. The host reads nothing, so a graph can carry this."""
     first = choice % flat.numel()
     rolled = flat.roll(-first)
-    different = torch.nonzero(rolled != rolled[0])
-    if different.numel():
-        second = (first + int(different[0])) % flat.numel()
-        value = flat[first].clone()
-        flat[first] = flat[second]
-        flat[second] = value
+    away = (rolled != rolled[0]).int().argmax()  # 0 where all are equal
+    at = torch.arange(flat.numel(), device=flat.device)
+    # Not by index: deterministic torch reads the indices on the host (pytorch, Indexing.cu, wrapIndexOnce).
+    swapped = torch.where(at == first, rolled.index_select(0, away.view(1)), flat)
+    flat.copy_(torch.where(at == (away + first) % flat.numel(), flat[first], swapped))
 
 
 def _nan(flat: Any, choice: int) -> None:
     # All exponent and mantissa bits set is NaN in every IEEE-like format, and -1's neighbour in an integer result.
-    flat[choice % flat.numel()] = (1 << (flat.element_size() * 8 - 1)) - 1
+    flat[choice % flat.numel()].fill_((1 << (flat.element_size() * 8 - 1)) - 1)
 
 
 def _stuck(flat: Any, choice: int) -> None:
@@ -75,6 +75,17 @@ def _stuck(flat: Any, choice: int) -> None:
 
 def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element whatever the choice
     flat[flat.numel() // 2] ^= 1 << (flat.element_size() * 8 - 2)
+
+
+def _only_if(when: Any, change: Change) -> Change:
+    """Return `change` as part of a graph, done where `when`, a truth value (1,) on the device, is true at a launch."""
+
+    def happen(flat: Any, choice: int) -> None:
+        changed = flat.clone()
+        change(changed, choice)
+        flat.copy_(torch.where(when, changed, flat))
+
+    return happen
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,8 @@ class Injector:
     target: str = ""
     """Name of the case that a one-shot fault changes."""
     spent: bool = False
+    when: Any = None
+    """Of a graph: truth value (1,) on the device; only launches in which it is true have the fault. Otherwise None."""
 
     def arm(self, cases: list[str]) -> None:
         """Choose one of the `cases` by the seed, for a fault that is injected only once."""
@@ -128,13 +141,32 @@ class Injector:
         """Return a result, changed if the fault is due for this case."""
         return self._apply(result) if self._due(case, operand=False) else result
 
+    def in_graph(self, case: str, device: Device) -> Injector:
+        """Return an injector for the work of a graph: the fault, if it is due for this case, is part of that work."""
+        if not self.is_due(case):
+            return replace(self, fault=None)
+        (when,) = self.runtime.upload((torch.zeros(1, dtype=torch.bool),), device)
+        return replace(self, when=when)
+
+    def is_due(self, case: str) -> bool:
+        """Return whether the fault strikes the next results of this case, or their operands."""
+        return self.fault is not None and (self.fault.always or (case == self.target and not self.spent))
+
+    def is_owed(self, case: str) -> bool:
+        """Return whether a fault that strikes only once has still to strike this case."""
+        return self.is_due(case) and self.fault is not None and not self.fault.always
+
+    def launched(self, case: str) -> bool:
+        """Return whether the fault strikes the launch of a graph that follows; it counts as injected then."""
+        due = self.is_due(case)
+        self.spent = self.spent or due
+        return due
+
     def _due(self, case: str, *, operand: bool) -> bool:
-        fault = self.fault
-        if fault is None or fault.operand is not operand:
-            return False
-        return fault.always or (case == self.target and not self.spent)
+        return self.is_due(case) and self.fault is not None and self.fault.operand is operand
 
     def _apply(self, array: Any) -> Any:
         assert self.fault is not None
         self.spent = True
-        return self.runtime.changed(array, self.fault.change, mix64(self.seed + 1) >> 1)
+        change = self.fault.change if self.when is None else _only_if(self.when, self.fault.change)
+        return self.runtime.changed(array, change, mix64(self.seed + 1) >> 1)

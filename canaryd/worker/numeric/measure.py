@@ -20,7 +20,7 @@ from canaryd.worker.numeric.cases import Case, first_result
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Problem, gather, gather_golden
-from canaryd.worker.numeric.repeating import DIFFERENT, EQUAL, RepeatedTurns, Turn, prepare
+from canaryd.worker.numeric.repeating import DIFFERENT, EQUAL, RepeatedTurns, Turn, prepare, repeats
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, is_alone, on_core, same_bits
@@ -88,7 +88,7 @@ def measure_whole(
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
     upload = OnDevice(operands, golden, problem, lambda: problem.golden)
-    done = _compute(session, case, upload, seed, core, session.ctx.clock() + seconds, [])
+    done = _compute(session, case, upload, seed, core, session.ctx.clock() + seconds, [], armed=case.base)
     comparison, comparator, _ = done.settled(upload.right)
     return [(0, comparison, comparator)]
 
@@ -127,19 +127,24 @@ class _Fresh:
             return self.clean + self.wrong
         self._judge(0, done, upload)
         turn = 1
-        while self._goes_on():
+        while self._goes_on() or self._is_owed:
             self._judge(turn, *self._compute(turn))
             turn += 1
         return self.clean + self.wrong
 
     def _prepared(self, upload: OnDevice) -> RepeatedTurns | None:
-        if not self._goes_on():
+        if not (self._goes_on() or self._is_owed):
             return None
         held = sum(array.nbytes for array in (*upload.operands, upload.golden))
         return prepare(self.session, self.case, self.gatherer, held, self.buffers)
 
     def _goes_on(self) -> bool:
         return not self._is_wrong_enough and self.session.ctx.clock() < self.until
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether a drill's only fault has not struck yet. It strikes in a graph if there is one, not before it."""
+        return self.session.injector.is_owed(self.case.name)
 
     @property
     def _is_wrong_enough(self) -> bool:
@@ -150,9 +155,10 @@ class _Fresh:
             operands, golden = self.gatherer.gather(turn)
         self.session.gathers += 1
         upload = self._upload(turn, operands, golden)
+        held_back = turn == 0 and self._is_owed and repeats(self.session)
         done = _compute(
             self.session, self.case.at(turn), upload, self.seed, self.core, self.until, self.buffers,
-            most=PRODUCTS, look=turn == 0,
+            most=PRODUCTS, look=turn == 0, armed="" if held_back else self.case.base,
         )  # fmt: skip
         if turn == 0 and derive(self.seed, "looked at") % LOOKED_AT == 0:
             done = replace(done, gathered=self.session.look(self._gathered(turn, upload)))
@@ -236,16 +242,16 @@ def _compute(
     until: float,
     buffers: list[Any],
     *,
+    armed: str,
     most: int = 0,
     look: bool = True,
 ) -> Computed:
     """Compute and compare on one set of operands until the clock reads `until`, or until `most` results exist.
 
     With `most` 0 only the time counts. With `look` the host compares the first result too. `buffers` keeps the memory
-    of results between calls.
+    of results between calls. A fault that strikes one case only strikes if `armed` is that case.
     """
     ctx, runtime, golden = session.ctx, session.runtime, upload.golden
-    armed = case.name.partition("#")[0]  # faults name cases, not turns
     operands = session.injector.before(armed, upload.operands, case.struck)
     trials = wrong = 0
     found: Evidence | None = None

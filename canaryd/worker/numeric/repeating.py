@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from canaryd.worker.numeric import faults
@@ -36,22 +36,26 @@ class Repeater:
     ) -> None:
         """Prepare the operation; `results` is the memory for its results, and `indices` are the indices of any turn."""
         self._runtime, self._case, self._gatherer, self.results = session.runtime, case, gatherer, results
+        self._injector = session.injector.in_graph(case.name, session.ctx.device)
         self._indices = tuple(index.clone() for index in indices)
         self.operands: tuple[Any, ...] = ()
         self.golden: Any = None
         self._device: Repeated = session.runtime.repeated(session.ctx.device, self._compute)
 
     def _compute(self) -> tuple[list[Any], Any]:
-        self.operands, self.golden = self._gatherer.gather_by(self._indices, 1)
+        injector, name = replace(self._injector), self._case.name  # what is captured was run once before
+        operands, self.golden = self._gatherer.gather_by(self._indices, 1)
+        self.operands = injector.before(name, operands, self._case.struck)
         self._runtime.spoil(self.results[:1])
         for result in self.results:
             made = self._case.compute(self.operands, result)
             if made is not result:  # a kernel that chooses the memory of its results: the next turn may take it
                 result.copy_(made)
+            injector.after(name, result)
         return self.results, self.golden
 
-    def launch(self, indices: tuple[Any, ...]) -> None:
-        """Start a turn with these indices on the device.
+    def launch(self, indices: tuple[Any, ...], *, struck: bool = False) -> None:
+        """Start a turn with these indices on the device; with `struck`, the fault of a drill strikes it.
 
         The results overwrite those of the turn before the last, which has another golden: a kernel that writes nothing
         leaves wrong results. Single elements of both goldens can be equal (half of them, where sums cancel), so the
@@ -59,6 +63,8 @@ class Repeater:
         """
         for mine, given in zip(self._indices, indices, strict=True):
             mine.copy_(given)
+        if self._injector.when is not None:
+            self._injector.when.fill_(struck)
         self._device.launch()
 
     def answers(self) -> list[int]:
@@ -81,7 +87,7 @@ class RepeatedTurns:
 
     def __init__(self, session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> None:
         """Prepare two repeaters; one uses the memory of `results`. Raises the errors of `Runtime.repeated`."""
-        self._session, self._gatherer = session, gatherer
+        self._session, self._name, self._gatherer = session, case.name, gatherer
         self._number, self._sheet = 0, gatherer.sheet(0)
         spare = session.runtime.room(results[0], len(results))
         tried = self._indices(TRIED)
@@ -117,8 +123,11 @@ class RepeatedTurns:
     def again(self, turn: Turn) -> list[int]:
         """Compute a turn once more, on the memory of the first time; return its answers."""
         with self._session.on_device():
-            turn.by.launch(self._indices(turn.number))
+            turn.by.launch(self._indices(turn.number), struck=self._strikes())
         return turn.by.answers()
+
+    def _strikes(self) -> bool:
+        return self._session.injector.launched(self._name)
 
     def turns(self, until: float, most: int = 0) -> Iterator[Turn]:
         """Launch turns until the clock reads `until`; yield each turn as soon as its answers have arrived.
@@ -126,14 +135,15 @@ class RepeatedTurns:
         At least one turn is launched, and at most `most` turns (0: no limit).
         """
         session, waiting, turn = self._session, deque[tuple[int, Repeater]](), 1
-        ahead = 1 if session.ctx.room else AHEAD  # a server gets pauses in which nothing is left to do
+        # A server, and a retest that lets the device idle, get pauses in which nothing is left to do.
+        ahead = 1 if session.ctx.room or session.ctx.intensity else AHEAD
         try:
             while True:
                 if turn == 1 or (session.ctx.clock() < until and not 0 < most < turn):
                     session.ctx.pace()
                     repeater = self._repeaters[turn % AHEAD]
                     with session.on_device():
-                        repeater.launch(self._indices(turn))
+                        repeater.launch(self._indices(turn), struck=self._strikes())
                     session.gathers += 1
                     waiting.append((turn, repeater))
                     turn += 1
@@ -148,18 +158,22 @@ class RepeatedTurns:
                 repeater.answers()
 
 
+def repeats(session: Session) -> bool:
+    """Return whether the device can run turns by itself, as far as is known."""
+    if not session.runtime.repeats(session.ctx.device):
+        return False
+    session.single_steps = session.runtime.cannot_repeat
+    return not session.single_steps
+
+
 def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results: list[Any]) -> RepeatedTurns | None:
     """Return an object that runs the turns on the device, or None if the host must start each operation itself.
 
-    None is returned for drills, which change single steps; for a retest under load, where another thread uses the
-    device; and if the device cannot do it or has too little memory. `held`: bytes of operands and golden, needed by
-    each repeater.
+    None is returned if the device cannot do it or has too little memory. `held`: bytes of operands and golden, needed
+    by each repeater.
     """
     ctx = session.ctx
-    if ctx.drill or ctx.intensity or not session.runtime.repeats(ctx.device):
-        return None
-    session.single_steps = session.runtime.cannot_repeat
-    if session.single_steps:
+    if not repeats(session):
         return None
     if ctx.room and AHEAD * (held + sum(result.nbytes for result in results)) > ctx.room // 2:
         return None  # the other half is for the pools, the first turn, and what a comparison takes

@@ -48,16 +48,16 @@ def verify_all(
     kept = restrict(ctx, [*fixed, *fresh])
     fixed, fresh = [c for c in kept if c.fixed], [c for c in kept if not c.fixed]
     for want in ctx.cases:
-        if not any(selects(want, case.name) for case in (*fixed, *fresh)):
+        if not any(selects(want, c.name) or want.partition("#")[0] == c.base for c in (*fixed, *fresh)):
             yield Skipped(case=want, reason="no case here has this name")
     start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run starts with other cases
     fresh = [*fresh[start:], *fresh[:start]]
     digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}
     if shipped and not digests:
         yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
-    session.injector.arm([c.name for c in fresh if c.measure is None] or [c.name for c in fresh or fixed])
+    session.injector.arm([c.base for c in fresh if c.measure is None] or [c.base for c in fresh or fixed])
     # The injected fault goes first; what has its time kept free goes last, because some of it has crashed kernels.
-    fresh.sort(key=lambda case: (case.name != session.injector.target, case.seconds > 0.0))
+    fresh.sort(key=lambda case: (case.base != session.injector.target, case.seconds > 0.0))
     with session.runtime.strict(ctx.device) as switches, settled(session):
         yield Reading(name="switches", value=as_text(switches))
         late, order = 0, [*fixed, *fresh]
@@ -66,7 +66,7 @@ def verify_all(
             left = max(0.0, ctx.left - sum(each.seconds for each in following))
             ctx.progress(number / len(order), case.name)
             # A loaded machine still gets fresh operands, the target: only the fixed ones forever would prove little.
-            needed = case.fixed or case.name == session.injector.target or (ctx.cases and "*" not in ctx.cases)
+            needed = case.fixed or case.base == session.injector.target or (ctx.cases and "*" not in ctx.cases)
             if left <= 0.0 and not needed:
                 late += 1
                 yield ctx.late(case.name)
@@ -82,8 +82,8 @@ def verify_all(
                 if session.trials > before:
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
-                if case.name == session.injector.target:
-                    session.injector.arm([c.name for c in following[:1]])
+                if case.base == session.injector.target:
+                    session.injector.arm([c.base for c in following[:1]])
                 yield Skipped(case=case.name, reason=str(why))
     yield from finish(session)
     if ctx.drill and not session.injector.spent:

@@ -1,6 +1,7 @@
 """Bursts that a device repeats by itself: a wrong result is found with its bits, and so is one that compares nothing.
 
-A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the same calls, on the same memory.
+A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the same calls, on the same memory. Another one
+records torch's operators once, and replays them without Python, as a graph does.
 """
 
 from dataclasses import replace
@@ -8,22 +9,24 @@ from functools import partial
 
 import pytest
 
-from canaryd.facts import Comparison, Subject
+from canaryd.facts import Comparison, Skipped, Subject
 from canaryd.judge.characterised import class_of, met_in
 from canaryd.judge.node import contradictions, find_mismatches
 from canaryd.model import Outcome, Run
 from canaryd.probe import Context
 from canaryd.worker.numeric import verify
 from canaryd.worker.numeric.cases import Case, product_case
+from canaryd.worker.numeric.faults import FAULTS
 from canaryd.worker.numeric.gathering import PRODUCTS
 from canaryd.worker.numeric.operands import SHEET, Product, build
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, discover
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits
-from canaryd.worker.runtime.torch import Torch
+from canaryd.worker.runtime.torch import Torch, _differ
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+dispatch = pytest.importorskip("torch.utils._python_dispatch")
 pytestmark = pytest.mark.torch
 
 NAME = "float32/dense/square/nn@64x72x96"
@@ -38,7 +41,10 @@ class Again:
         self.kept, _ = burst()
         self.found = []
 
+    flying = 0
+
     def launch(self):
+        Again.flying += 1
         results, golden = self.burst()
         for kept, result in zip(self.kept, results, strict=True):
             kept.copy_(result)
@@ -46,6 +52,7 @@ class Again:
         self.runtime.launched += 1
 
     def answers(self):
+        Again.flying -= 1
         return self.runtime.said(self.found)
 
 
@@ -70,6 +77,51 @@ class Repeating(Torch):
         return found
 
 
+class Graph:
+    """Work that is captured once, operator by operator, and replayed on the same memory, as a CUDA graph is."""
+
+    def __init__(self, runtime, work):
+        work()
+        self.runtime, self.steps = runtime, []
+        with self.capturing():
+            self.kept = work()
+
+    def capturing(self):
+        """Return a context in which torch's operators are recorded; what asks the host ends as in a capture."""
+
+        class Capturing(dispatch.TorchDispatchMode):
+            def __torch_dispatch__(mode, function, types, args=(), kwargs=None):  # noqa: N805
+                if function.name() in ("aten::_local_scalar_dense", "aten::nonzero"):
+                    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+                made = function(*args, **(kwargs or {}))
+                self.steps.append((function, args, kwargs or {}, made))
+                return made
+
+        return Capturing()
+
+    def launch(self):
+        for function, args, kwargs, made in self.steps:
+            again = function(*args, **kwargs)
+            if isinstance(made, torch.Tensor) and made.data_ptr() != again.data_ptr():
+                made.copy_(again)
+        self.found = self.kept.tolist()
+        self.runtime.launched += 1
+
+    def answers(self):
+        return self.runtime.said(list(map(int, self.found)))
+
+
+class Replaying(Repeating):
+    """torch on a processor, with bursts that a recording repeats: Python takes no part in a launch."""
+
+    def repeated(self, device, burst):
+        return Graph(self, lambda: _differ(*burst()))
+
+    def spoil(self, results):
+        for result in results:
+            flat_bits(result).fill_(-1)
+
+
 def verified(
     runtime,
     *,
@@ -82,13 +134,15 @@ def verified(
     device=None,
     sizes=(64, 72, 96),
     pace=None,
+    intensity="",
 ):
     spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, *sizes, batch, layout)
     compute = compute or partial(multiply, "float32", "float32")
     case = Case(NAME, partial(build, spec), compute, product=spec)
     session = Session(Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room))
     session.runtime = runtime
-    session.ctx.pace = pace or session.ctx.pace
+    session.ctx.pace, session.ctx.intensity = pace or session.ctx.pace, intensity
+    session.injector.arm([NAME])
     found = [f for f in verify.verify_case(session, case, seconds, "") if isinstance(f, Comparison)]
     return session, found
 
@@ -196,22 +250,81 @@ def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
 
 
 @pytest.mark.parametrize(
-    ("cannot", "drill", "room"),
+    ("cannot", "room"),
     [
-        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), "", 0),
-        (None, "zero", 0),
-        (None, "", 1 << 16),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), 0),
+        (None, 1 << 16),
     ],
 )
-def test_without_repetition_the_host_hands_every_turn_on(cannot, drill, room):
-    """What cannot be captured, a drill that strikes single steps, or too little room beside a server."""
+def test_without_repetition_the_host_hands_every_turn_on(cannot, room):
+    """What cannot be captured, or too little room beside a server."""
     runtime = Repeating(cannot=cannot)
-    session, (found,) = verified(runtime, drill=drill, room=room)
+    session, (found,) = verified(runtime, room=room)
     assert (found.case, found.wrong, runtime.launched) == (NAME, False, 0)
     assert session.gathers > 2
     assert (session.single_steps == "", runtime.cannot_repeat == "") == (2 * (cannot is None,))
-    again, _ = verified(runtime, drill=drill, room=room)
+    again, _ = verified(runtime, room=room)
     assert again.single_steps == session.single_steps  # the next run says why, too
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if not fault.always])
+def test_a_drill_strikes_inside_the_graph(fault, seconds):
+    """The replay carries the fault, in one launch alone, and the alarm is that of a real wrong bit in a graph."""
+    runtime = Replaying()
+    session, found = verified(runtime, drill=fault, seconds=seconds)
+    (wrong,) = (c for c in found if c.wrong)
+    assert (wrong.case, wrong.subject, wrong.wrong_trials) == (f"{NAME}#1g", Subject.DEVICE, 1)
+    assert (wrong.evidence.repeats, wrong.evidence.repeats_wrong) == (BURST, 0)
+    assert wrong.evidence.wrong == (2 if fault == "swap" else 1)
+    assert session.injector.spent
+    assert runtime.launched >= 4, "two with a wrong golden, the struck one, and the same once more"
+
+
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.always])
+def test_a_fault_that_is_always_there_is_found_before_there_is_a_graph(fault):
+    """As a broken unit is: the first result is wrong already."""
+    runtime = Replaying()
+    _, found = verified(runtime, drill=fault)
+    assert [c.wrong_trials >= 3 for c in found if c.wrong]
+    assert not any("#" in c.case for c in found if c.wrong)
+    assert runtime.launched == 0
+
+
+def test_where_nothing_can_be_captured_a_drill_strikes_the_next_turn():
+    """Also where the time is over: a drill without a fault would say nothing."""
+    runtime = Repeating(cannot=RuntimeError("CUDA error: operation not permitted when stream is capturing"))
+    session, found = verified(runtime, drill="zero", seconds=0.0)
+    assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{NAME}#1", 1)]
+    assert session.injector.spent
+
+
+def test_a_confirmation_of_a_drill_is_struck_too():
+    """It asks for the case of the graph by its name, which means one turn, and what a graph would repeat."""
+    spec = Product("dense", *[FORMATS["float32"]] * 2, 24, 64, 72, 96, 0, "nn")
+    case = Case(NAME, partial(build, spec), partial(multiply, "float32", "float32"), product=spec)
+    ctx = Context(device=cpu(), level="quick", seed=7, budget=0.3, drill="zero", cases=(f"{NAME}#1g",))
+    facts = list(verify.verify_all(ctx, [case], [], None))
+    compared = [c for c in facts if isinstance(c, Comparison) and c.subject is Subject.DEVICE]
+    assert {c.case for c in compared} == {NAME, f"{NAME}#1"}
+    assert sum(c.wrong_trials for c in compared) == 1
+    assert not [f for f in facts if isinstance(f, Skipped)]
+
+
+def test_a_retest_under_load_repeats_too():
+    """Load and pauses come between launches, while nothing of the case is left to do."""
+    runtime, left = Repeating(), []
+    Again.flying = 0
+
+    def pace():
+        left.append(Again.flying)
+
+    session, found = verified(runtime, intensity="idle", pace=pace)
+    assert not any(c.wrong for c in found)
+    assert runtime.launched > 4
+    assert len(left) > runtime.launched - 4
+    assert set(left) == {0}
+    assert session.repeated > BURST
 
 
 def test_an_error_of_the_device_is_no_excuse():
@@ -284,6 +397,15 @@ def test_a_wrong_result_in_a_graph_is_found_with_its_bits(gpu, at):
     assert (wrong[0].wrong_trials, wrong[0].case.partition("#")[0]) == (1, NAME)
     assert int(wrong[0].case.partition("#")[2].removesuffix("g")) > 0
     assert (wrong[0].evidence.first[0][0], dict(wrong[0].evidence.bits)) == ((0, 5), {"20": 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if not fault.always])
+def test_a_drill_strikes_inside_a_gpus_graph(gpu, fault):
+    """The same as on the stand-in: no operator of a fault may ask the host while it is captured."""
+    session, found = verified(Torch(), drill=fault, device=gpu)
+    assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{NAME}#1g", 1)]
+    assert session.single_steps == ""
 
 
 @pytest.mark.gpu
