@@ -20,6 +20,7 @@ from canaryd.worker.numeric import edges
 from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, blank, build, value_bits
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.served import ATTENDED, served_attention
+from canaryd.worker.numeric.sizes import attended
 from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation
@@ -84,7 +85,7 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
     turn = ctx.seed
     for kernel, form, content in product(_kernels(ctx.device), ATTENDED, CONTENTS):
         turn += 1
-        variants = [(kind, mask, SIZES[ctx.level][kind]) for kind, mask in _variants(ctx, turn)]
+        variants = [(kind, mask, attended(ctx, kind, SIZES[ctx.level][kind])) for kind, mask in _variants(ctx, turn)]
         for kind, mask, sizes in [("fixed", "none", FIXED), *variants]:
             case = attention_case(ctx.device, kernel, form, content, mask, kind, sizes)
             cases.append(((kernel, form, mask, sizes), case))
@@ -130,9 +131,8 @@ def attention_case(
     spec = Attention(content, FORMATS[form], mask, B, H, G, L, S, D, bits)
     where = f"fixed{bits}" if kind == "fixed" and bits < FORMATS[form].bits else kind
     name = f"{form}/{content}/{where}/{kernel.lower()}/{mask}@{_text(sizes)}"
-    sound = is_characterised(device, form)
-    compute = attend(device, kernel, form, mask)
-    return Case(name, partial(build, spec), compute, sound, struck=2, fixed=kind == "fixed")
+    sound, compute = is_characterised(device, form), attend(device, kernel, form, mask)
+    return Case(name, partial(build, spec), compute, sound, struck=2, fixed=kind == "fixed", repeats=True)
 
 
 def _text(sizes: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ EXAMPLE = DOCS / "examples" / "prefix_sum.py"
 PROMISED = {
     "Bound": "magnitude, limit",
     "Case": "name, build, compute, characterised=True, struck=0, fixed=False, product=None, stem='', measure=None, "
-    "seconds=0.0",
+    "seconds=0.0, repeats=False",
     "Problem": "operands, golden, exactness, bound, shape, witnessed=True, operations=0",
     "chosen": "ctx, name",
     "collect": "golden, observed, origin=()",

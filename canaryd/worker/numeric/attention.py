@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,9 @@ GAP_FLOAT64 = 1024.0
 """Smallest difference between the winning score and other scores for float64; exp(-745) is the last nonzero value."""
 LARGEST_SCORE = 60_000.0
 """Largest permitted magnitude of a score, because some kernels keep scores in float16."""
+
+MANY, UNLIKE = 4, 2
+"""A batch of more than `MANY` sequences repeats `UNLIKE` of them in random order, so that the host makes only these."""
 
 CONTENTS = ("onehot", "uniform", "rising", "falling")
 MASKS = ("none", "causal", "bool", "float")
@@ -172,6 +175,8 @@ def build(spec: Attention, seed: int) -> Problem:
     The operands are query (B, H, L, D), key and value (B, G, S, D), and a mask (L, S) or an empty tensor. Raises
     `Inexact` if the sizes leave no room for the codes, or if the sums exceed the bound of exact arithmetic.
     """
+    if spec.B > MANY:
+        return _repeated(build(replace(spec, B=UNLIKE), seed), spec, seed)
     B, H, G, L, S = spec.B, spec.H, spec.G, spec.L, spec.S
     size = {"uniform": 8}.get(spec.content, 1)  # keys per group: the winners of one query
     member = _groups(spec, seed, size)  # (B, G, S): which group a key belongs to; masked decoys share a group
@@ -208,6 +213,16 @@ def build(spec: Attention, seed: int) -> Problem:
         shape=spec.shape,
         operations=4 * spec.B * spec.H * spec.L * spec.S * spec.D,  # of both products, masked scores included
         witnessed=_witness(spec, member, ask, allowed, values, total, owner, seed),
+    )
+
+
+def _repeated(few: Problem, spec: Attention, seed: int) -> Problem:
+    """Return the problem of a large batch, whose sequences are those of `few`, in random order."""
+    order = below(seed, "sequences", (spec.B,), UNLIKE)
+    query, key, value, golden = (t.index_select(0, order) for t in (*few.operands[:3], few.golden))
+    operations = few.operations // UNLIKE * spec.B
+    return replace(
+        few, operands=(query, key, value, few.operands[3]), golden=golden, shape=spec.shape, operations=operations
     )
 
 

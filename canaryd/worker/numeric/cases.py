@@ -50,6 +50,8 @@ class Case:
     `measure.measure_whole`; None for the usual way."""
     seconds: float = 0.0
     """Seconds of the run that are kept free for the case; 0 for a share of those that are left."""
+    repeats: bool = False
+    """Whether a device that makes graphs computes the one upload of the case in a graph, again and again."""
 
     @property
     def base(self) -> str:
@@ -62,7 +64,8 @@ class Case:
         With `graph` the name says that the device computes it in a graph.
         """
         name = f"{self.name}#{turn}{GRAPH if graph else ''}" if turn else self.name
-        return replace(self, name=name, build=partial(self.build, turn=turn), product=None)
+        build = self.build if self.product is None else partial(self.build, turn=turn)
+        return replace(self, name=name, build=build, product=None)
 
 
 def chosen(ctx: Context, name: str) -> bool:
@@ -123,10 +126,11 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
     kept = [case for case in cases if chosen(ctx, case.name)]
     for case, (name, _, turn) in itertools.product(cases, (want.partition("#") for want in ctx.cases)):
         number = turn.removesuffix(GRAPH)
-        if name == case.name and number.isdigit() and case.product is not None:
-            kept.append(case.at(int(number)))
+        if name == case.name and number.isdigit():
+            if case.product is not None:
+                kept.append(case.at(int(number)))
             if turn != number and case not in kept:
-                kept.append(case)  # what failed in a graph is repeated in one too, on other operands
+                kept.append(case)  # what failed in a graph is repeated in one too, if it gathers: on other operands
     if not cases:
         raise Skip(none_supported(ctx.device, "case of this probe"))
     if not kept:

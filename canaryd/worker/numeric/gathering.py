@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from canaryd.model import Device
-from canaryd.worker.numeric.operands import SHEET, Problem, Product, draw, sheet
+from canaryd.worker.numeric.operands import SHEET, Problem, Product, draw, gather, gather_golden, sheet
 from canaryd.worker.numeric.tensors import host_same_bits
 from canaryd.worker.runtime.interface import Operation, Runtime
 
@@ -36,9 +36,13 @@ class LaidOut(Problem):
 class Gatherer:
     """The pools of one product on a device, from which it gathers operands and goldens."""
 
+    renews = True
+    """Whether each turn has new operands."""
+
     def __init__(self, runtime: Runtime, device: Device, product: Product, pools: Problem, seed: int) -> None:
         """Upload the pools in the memory layout that the product needs: by rows or by columns."""
         self._runtime, self._device, self._product, self._seed = runtime, device, product, seed
+        self._of_host = pools
         row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
         self._pools = runtime.upload((pools if isinstance(pools, LaidOut) else laid_out(product, pools)).arrays, device)
         self._ways = [
@@ -92,6 +96,61 @@ class Gatherer:
             kept[at] = run(way, (pool, index), kept[at])
         return (kept[0], kept[1]), kept[3]
 
+    def right(self, turn: int) -> Any:
+        """Return the golden of a turn, made by the host."""
+        return gather_golden(self._product, self._of_host, self._seed, turn)
+
+    def differs(self, held: Sequence[Any], turn: int) -> str:
+        """Return a text that names the arrays which the device gathered wrongly in a turn, or "" if all are right.
+
+        `held`: operands and golden of the device, copied to the host.
+        """
+        right = gather(self._product, self._of_host, self._seed, turn)
+        pairs = zip(("operand A", "operand B", "the golden"), held, (*right.operands, right.golden), strict=True)
+        wrong = [name for name, array, own in pairs if not host_same_bits(array, own)]
+        return f"the device gathered {' and '.join(wrong)} wrongly" if wrong else ""
+
+
+class Held(Gatherer):
+    """One upload, which all turns repeat: operands that no pools give, such as those of attention."""
+
+    renews = False
+
+    def __init__(self, runtime: Runtime, device: Device, problem: Problem) -> None:
+        """Upload the operands and the golden."""
+        self._of_host = problem
+        *operands, golden = runtime.upload((*problem.operands, problem.golden), device)
+        self._held = tuple(operands), golden
+        self._pools = (None, None, golden)
+
+    def twin(self) -> Gatherer:
+        """Return the same: no turn overwrites anything."""
+        return self
+
+    def answer(self, turn: int, choice: int) -> int:  # noqa: ARG002
+        """Return the index of one element of the flattened golden."""
+        return int(choice % self._of_host.golden.numel())
+
+    def gather(self, turn: int) -> tuple[Arrays, Any]:  # noqa: ARG002
+        """Return (operands, golden)."""
+        return self._held
+
+    def sheet(self, number: int) -> Arrays:  # noqa: ARG002
+        """Return no indices."""
+        return ()
+
+    def gather_by(self, indices: Arrays, turn: int) -> tuple[Arrays, Any]:  # noqa: ARG002
+        """Return (operands, golden)."""
+        return self._held
+
+    def right(self, turn: int) -> Any:  # noqa: ARG002
+        """Return the host's golden."""
+        return self._of_host.golden
+
+    def differs(self, held: Sequence[Any], turn: int) -> str:  # noqa: ARG002
+        """Return "": nothing is gathered."""
+        return ""
+
 
 def laid_out(product: Product, pools: Problem) -> LaidOut:
     """Return the pools of a product with copies in the memory layout that its gather needs."""
@@ -106,13 +165,3 @@ def laid_out(product: Product, pools: Problem) -> LaidOut:
 
 def _of_runs(index: Any, together: int) -> Any:
     return index if together == 1 else index[..., ::together] // together
-
-
-def differs(held: Sequence[Any], right: Problem) -> str:
-    """Return a text that names the arrays which the device gathered wrongly, or "" if all are right.
-
-    `held`: operands and golden of the device, copied to the host; `right`: the same, gathered by the host.
-    """
-    pairs = zip(("operand A", "operand B", "the golden"), held, (*right.operands, right.golden), strict=True)
-    wrong = [name for name, array, own in pairs if not host_same_bits(array, own)]
-    return f"the device gathered {' and '.join(wrong)} wrongly" if wrong else ""

@@ -17,9 +17,9 @@ from typing import Any
 from canaryd.facts import Comparison, Doubt, Evidence, Subject, is_of_graph
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, first_result
-from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
+from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, Held
 from canaryd.worker.numeric.integers import digest
-from canaryd.worker.numeric.operands import Problem, gather, gather_golden
+from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.repeating import DIFFERENT, EQUAL, RepeatedTurns, Turn, prepare, repeats
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
@@ -84,6 +84,9 @@ def measure_whole(
     session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
 ) -> list[Found]:
     """Compute and compare for `seconds` on operands that the host made and uploads once; return the comparisons."""
+    if case.repeats and seconds > 0.0 and repeats(session):
+        held = Held(session.runtime, session.ctx.device, problem)
+        return _Turns(session, case, held, problem, seed, core, session.ctx.clock() + seconds).found()
     runtime, device = session.runtime, session.ctx.device
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
@@ -101,17 +104,26 @@ def measure_fresh(
     The trials of all right turns are added to the comparison of the first turn, or of the first in a graph. The host
     checks the gathered arrays on every alarm, and in one case of `LOOKED_AT`.
     """
-    return _Fresh(session, case, pools, seed, core, session.ctx.clock() + seconds).found()
+    assert case.product is not None
+    gatherer = Gatherer(session.runtime, session.ctx.device, case.product, pools, seed)
+    return _Turns(session, case, gatherer, pools, seed, core, session.ctx.clock() + seconds).found()
 
 
-class _Fresh:
-    """One case over many turns of operands that the device gathers from its pools."""
+class _Turns:
+    """One case over many turns, whose operands the device gathers from its pools, or repeats."""
 
-    def __init__(self, session: Session, case: Case, pools: Problem, seed: int, core: int | None, until: float) -> None:
-        assert case.product is not None
-        self.session, self.case, self.product, self.pools = session, case, case.product, pools
+    def __init__(
+        self,
+        session: Session,
+        case: Case,
+        gatherer: Gatherer,
+        pools: Problem,
+        seed: int,
+        core: int | None,
+        until: float,
+    ) -> None:
+        self.session, self.case, self.gatherer, self.pools = session, case, gatherer, pools
         self.seed, self.core, self.until = seed, core, until
-        self.gatherer = Gatherer(session.runtime, session.ctx.device, case.product, pools, seed)
         self.buffers: list[Any] = []
         self.clean: list[Found] = []
         self.wrong: list[Found] = []
@@ -148,30 +160,36 @@ class _Fresh:
 
     @property
     def _is_wrong_enough(self) -> bool:
-        return sum(comparison.wrong_trials for _, comparison, _ in self.wrong) >= WRONG_ENOUGH
+        # What repeats one upload was compared with one golden, whose memory may be what is wrong.
+        enough = WRONG_ENOUGH if self.gatherer.renews else 1
+        return sum(comparison.wrong_trials for _, comparison, _ in self.wrong) >= enough
+
+    def _at(self, turn: int, *, graph: bool = False) -> Case:
+        """Return the case of a turn. One upload has one name, and one more for what a graph computed from it."""
+        return self.case.at(turn if self.gatherer.renews else int(graph), graph=graph)
 
     def _compute(self, turn: int) -> tuple[Computed, OnDevice]:
         with on_core(self.core), self.session.on_device():
             operands, golden = self.gatherer.gather(turn)
-        self.session.gathers += 1
+        self.session.gathers += self.gatherer.renews
         upload = self._upload(turn, operands, golden)
         held_back = turn == 0 and self._is_owed and repeats(self.session)
         done = _compute(
-            self.session, self.case.at(turn), upload, self.seed, self.core, self.until, self.buffers,
+            self.session, self._at(turn), upload, self.seed, self.core, self.until, self.buffers,
             most=PRODUCTS, look=turn == 0, armed="" if held_back else self.case.base,
         )  # fmt: skip
-        if turn == 0 and derive(self.seed, "looked at") % LOOKED_AT == 0:
+        if self.gatherer.renews and turn == 0 and derive(self.seed, "looked at") % LOOKED_AT == 0:
             done = replace(done, gathered=self.session.look(self._gathered(turn, upload)))
         return done, upload
 
     def _upload(self, turn: int, operands: tuple[Any, ...], golden: Any) -> OnDevice:
-        right = functools.cache(partial(gather_golden, self.product, self.pools, self.seed, turn))
+        right = functools.cache(partial(self.gatherer.right, turn))
         return OnDevice(operands, golden, self.pools, right)
 
     def _gathered(self, turn: int, upload: OnDevice) -> Callable[[], str]:
         """Copy the gathered arrays to the host; return a function that returns a text on the wrong ones, or ""."""
         held = [self.session.runtime.download(array) for array in (*upload.operands, upload.golden)]
-        return lambda: differs(held, gather(self.product, self.pools, self.seed, turn))
+        return lambda: self.gatherer.differs(held, turn)
 
     def _repeat(self, turns: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
         """Let the device compute turns one by one without the host, while the host checks the first turn."""
@@ -202,7 +220,7 @@ class _Fresh:
         found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
         trials = len(wrong) + turn.answers.count(EQUAL)
         self.session.repeated += trials
-        case = self.case.at(turn.number, graph=True)
+        case = self._at(turn.number, graph=True)
         return counted(self.session, case, upload.problem, self.seed, self.core, trials, len(wrong), found)
 
     def _judge(self, turn: int, done: Computed, upload: OnDevice) -> None:

@@ -46,11 +46,12 @@ class Repeater:
         injector, name = replace(self._injector), self._case.name  # what is captured was run once before
         operands, self.golden = self._gatherer.gather_by(self._indices, 1)
         self.operands = injector.before(name, operands, self._case.struck)
-        self._runtime.spoil(self.results[:1])
+        self._runtime.spoil(self.results[:1] if self._gatherer.renews else self.results)
         for result in self.results:
             made = self._case.compute(self.operands, result)
-            if made is not result:  # a kernel that chooses the memory of its results: the next turn may take it
+            if made is not result:  # a kernel that chooses the memory of its results: the next one may take it
                 result.copy_(made)
+                self._runtime.spoil([made])
             injector.after(name, result)
         return self.results, self.golden
 
@@ -59,7 +60,7 @@ class Repeater:
 
         The results overwrite those of the turn before the last, which has another golden: a kernel that writes nothing
         leaves wrong results. Single elements of both goldens can be equal (half of them, where sums cancel), so the
-        memory of the first result is overwritten with ones beforehand.
+        memory of the first result is overwritten with ones beforehand; of all results, if the golden stays the same.
         """
         for mine, given in zip(self._indices, indices, strict=True):
             mine.copy_(given)
@@ -144,7 +145,7 @@ class RepeatedTurns:
                     repeater = self._repeaters[turn % AHEAD]
                     with session.on_device():
                         repeater.launch(self._indices(turn), struck=self._strikes())
-                    session.gathers += 1
+                    session.gathers += self._gatherer.renews
                     waiting.append((turn, repeater))
                     turn += 1
                     if len(waiting) < ahead:

@@ -40,6 +40,8 @@ TILE = 128
 """Rows and columns of the part of a result that one unit (SM or compute unit) computes at a time, in large products."""
 WAVES = {"quick": 2, "standard": 2, "deep": 8}
 """Level → number of tiles per unit: with fewer than two, libraries choose other kernels than for served models."""
+FULL = ("prefill", "grouped")
+"""Kinds of attention with two blocks of `TILE` queries per unit; others have few, so that kernels split the keys."""
 FEW = 16
 """Most tiles of a "long" product on accelerators: fewer than units, so that libraries split its sums."""
 ROW = {"quick": 4 << 10, "standard": 32 << 10, "deep": 32 << 10}
@@ -143,6 +145,21 @@ def asked_for(ctx: Context, name: str) -> tuple[int, int, int, int] | None:
             *batch, M, N, K = map(int, sizes.split("x"))
             return M, N, K, batch[0] if batch else 0
     return None
+
+
+def attended(ctx: Context, kind: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return B, H, G, L, S and D of an attention problem; a free accelerator gets so many of `FULL` that they fill it.
+
+    A full name in `ctx.cases` contains its sizes: a retest beside a server computes the same operands.
+    """
+    for name, _, own in (want.partition("#")[0].partition("@") for want in ctx.cases):
+        if kind in name.split("/") and re.fullmatch(r"\d+(x\d+){5}", own):
+            return tuple(map(int, own.split("x")))
+    B, H, G, L, S, D = sizes
+    units = int(ctx.device.detail.get("multiprocessors", 0))
+    if units and kind in FULL and not ctx.room:
+        B = max(B, -(-WAVES["standard"] * units // (H * -(-L // TILE))))
+    return B, H, G, L, S, D
 
 
 def _on_units(ctx: Context, speed: float, kind: str, name: str, m: int) -> tuple[int, int, int, int]:

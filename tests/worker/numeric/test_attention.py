@@ -48,6 +48,17 @@ def test_golden_is_what_the_definition_gives(maker, form, name, mask):
         assert tuple(problem.operands[1].shape) == (sizes[0], sizes[2], sizes[4], sizes[5])
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_large_batch_repeats_two_sequences(maker, name, mask):
+    """Each is right by the definition, both occur, and their order is random: a unit that mixes them up is wrong."""
+    spec = Attention(name, FORMATS["float32"], mask, 9, 2, 1, 9, 33, 64)
+    problem = build(spec, 40)
+    check(maker, problem, spec)
+    assert (problem.shape, problem.operations) == (spec.shape, 4 * 9 * 2 * 9 * 33 * 64)
+    assert len({tuple(maker.raw_of(values)) for values in problem.operands[2]}) == 2
+
+
 @given(
     form=st.sampled_from(FORMS),
     name=st.sampled_from(CONTENTS),

@@ -15,7 +15,9 @@ from canaryd.judge.node import contradictions, find_mismatches
 from canaryd.model import Outcome, Run
 from canaryd.probe import Context
 from canaryd.worker.numeric import verify
-from canaryd.worker.numeric.cases import Case, product_case
+from canaryd.worker.numeric.attention import Attention
+from canaryd.worker.numeric.attention import build as build_attention
+from canaryd.worker.numeric.cases import Case, product_case, restrict
 from canaryd.worker.numeric.faults import FAULTS
 from canaryd.worker.numeric.gathering import PRODUCTS
 from canaryd.worker.numeric.operands import SHEET, Product, build
@@ -23,6 +25,7 @@ from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, discover
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits
+from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch, _differ
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -426,3 +429,99 @@ def test_the_bits_of_a_wrong_fp8_result_are_its_own(gpu, at):
     (wrong,) = (c for c in found if isinstance(c, Comparison) and c.wrong)
     assert (wrong.subject, wrong.wrong_trials, session.single_steps) == (Subject.DEVICE, 1, "")
     assert (wrong.evidence.first[0][0], dict(wrong.evidence.bits)) == ((0, 5), {"3": 1})
+
+
+ATTENDED = "float32/onehot/prefill/math/none@2x2x2x16x16x64"
+
+
+def attended(runtime, *, compute=None, drill="", device=None, seconds=3.0):
+    """Verify one attention problem, whose one upload the device repeats."""
+    form, kernel = FORMATS["float32"], "MATH"
+    spec = Attention("onehot", form, "none", 2, 2, 2, 16, 16, 64)
+    ran = partial(runtime.run, Operation("attention", "float32", "float32", kernel, "none"))
+    case = Case(ATTENDED, partial(build_attention, spec), compute(ran) if compute else ran, struck=2, repeats=True)
+    session = Session(Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill))
+    session.runtime = runtime
+    session.injector.arm([ATTENDED])
+    found = [f for f in verify.verify_case(session, case, seconds) if isinstance(f, Comparison)]
+    return session, found
+
+
+def flipping(number):
+    """Return a change of attention that flips one bit of result `number`, counted on the device."""
+
+    def changed(ran):
+        counted = []
+
+        def compute(operands, out):
+            result = ran(operands, out)
+            counted.extend([] if counted else [torch.zeros(1, dtype=torch.int32, device=result.device)])
+            counted[0].add_(1)
+            flat_bits(result)[5:6] ^= (counted[0] == number).int() << 20
+            return result
+
+        return compute
+
+    return changed
+
+
+def test_attention_is_repeated_from_one_upload():
+    """Right results of one upload have one name, and one more for the graph; nothing was gathered."""
+    runtime = Replaying()
+    session, found = attended(runtime)
+    assert [(c.case, c.wrong) for c in found] == [(ATTENDED, False), (f"{ATTENDED}#1g", False)]
+    assert (session.gathers, session.repeated > BURST, runtime.launched > 3) == (0, True, True)
+    assert class_of(found[1].case).endswith("/graph")
+
+
+def test_a_wrong_result_of_repeated_attention_is_found_with_its_bits():
+    """Once per upload; then once more in the graph, and three times without."""
+    runtime = Replaying()
+    _, found = attended(runtime, compute=flipping(60))
+    (wrong,) = (c for c in found if c.wrong)
+    assert (wrong.case, wrong.wrong_trials, wrong.trials) == (f"{ATTENDED}#1g", 1, BURST)
+    assert (wrong.evidence.first[0][0][-1], dict(wrong.evidence.bits)) == (5, {"20": 1})
+    assert (wrong.evidence.repeats, wrong.evidence.repeats_wrong) == (BURST, 0)
+    assert wrong.evidence.pattern.endswith("wrong in 0 of 3 repeats without a graph")
+
+
+def test_attention_that_writes_nothing_is_found_although_the_right_answer_stays_the_same():
+    """The memory of each result, the kernel's own and the copy, holds ones before the next launch."""
+    calls, right = [], []
+
+    def idle(ran):
+        def compute(operands, out):
+            calls.append(1)
+            if len(calls) <= 1 + 2 * BURST:  # the first turn, which the host starts
+                right[:] = [ran(operands, out)]
+                return right[0].clone()
+            return right[0]
+
+        return compute
+
+    _, found = attended(Replaying(), compute=idle)
+    assert [c.wrong_trials for c in found if c.wrong and c.case == f"{ATTENDED}#1g"] == [BURST]
+
+
+def test_a_drill_of_attention_strikes_inside_the_graph():
+    """As one of products does."""
+    session, found = attended(Replaying(), drill="flip")
+    assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{ATTENDED}#1g", 1)]
+    assert session.injector.spent
+
+
+def test_attention_that_failed_in_a_graph_is_retested_by_its_name():
+    """The one upload has no other draw: the case itself is meant."""
+    case = Case(ATTENDED, partial(build_attention, None), multiply, repeats=True)
+    ctx = Context(device=cpu(), level="quick", seed=7, budget=5.0, cases=(f"{ATTENDED}#1g",))
+    assert restrict(ctx, [case]) == [case]
+
+
+@pytest.mark.gpu
+def test_a_gpu_repeats_attention(gpu):
+    """And finds a wrong bit there."""
+    session, found = attended(Torch(), device=gpu)
+    assert [(c.case, c.wrong) for c in found] == [(ATTENDED, False), (f"{ATTENDED}#1g", False)]
+    assert session.single_steps == ""
+    _, found = attended(Torch(), device=gpu, compute=flipping(200))
+    assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{ATTENDED}#1g", 1)]

@@ -11,9 +11,10 @@ from canaryd.probe import Context
 from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.operands import CONTENTS, make_pools
 from canaryd.worker.numeric.products import format_pairs, label_of
+from canaryd.worker.numeric.sizes import FULL as ATTENDED
 from canaryd.worker.numeric.sizes import LARGEST_K, RAGGED, TILE, choose
 from canaryd.worker.runtime.interface import burst_bytes
-from probes import exact_matmul
+from probes import exact_attention, exact_matmul
 from tests.worker.numeric.cuda import AMPERE, HOPPER, MI300X
 
 pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -98,3 +99,30 @@ def test_a_small_run_keeps_to_its_memory(device, units, level):
             tiles = batch * -(-p.M // TILE) * -(-p.N // TILE)
             wide = p.target.name == "float64" and units > 256
             assert wide or case.name.split("/")[2] not in FULL or tiles >= 2 * units, case.name
+
+
+@pytest.mark.parametrize(("device", "units"), UNITS, ids=["A100", "H100", "MI300X"])
+@pytest.mark.parametrize("level", ["quick", "standard", "deep"])
+def test_prompts_of_attention_fill_every_unit_twice(device, units, level):
+    """Unless a server keeps the memory; and a retest there has the sizes of what failed."""
+    device = replace(device, detail={**device.detail, "multiprocessors": str(units)})
+    kinds = Counter()
+    for seed in range(6):
+        for (_, _, _, sizes), case in exact_attention.every_case(free(device, level, seed)):
+            kind, blocks = case.name.split("/")[2], sizes[1] * -(-sizes[3] // TILE)
+            kinds[kind] += 1
+            if kind in ATTENDED:
+                assert (sizes[0] - 1) * blocks < 2 * units <= sizes[0] * blocks, case.name
+    assert kinds["prefill"] * kinds["grouped"]
+    failed = next(
+        case.name for _, case in exact_attention.every_case(free(device, level, 3)) if "/prefill/" in case.name
+    )
+    beside = replace(free(device, level, 3), room=256 << 20)
+    assert failed not in [case.name for _, case in exact_attention.every_case(beside)]
+    again = replace(beside, cases=(f"{failed}#1g",))
+    assert failed in [case.name for _, case in exact_attention.every_case(again)]
+
+
+def free(device, level, seed):
+    """Return the context of a run on a device that no server uses."""
+    return Context(device=device, level=level, seed=seed, budget=1.0)
