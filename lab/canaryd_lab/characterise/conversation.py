@@ -97,7 +97,10 @@ class Conversation:
         """Let the worker carry out a part, with `more` arguments; return a result even if the part fails."""
         self.last = ""
         limit = self.seconds(part)
-        arguments = {"part": part.name, "device": to_json(self.device), "seconds": limit, "drill": self.drill, **more}
+        arguments = {
+            "part": part.name, "device": to_json(self.device), "seconds": limit, "drill": self.drill,
+            "memory": str(self.engine.config.state_dir / "memory"), **more,
+        }  # fmt: skip
         outcome, value, detail = self.ask(arguments, limit + GRACE)
         seen = from_json(tuple[Observation, ...], value.get("observations", []))
         if outcome not in (Outcome.COMPLETED, Outcome.SKIPPED) and self.last:

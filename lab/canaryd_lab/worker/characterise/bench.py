@@ -45,6 +45,8 @@ class Bench:
     clock: Callable[[], float] = time.monotonic
     seen: list[Observation] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    memory: str = ""
+    """A directory that is kept between characterisations; "" if there is none."""
     begun: float = field(init=False)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,15 @@ from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.products import FORMAT_PAIRS
 from canaryd.worker.numeric.tensors import as_text, need_torch, torch, torch_device
-from canaryd_lab.worker.characterise import behaviour, controls, exactness, speed, vendor_tool, width
+from canaryd_lab.worker.characterise import (
+    behaviour,
+    controls,
+    exactness,
+    kernels,
+    speed,
+    vendor_tool,
+    width,
+)
 from canaryd_lab.worker.characterise.bench import Bench, DeviceFailed, Progress
 
 SLOW = {"jax": 60}
@@ -68,6 +76,7 @@ PARTS = {
             Part(f"attention/{name}", f"Exactness of attention by {name}", 50, SLOW.get(runtime, 12), act, (runtime,))
             for runtime, name, act in exactness.ATTENTION_PARTS
         ),
+        Part("kernels", "Kernels of each class of products", 60, 30, kernels.kernels, (TORCH,)),
         Part("throughput", "Raw and verified throughput", 70, 60, speed.throughput, (TORCH,)),
         Part("memory", "Memory that runs out", 85, 10, behaviour.memory, (TORCH,)),
     )
@@ -95,7 +104,7 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     part = {**PARTS, **HELPERS}[arguments["part"]]
     if part.name not in WITHOUT_TORCH:
         need_torch()
-    bench = Bench(device, arguments["seconds"], arguments["drill"], progress)
+    bench = Bench(device, arguments["seconds"], arguments["drill"], progress, memory=arguments.get("memory", ""))
     try:
         part.carry_out(bench)
     except DeviceFailed as failed:
