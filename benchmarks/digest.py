@@ -94,11 +94,18 @@ class Digest:
             words = mixed(torch.arange(1, count + 1), derive(seed, "weights")) | 1
             self._weights = words.to({32: torch.int32, 64: torch.int64}[way.sum])
 
+    def to(self, device: Any) -> Digest:
+        """Move the weights to a torch device; return this object."""
+        self._weights = self._weights.to(device)
+        return self
+
     def rows(self, matrix: Any) -> Any:
         """Return the digest of each row of a contiguous matrix, (rows, vectors) or (rows,)."""
         pieces, weights = matrix.view(self._pieces), self._weights
         if weights.dtype is torch.int8:
             return torch._int_mm(pieces, weights)  # noqa: SLF001
+        if matrix.device.type != "cpu":  # no GPU multiplies matrices of wider integers through torch
+            return (pieces * weights).sum(-1, dtype=weights.dtype)
         if weights.dtype is pieces.dtype:
             return pieces @ weights  # no copy: torch multiplies integers on a processor as they are
         parts = pieces.split(max(1, PART // pieces.shape[-1]))
@@ -108,8 +115,8 @@ class Digest:
 class Digesting(Gatherer):
     """A gatherer that returns the digests that the rows of the result must have, instead of a golden."""
 
-    def __init__(self, digest: Digest, *given: Any) -> None:
-        """Upload the pools; `given` is what a `Gatherer` is made of."""
+    def __init__(self, digest: Any, *given: Any) -> None:
+        """Upload the pools; `given` is what a `Gatherer` is made of, `digest` a `Digest` or what has its `rows`."""
         super().__init__(*given)
         self.digest = digest
 

@@ -5,9 +5,11 @@ every result with the golden on the device, and new operands and golden, which t
 product. A GPU repeats both sides itself, as in exact_matmul. The cost per upload (the pools are made twice and
 uploaded, the host compares the first result) is measured separately, and so is the digest, which only fixed cases need.
 
-On a CPU each way of `benchmarks.digest` is measured too, in turn with both sides: instead of a golden the device makes
-the digests that the rows must have, and every result is read once. Results are spoilt all the same: eight products of
-one gather have equal results, so no digest shows that one of them was not written.
+Each way of `benchmarks.digest` is measured too, in turn with both sides: instead of a golden the device makes the
+digests that the rows must have, and every result is read once. Results are spoilt all the same: eight products of one
+gather have equal results, so no digest shows that one of them was not written. On a GPU the digests are part of the
+graph, which adds up the wrong results: the host reads one number in the end. There torch's own kernels make the digests
+in several steps; "64 bits, one kernel" is Triton's, of 16-bit results.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from canaryd.worker.numeric.cases import Case, product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.making import make_twice
-from canaryd.worker.numeric.operands import Problem, Product, gather, make_pools
+from canaryd.worker.numeric.operands import SHEET, Problem, Product, gather, make_pools
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
+from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, torch_device, upload
+from canaryd.worker.runtime.graphs import Graph
 
 SAMPLE = 0.2
 """Minimum seconds of one side of a pair: small products are repeated."""
 TARGETS = {1024: 0.95, 2048: 0.98, 4096: 0.98}
 """Size → smallest ratio of the throughputs. Larger sizes have the last target; sizes below 1024 have none."""
+FUSED = 2
+"""Number of bytes of the elements that Triton's digest takes."""
 FEWER = 10
 """Number of pairs for sizes from 4096 on, unless --pairs is given: one product takes seconds there."""
 
@@ -77,13 +82,15 @@ class Row:
     """The measurements at one size."""
 
     size: int
+    depth: int
+    """K; M and N are `size`."""
     repeats: int
     ratio: common.Ratio
     others: float
     """Fraction of the processor time that other processes used during the measurement."""
     account: Account
     digests: dict[str, tuple[common.Ratio, common.Ratio]]
-    """Way → (throughput verified by its digest over unverified, the same over verified by comparison); {} on a GPU."""
+    """Way → (throughput verified by its digest over unverified, the same over verified by comparison)."""
 
     @property
     def judged(self) -> str:
@@ -155,11 +162,63 @@ def repeated(session: Session, case: Case, pools: Problem, seed: int) -> list[Ca
     return [repetition.unverified, verified]
 
 
-def measure(device: Device, form: str, size: int, pairs: int) -> Row:
+class Digested:
+    """Products that a GPU repeats without the host, verified by digests of their rows."""
+
+    def __init__(self, session: Session, case: Case, gatherer: Digesting, buffers: list[Any]) -> None:
+        """Capture one burst: gather, multiply, digest, and count the results with a wrong row."""
+        self._case, device = case, torch_device(session.ctx.device)
+        self._sheet = gatherer.sheet(0)
+        self._indices = tuple(index[0].clone() for index in self._sheet)
+        self._wrong, self._turns = torch.zeros(1, dtype=torch.int64, device=device), itertools.count()
+
+        def burst() -> Any:
+            operands, expected = gatherer.gather_by(self._indices, 1)
+            session.runtime.spoil(buffers[:1])
+            results = [case.compute(operands, buffer) for buffer in buffers]
+            wrong = torch.stack([(gatherer.digest.rows(result) != expected).any() for result in results])
+            self._wrong.add_(wrong.sum())
+            return wrong
+
+        self._graph = Graph(device, burst)
+
+    def verified(self, bursts: int) -> None:
+        """Verify so many bursts; exit the program if a result is wrong."""
+        for _ in range(bursts):
+            turn = next(self._turns) % SHEET
+            for mine, given in zip(self._indices, self._sheet, strict=True):
+                mine.copy_(given[turn])
+            self._graph.launch()
+        if wrong := int(self._wrong):
+            raise SystemExit(f"{wrong} products of {self._case.name} have a wrong digest on this machine")
+
+
+def repeated_by_digest(
+    session: Session, case: Case, pools: Problem, seed: int, buffers: list[Any]
+) -> dict[str, Callable[[int], None]]:
+    """Return way → function that lets a GPU verify so many bursts by digests of rows."""
+    assert case.product is not None
+    device, element = torch_device(session.ctx.device), buffers[0].element_size()
+    digests: dict[str, Any] = {way.name: Digest(way, case.product.N, element, seed).to(device) for way in WAYS}
+    if element == FUSED:
+        try:
+            from benchmarks.digest_kernel import Fused  # noqa: PLC0415  Triton may be missing
+        except ImportError as error:
+            print(f"without the digest in one kernel: {error}", flush=True)
+        else:
+            digests = {"64 bits, one kernel": Fused(case.product.N, seed, device), **digests}
+    found: dict[str, Callable[[int], None]] = {}
+    for name, digested in digests.items():
+        gatherer = Digesting(digested, session.runtime, session.ctx.device, case.product, pools, seed)
+        found[name] = Digested(session, case, gatherer, buffers).verified
+    return found
+
+
+def measure(device: Device, form: str, size: int, depth: int, pairs: int) -> Row:
     """Measure one size with `pairs` pairs; exit the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
     session = Session(context)
-    case = product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
+    case = product_case(device, form, form, "dense", "square", "nn", (size, size, depth, 0))
     seed = verify.case_seed(context, case)
     product = case.product
     assert product is not None
@@ -178,9 +237,9 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
                 torch.matmul(*operands, out=buffer)
             synchronize(device)
 
-    ways: list[str] = []
     if session.runtime.repeats(device):
-        sides = repeated(session, case, pools, seed)
+        by_digests = repeated_by_digest(session, case, pools, seed, session.runtime.room(golden, burst))
+        sides, ways = [*repeated(session, case, pools, seed), *by_digests.values()], list(by_digests)
     else:
         gatherer = Gatherer(session.runtime, device, product, pools, seed)
         sides = [unverified, verifying(session, case, buffers, gatherer, session.runtime.agree)]
@@ -216,17 +275,17 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
         return common.ratio([(each[first], each[second]) for each in times])
 
     digests = {name: (ratio(0, at), ratio(1, at)) for at, name in enumerate(ways, 2)}
-    return Row(size, repeats * burst, ratio(0, 1), bystanders.share, account, digests)
+    return Row(size, depth, repeats * burst, ratio(0, 1), bystanders.share, account, digests)
 
 
 def report(rows: list[Row]) -> str:
     """Return the body of the report."""
     speed = common.table(
-        ["size", "pairs", "products per side", "verified / unverified (95 %)", "target", "others", "Gflop/s"],
+        ["size", "K", "pairs", "products per side", "verified / unverified (95 %)", "target", "others", "Gflop/s"],
         [
             [
-                *(r.size, r.ratio.pairs, r.repeats, r.ratio, r.judged, f"{100 * r.others:.0f} %"),
-                f"{2e-9 * r.size**3 / r.account.product:.1f}",
+                *(r.size, r.depth, r.ratio.pairs, r.repeats, r.ratio, r.judged, f"{100 * r.others:.0f} %"),
+                f"{2e-9 * r.size**2 * r.depth / r.account.product:.1f}",
             ]
             for r in rows
         ],
@@ -290,6 +349,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--depth", type=int, nargs="+", default=[0], help="K (default: the size)")
     parser.add_argument("--pairs", type=int, help=f"pairs per size (default: 40; {FEWER} from 4096 up on a CPU)")
     arguments = parser.parse_args()
     common.become_worker()
@@ -299,10 +359,12 @@ def main() -> None:
         parser.error(f"--device {arguments.device}: this torch finds none; it finds {stack.discover()[0][0].name}")
     with strict_switches():
         rows = []
-        for size in arguments.sizes:
+        for size, depth in itertools.product(arguments.sizes, arguments.depth):
             slow = arguments.device == "cpu" and size >= 4096
-            rows.append(measure(found[0], arguments.dtype, size, arguments.pairs or (FEWER if slow else 40)))
-            print(f"{size}: {rows[-1].ratio}, {rows[-1].judged}", flush=True)
+            pairs = arguments.pairs or (FEWER if slow else 40)
+            rows.append(measure(found[0], arguments.dtype, size, depth or size, pairs))
+            print(f"{size}, K {rows[-1].depth}: {rows[-1].ratio}, {rows[-1].judged}", flush=True)
+            print("".join(f"  {way}: {raw}\n" for way, (raw, _) in rows[-1].digests.items()), end="", flush=True)
     common.write(
         arguments.out,
         f"verified_gemm-{arguments.device}-{arguments.dtype}",

@@ -5,6 +5,7 @@ pip and the interpreter are small programs that write down what they are asked; 
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -262,6 +263,46 @@ def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
     assert sorted(file.suffix for file in out.iterdir()) == kinds
     with tarfile.open(out / "parts.tar") as parts:
         assert names < {Path(name).stem for name in parts.getnames() if "/parts/" in name}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_each_slice_leaves_what_came_of_every_step(tmp_path):
+    """On the processor too, where what needs a GPU is skipped with the reason; nothing waits for the end of a slice."""
+    venv, out = tmp_path / "venv", tmp_path / "results"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    variables = environment(PYTHON=str(python), CANARYD_VENV=str(venv))
+    for number in ("1", "2", "3"):
+        argv = [ROOT / "scripts/accelerator", "cpu:0", out, "--slice", number, "--level", "quick", "--minutes", "2"]
+        done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+    rows = {row["step"]: row for row in map(json.loads, (out / "steps.jsonl").read_text().splitlines())}
+    assert list(rows) == ["check", "kernels", "graphs", "verified", "formats", "beside", "engine"]
+    assert rows["check"]["busy"].startswith("not measured")
+    assert sum(run["trials"] for run in rows["check"]["runs"]) > 0
+    assert [part["name"] for part in json.loads((out / "kernels.out").read_text())["parts"]] == [
+        "environment",
+        "kernels",
+    ]
+    assert "skipped" in (out / "gpu-tests-graphs.out").read_text()
+    assert "skipped" in rows["verified"]
+    assert any(case.startswith("float8") or case.endswith("grouped") for case in rows["formats"]["skipped_cases"])
+    assert "skipped" in rows["beside"]
+    assert any("vllm" in line for line in rows["engine"]["not run"])
+
+
+def test_a_cut_takes_only_the_step_that_it_hits(tmp_path):
+    """A step whose time is over is asked to end, then killed; what it had written stays, and the next begins."""
+    from benchmarks.accelerator import Bench
+
+    bench = Bench("cpu:0", tmp_path, tmp_path, "quick")
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('so far', flush=True); time.sleep(60)"
+    done = bench.run("stuck", [sys.executable, "-c", code], 1.0, grace=0.2)
+    assert (done["exit"], (tmp_path / "stuck.out").read_text()) == (-signal.SIGKILL, "so far\n")
+    assert bench.run("next", [sys.executable, "-c", "print(1)"], 30.0)["exit"] == 0
 
 
 def test_without_torch_the_accelerator_script_says_which_interpreter_lacks_it(tmp_path):

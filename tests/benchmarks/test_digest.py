@@ -1,7 +1,12 @@
 """Digests of results: the proven bound, by all weights of small ones, and faults in results that they find or miss."""
 
+import contextlib
 import itertools
+import os
 import random
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -89,3 +94,83 @@ def test_a_right_turn_with_another_digest_ends_the_program(monkeypatch):
     monkeypatch.setattr(digest.Digesting, "gather", lambda self, turn: gather(self, turn + 1))
     with pytest.raises(SystemExit, match="a right turn of float32/dense has another digest"):
         digest.try_pair(*PAIR, seed=3, each=1, counts={})
+
+
+@pytest.fixture
+def fused():
+    """Triton's interpreter, by which the host runs the digest in one kernel; all of Triton is loaded for it."""
+    pytest.importorskip("triton", reason="Triton is not installed in this interpreter")
+    pytest.importorskip("numpy", reason="NumPy, which Triton's interpreter needs, is not installed here")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("test_what_needs_tritons_interpreter_is_right_there runs it")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process that it starts")
+def test_what_needs_tritons_interpreter_is_right_there(request):
+    """The tests below, in a process that has it."""
+    pytest.importorskip("triton", reason="Triton is not installed in this interpreter")
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.path, "-k", "one_kernel or burst"]
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(argv, cwd=request.config.rootpath, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_digest_in_one_kernel_is_that_of_integers_and_names_the_row(fused):
+    """Over more than one block, and with every bit of an element flipped."""
+    from benchmarks.digest_kernel import Fused
+
+    matrix = torch.randint(-(1 << 15), 1 << 15, (5, 1500), dtype=torch.int16).view(torch.bfloat16)
+    made = Fused(1500, 5, "cpu")
+    pieces, weights = matrix.view(torch.int16).tolist(), made._weights.tolist()
+    right = [sum((piece & 0xFFFF) * w for piece, w in zip(row, weights, strict=True)) for row in pieces]
+    sums = made.rows(matrix)
+    assert [(a - b) % (1 << 64) for a, b in zip(sums.tolist(), right, strict=True)] == [0] * 5
+    for bit in range(16):
+        changed = matrix.clone()
+        changed.view(torch.int16)[3, 1234] ^= 1 << bit if bit < 15 else -(1 << 15)
+        assert made.rows(changed).ne(sums).tolist() == [False, False, False, True, False]
+
+
+class Again:
+    """Work that is repeated on the processor, in place of a CUDA graph."""
+
+    def __init__(self, device, work):
+        self.work = work
+        work()
+
+    def launch(self):
+        self.work()
+
+
+@pytest.mark.parametrize("wrong", [0, 4])
+def test_a_burst_that_is_verified_by_digest_finds_a_wrong_result(fused, monkeypatch, wrong):
+    """By every way, on new operands in each burst; the host reads one number in the end."""
+    from benchmarks import verified_gemm
+    from canaryd.probe import Context
+    from canaryd.worker.numeric.cases import product_case
+    from canaryd.worker.numeric.operands import make_pools
+    from canaryd.worker.numeric.session import Session
+    from canaryd.worker.numeric.stack import cpu
+    from canaryd.worker.numeric.tensors import flat_bits
+
+    monkeypatch.setattr(verified_gemm, "Graph", Again)
+    session = Session(Context(device=cpu(), level="standard", seed=1, budget=60.0))
+    case = product_case(cpu(), "bfloat16", "bfloat16", "dense", "square", "nn", (64, 48, 96, 0))
+    calls = [None]  # none is counted while the bursts are captured
+
+    def compute(operands, out):
+        result = case.compute(operands, out)
+        calls.extend([1] if calls[:1] != [None] else [])
+        if calls[:1] == [1] and len(calls) == wrong:
+            flat_bits(result)[7] ^= 1 << 3
+        return result
+
+    pools = make_pools(case.product.of_pools, 3)
+    buffers = session.runtime.room(torch.empty(64, 48, dtype=torch.bfloat16), 2)
+    sides = verified_gemm.repeated_by_digest(session, replace(case, compute=compute), pools, 3, buffers)
+    assert list(sides) == ["64 bits, one kernel", *(way.name for way in digest.WAYS)]
+    for name, verified in sides.items():
+        calls.clear()
+        with pytest.raises(SystemExit, match=r"^1 products") if wrong else contextlib.nullcontext():
+            verified(5)
+        assert len(calls) == 10, name
