@@ -55,10 +55,13 @@ def parts(config: Config, name: str, devices: Iterable[Device]) -> tuple[str, ..
     return f"{ENDPOINT}:{name}", *(d.uuid for d in behind(named(config)[name], devices))
 
 
-def models(config: Config, device: Device, devices: Collection[Device]) -> list[str]:
-    """Return the model directories of the endpoints that a device serves; an endpoint without a directory adds none."""
-    served = (e for e in named(config).values() if e.directory and e.directory.suffix != ".gguf")
-    return sorted({str(e.directory) for e in served if device in behind(e, devices)})
+def models(config: Config, device: Device, devices: Collection[Device]) -> dict[str, int]:
+    """Return model directory → number of devices that share the model, for the endpoints that a device serves.
+
+    An endpoint without a directory adds none.
+    """
+    served = [(e, behind(e, devices)) for e in named(config).values() if e.directory and e.directory.suffix != ".gguf"]
+    return {str(e.directory): len(sharing) for e, sharing in served if device in sharing}
 
 
 def _here(url: str) -> bool:

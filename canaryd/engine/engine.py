@@ -411,7 +411,7 @@ class Engine(Host):
         if not device.computes_here:
             return {**own, **endpoints.settings(self.endpoint(device))}
         if probe in SHAPED and (served := endpoints.models(self.config, device, self.devices.values())):
-            return {"shapes_of": served, **own}
+            return {"shapes_of": sorted(served), "ranks": served, **own}
         return own
 
     def answer(

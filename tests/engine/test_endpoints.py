@@ -90,19 +90,22 @@ def test_products_take_the_sizes_of_the_models_that_a_device_serves(tmp_path):
     }
     config = Config(endpoints=EndpointsConfig(each=ends))
     assert [endpoints.models(config, device, every) for device in every] == [
-        [],
-        [],
-        [str(directory)],
-        *[[]] * (len(GPUS) - 2),
+        {},
+        {},
+        {str(directory): 1},
+        *[{}] * (len(GPUS) - 2),
     ]
+    shared = EndpointConfig(url=URL, directory=directory, devices=("cuda:0", "cuda:1"))
+    config = Config(endpoints=EndpointsConfig(each={"a": shared}))
+    assert [endpoints.models(config, device, every) for device in GPUS[:2]] == [{str(directory): 2}] * 2
 
 
 def test_products_and_attention_are_given_the_served_model(tmp_path):
     """Of the device that serves it, and no other probe; the probe's own setting wins."""
     ends = {"a": EndpointConfig(url=URL, directory=tmp_path / "qwen", devices=("cuda:1",))}
     own = ProbesConfig(each={"exact_matmul": ProbeSettings(settings={"shapes_of": ["/srv/own"]})})
-    served = {"shapes_of": [str(tmp_path / "qwen")]}
-    for probes, wanted in ((ProbesConfig(), served), (own, {"shapes_of": ["/srv/own"]})):
+    served = {"shapes_of": [str(tmp_path / "qwen")], "ranks": {str(tmp_path / "qwen"): 1}}
+    for probes, wanted in ((ProbesConfig(), served), (own, {**served, "shapes_of": ["/srv/own"]})):
         config = Config(state_dir=tmp_path / "state", endpoints=EndpointsConfig(each=ends), probes=probes)
         engine = Engine(config, Store.open(tmp_path / "state"))
         engine.devices = {d.uuid: d for d in (CPU, *GPUS)}

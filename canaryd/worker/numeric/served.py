@@ -75,7 +75,7 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
             for content, weight in itertools.product(contents, found):
                 kind = f"{weight.name}-{M}"
                 asked = asked_for(ctx, f"{form}/{content}/{kind}/nt")
-                part = replace(weight, N=asked[1]) if asked else shard(ctx, FORMATS[form], weight)
+                part = replace(weight, N=asked[1], K=asked[2]) if asked else shard(ctx, FORMATS[form], weight)
                 case = product_case(ctx.device, form, form, content, kind, "nt", (M, part.N, part.K, 0))
                 why = too_much(ctx, FORMATS[form], part, M, speeds[form], free)
                 yield Skipped(case=case.name, reason=why) if why else case
@@ -104,12 +104,15 @@ def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] 
 
 
 def _models(
-    ctx: Context, probe: str, sizes: Callable[[Mapping[str, Any]], T], tested: Collection[str]
+    ctx: Context, probe: str, sizes: Callable[[Mapping[str, Any], int], T], tested: Collection[str]
 ) -> Iterator[tuple[str, T] | Skipped]:
-    """Yield (format, `sizes` of the configuration) of each model in the setting `shapes_of`, or why it is left out."""
+    """Yield (format, `sizes` of the configuration) of each model in the setting `shapes_of`, or why it is left out.
+
+    The engine gives "ranks", the number of devices that share each model of an endpoint (tensor parallelism).
+    """
     for path in shapes_of(ctx.settings, probe):
         try:
-            form, found = _read(path, sizes)
+            form, found = _read(path, sizes, ctx.settings.get("ranks", {}).get(str(path), 1))
         except Unreadable as error:
             yield Skipped(case="served", reason=str(error))
             continue
@@ -117,15 +120,19 @@ def _models(
         yield (form, found) if form in tested else unknown
 
 
-def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the numbers of query heads and key/value heads, and the head size; raise `KeyError` if one is missing."""
+def heads(config: Mapping[str, Any], ranks: int = 1) -> tuple[int, int, int]:
+    """Return the numbers of query heads and key/value heads of a rank, and the head size.
+
+    Raises `KeyError` if one is missing. A model whose query heads `ranks` does not divide is taken as a whole.
+    """
     own = config.get("text_config") or config
     queries = int(own["num_attention_heads"])
     keys = int(own.get("num_key_value_heads") or queries)
     size = int(own.get("head_dim") or own["hidden_size"] // queries)
     if min(queries, keys, size) < 1 or queries % keys:
         raise ValueError("a number of heads is not positive, or the heads of queries do not share those of keys")
-    return queries, keys, size
+    ranks = ranks if queries % ranks == 0 else 1
+    return queries // ranks, max(1, keys // ranks), size  # with more ranks than heads of keys, each has one
 
 
 def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[Path]:
@@ -138,36 +145,45 @@ def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[
 
 def read(path: Path) -> tuple[str, list[Weight]]:
     """Return the format and the weights of a model, from its directory or `config.json`; raise `Unreadable`."""
-    return _read(path, weights)
+    return _read(path, weights, 1)
 
 
-def _read(path: Path, sizes: Callable[[Mapping[str, Any]], T]) -> tuple[str, T]:
+def _read(path: Path, sizes: Callable[[Mapping[str, Any], int], T], ranks: int) -> tuple[str, T]:
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as stream:
             config = json.loads(stream.read(LARGEST_CONFIG))
-        return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), sizes(config)
+        return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), sizes(config, ranks)
     except OSError as error:
         raise Unreadable(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
         raise Unreadable(f"{file} has no sizes of a language model: {type(error).__name__} {error}") from error
 
 
-def weights(config: Mapping[str, Any]) -> list[Weight]:
+def weights(config: Mapping[str, Any], ranks: int = 1) -> list[Weight]:
     """Return the weights of one decoder layer and of the output head, from the names in Hugging Face's `config.json`.
 
     Query, key and value are one matrix, gate and up another, as servers fuse them. Where there are experts, gate, up
-    and down are those of one expert. Raises `KeyError` for a size that is missing.
+    and down are those of one expert. Of `ranks` devices each has a share: of the outputs, for o and down of the inputs
+    (Megatron-LM, arXiv 1909.08053, section 3). A model that they cannot share is taken as a whole. Raises `KeyError`
+    for a size that is missing.
     """
     own = config.get("text_config") or config
     hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
     head = int(own.get("head_dim") or hidden // heads)
     kv_heads = int(own.get("num_key_value_heads") or heads)
-    inner = int(own.get("moe_intermediate_size") or own["intermediate_size"])
+    inner, vocabulary = int(own.get("moe_intermediate_size") or own["intermediate_size"]), int(own["vocab_size"])
+    if heads % ranks == inner % ranks == 0:
+        heads, kv_heads, inner, vocabulary = (
+            heads // ranks,
+            max(1, kv_heads // ranks),
+            inner // ranks,
+            -(-vocabulary // ranks),
+        )
     found = [
         Weight("qkv", (heads + 2 * kv_heads) * head, hidden),
         Weight("gate_up", 2 * inner, hidden),
-        Weight("head", int(own["vocab_size"]), hidden),
+        Weight("head", vocabulary, hidden),
         Weight("o", hidden, heads * head),
         Weight("down", hidden, inner),
     ]

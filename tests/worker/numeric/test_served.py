@@ -8,7 +8,7 @@ from canaryd.facts import Comparison, Skipped
 from canaryd.judge.characterised import class_of
 from canaryd.probe import Context
 from canaryd.worker.numeric import reproducer, verify
-from canaryd.worker.numeric.served import Unreadable, Weight, read, served_attention, served_cases, weights
+from canaryd.worker.numeric.served import Unreadable, Weight, heads, read, served_attention, served_cases, weights
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import flat_bits
@@ -56,6 +56,26 @@ def test_weights_are_those_of_the_model():
     assert weights({"text_config": LLAMA_8B}) == wanted
     expert = weights({**LLAMA_8B, "moe_intermediate_size": 768, "head_dim": 64})
     assert expert[1:] == [Weight("gate_up", 1536, 4096), wanted[2], Weight("o", 4096, 2048), Weight("down", 4096, 768)]
+
+
+def test_devices_that_share_a_model_get_their_shares(tmp_path, monkeypatch):
+    """As vLLM gives eight GPUs a 70B and sixteen an 8B; three, which its heads do not allow, take it as a whole."""
+    large = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    assert [(w.N, w.K) for w in weights(large, 8)] == [
+        (1280, 8192), (7168, 8192), (16032, 8192), (8192, 1024), (8192, 3584),
+    ]  # fmt: skip
+    assert (heads(large, 8), heads(LLAMA_8B, 16)) == ((8, 1, 128), (2, 1, 128))
+    assert weights(LLAMA_8B, 16)[0] == Weight("qkv", 4 * 128, 4096)
+    assert (weights(LLAMA_8B, 3), heads(LLAMA_8B, 3)) == (weights(LLAMA_8B), heads(LLAMA_8B))
+    monkeypatch.setattr(Torch, "memory", lambda *_: (None, None))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    settings = {"shapes_of": [str(tmp_path)], "ranks": {str(tmp_path): 4}}
+    ctx = context(tmp_path, settings=settings, device=HOPPER)
+    (down,) = (c for c in served_cases(ctx, {"bfloat16": 5e14}) if "/down-" in c.name)
+    assert (down.product.N, down.product.K) == (4096, 3584)
+    assert [sizes[1:3] for _, _, sizes in served_attention(ctx)] == [(8, 2)] * 2
+    again = context(tmp_path, device=HOPPER, cases=(down.name,))  # by a person, who gives no endpoint
+    assert down.name in [case.name for case in served_cases(again, {"bfloat16": 5e14})]
 
 
 @pytest.mark.parametrize(
