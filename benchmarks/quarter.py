@@ -192,7 +192,8 @@ KINDS = (
     Kind("too hot", _of_llama(6), "Llama 3: thermal", _hot),
     Kind("an upgrade brings a bug", 0.01 * NODES, "ours: 1 %", _bad_upgrade),
 )
-SOUND = "nothing but the everyday"
+SOUND = Kind("nothing but the everyday", NODES - sum(kind.nodes for kind in KINDS), "", lambda _: Life())
+BY_NAME = {kind.name: kind for kind in (*KINDS, SOUND)}
 
 
 def everyday(rng: random.Random, rounds: int, a_day: int) -> Iterator[Happening]:
@@ -233,7 +234,7 @@ def story(kind: Kind, seed: int, share: float) -> tuple[Story, Life]:
         faults=(*life.faults, Fault(kind="timed_out", probability=1e-3)),
         noise=(Noise(case="softmax/rows", nondeterministic=True),),
         events=tuple(sorted((*life.events, *everyday(rng, rounds, life.a_day)), key=lambda happening: happening.at)),
-        expect=(Expectation(device="*", never="software" if kind.name == SOUND else "harness"),),
+        expect=(Expectation(device="*", never="software" if kind is SOUND else "harness"),),
     ), life
 
 
@@ -266,8 +267,9 @@ class Lived:
         return self.rate * (1 - self.share) * 86_400 / TURN * (self.days(policy) + 0.5 / self.a_day)
 
 
-def live(kind: Kind, seed: int, share: float) -> Lived:
-    """Play one node until canaryd's gate fails it."""
+def live(name: str, seed: int, share: float) -> Lived:
+    """Play one node of the kind with this name until canaryd's gate fails it."""
+    kind = BY_NAME[name]  # by name, since no process can be sent a lambda
     told, life = story(kind, seed, share)
     hosts: list[Host] = []
     found: dict[str, tuple[int, str, str]] = {}
@@ -303,7 +305,7 @@ def live(kind: Kind, seed: int, share: float) -> Lived:
     )
 
 
-def play_all(jobs: Sequence[tuple[Kind, int, float]], processes: int) -> list[Lived]:
+def play_all(jobs: Sequence[tuple[str, int, float]], processes: int) -> list[Lived]:
     """Return how each node fared, and print progress."""
     begun, found = time.monotonic(), []
     with ProcessPoolExecutor(processes) as pool:
@@ -473,12 +475,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     arguments: argparse.Namespace = parser.parse_args()
     begun = time.monotonic()
-    sound = Kind(SOUND, NODES - sum(kind.nodes for kind in KINDS), "", lambda _: Life())
-    jobs = [(KINDS[0], seed, share) for share in SHARES for seed in range(arguments.wrong)]
-    jobs += [(kind, seed, SHARES[0]) for kind in KINDS[1:] for seed in range(arguments.seeds)]
-    jobs += [(sound, seed, SHARES[0]) for seed in range(arguments.sound)]
+    jobs = [(KINDS[0].name, seed, share) for share in SHARES for seed in range(arguments.wrong)]
+    jobs += [(kind.name, seed, SHARES[0]) for kind in KINDS[1:] for seed in range(arguments.seeds)]
+    jobs += [(SOUND.name, seed, SHARES[0]) for seed in range(arguments.sound)]
     lives = play_all(jobs, arguments.processes)
-    weights = {kind.name: kind.nodes for kind in (*KINDS, sound)}
+    weights = {name: kind.nodes for name, kind in BY_NAME.items()}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "quarter.svg").write_text(plot(lives))
     common.write(
