@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 SHARED = 64
 """Largest number of characters in a text that `shared` caches (ours)."""
+PLACEHOLDERS = ("", "none", "unknown", "not specified", "not available", "default string", "no dimm", "0123456789")
+"""Texts that firmware writes into an unused field, in lower case; also "To be filled by O.E.M."."""
 UNITS = ("core", "sm")
 """Values of `Place.unit` for parts of a device that can be wrong while the other parts are right."""
 LISTED = 4
@@ -428,6 +430,12 @@ def beginning(text: str, length: int) -> str:
     head = line[: length - 1]
     words = head if line[length - 1] == " " else head.rpartition(" ")[0]
     return f"{(words or head).rstrip(' .,;:')}…"
+
+
+def filled(text: str) -> str:
+    """Return a text of the firmware with single blanks, or "" if it is a placeholder for an unused field."""
+    text = " ".join(text.split())
+    return "" if text.lower() in PLACEHOLDERS or "filled by" in text.lower() else text
 
 
 def whole(value: Any, depth: int = 100) -> Any:

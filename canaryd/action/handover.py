@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from canaryd.action.machine import Machine
+from canaryd.dossier.perishable import BMC_LOG, BUG_REPORT, IN_LOG, RECORDS, where
 from canaryd.facts import printable
 from canaryd.judge.incidents import WRONG
 from canaryd.model import ENDPOINT, Cause, State
 from canaryd.report.terminal import state_note
 
 Json = dict[str, Any]
-BUG_REPORT, LOG = "nvidia-bug-report.log.gz", "log.txt"
+LOG = "log.txt"
 BLANK = "FILL_IN_"
 """Beginning of every word that stands for what canaryd cannot know."""
 
@@ -57,7 +58,7 @@ class Perishable(NamedTuple):
     """How to take it: a command or a sentence."""
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.taken}" if self.taken else f"{self.what}: NOT TAKEN. {self.take}"
+        return f"{self.what}: {self.taken}" if self.taken else f"{self.what}: NOT TAKEN: {self.take}"
 
 
 class Blank(NamedTuple):
@@ -113,29 +114,19 @@ def refusal(title: str, document: Json, *, suspicion: bool, physical: bool) -> s
 
 def perishable(case: Handover) -> tuple[Perishable, ...]:
     """Return what a reboot destroys, and where the dossier has it."""
-    machine = case.machine
-    has, lacks = ({each["file"]: each for each in case.document[key]} for key in ("contents", "absent"))
-    found = [Perishable("lines of the kernel log", _in(case, LOG, has), "journalctl -k -b > kernel.txt")]
+    names = {
+        "lines of the kernel log": (LOG, "journalctl -k -b > kernel.txt"),
+        "event log of the BMC": (BMC_LOG, ""),
+        "error records of the firmware (CPER)": (RECORDS, IN_LOG),
+    }
     if case.document["identity"]["backend"] == "cuda":
-        why = lacks.get(BUG_REPORT, {}).get("why", "")
-        take = f"As root: nvidia-bug-report.sh{f' ({why})' if why else ''}"
-        found.insert(0, Perishable("bug report of the driver", _in(case, BUG_REPORT, has), take))
-    if machine.ipmi:
-        bmc = "As root: ipmitool sel elist > sel.txt"
-    elif machine.redfish:
-        bmc = "Ask the BMC by Redfish: /redfish/v1/Systems, LogServices, Entries"
-    else:
-        bmc = "This host reaches no BMC; ask for it out of band (Redfish: LogServices)"
-    found.append(Perishable("event log of the BMC", "", bmc))
-    kept = f"cp /sys/fs/pstore/* . ({', '.join(machine.records)})" if machine.records else ""
-    found.append(
-        Perishable("error records of the firmware (CPER)", "", kept or 'journalctl -k -b --grep "Hardware Error"')
-    )
+        names = {"bug report of the driver": (BUG_REPORT, "As root: nvidia-bug-report.sh"), **names}
+    found = []
+    for what, (name, take) in names.items():
+        here, why = where(case.document, name)
+        taken = f"in the dossier, {case.place}/{name}" if here else ""
+        found.append(Perishable(what, taken, ". ".join(filter(None, (why, take)))))
     return tuple(found)
-
-
-def _in(case: Handover, name: str, has: Mapping[str, Json]) -> str:
-    return f"in the dossier, {case.place}/{name}" if name in has else ""
 
 
 def text(title: str, case: Handover, form: Filled) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,6 @@ KVP_POOL = "var/lib/hyperv/.kvp_pool_3"
 """What Hyper-V tells its guest: records of a key and a value (tools/hv/hv_kvp_daemon.c of Linux)."""
 KVP_KEY, KVP_VALUE = 512, 2048
 """Bytes of a key and of a value in that file, filled up with zeros."""
-PSTORE = "sys/fs/pstore"
-REDFISH = "sys/firmware/dmi/entries/42-0"
-"""The firmware's entry for a Redfish service that this host reaches (SMBIOS type 42)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +27,6 @@ class Machine:
     """Azure's id of the virtual machine."""
     physical_host: str = ""
     """Azure's name of the physical machine; another one after a redeployment."""
-    ipmi: bool = False
-    """Whether `ipmitool` and its device are here."""
-    redfish: bool = False
-    """Whether the firmware names a Redfish service for this host."""
-    records: tuple[str, ...] = ()
-    """Names of the error records (CPER and others) that the firmware keeps for the next boot."""
 
 
 def read(root: Path, environ: Mapping[str, str]) -> Machine:
@@ -51,9 +41,6 @@ def read(root: Path, environ: Mapping[str, str]) -> Machine:
         zone=environ.get("CLOUDSDK_COMPUTE_ZONE", "") or str(standard.get("availability_zone") or ""),
         resource_id=str(compute.get("resourceId") or ""),
         physical_host=_kvp(root / KVP_POOL).get("PhysicalHostName", ""),
-        ipmi=bool(shutil.which("ipmitool", path=environ.get("PATH"))) and (root / "dev/ipmi0").exists(),
-        redfish=(root / REDFISH).exists(),
-        records=_names(root / PSTORE),
     )
 
 
@@ -76,10 +63,3 @@ def _kvp(path: Path) -> dict[str, str]:
 
 def _text(padded: bytes) -> str:
     return padded.partition(b"\0")[0].decode("utf-8", "replace")
-
-
-def _names(directory: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(path.name for path in directory.iterdir()))
-    except OSError:
-        return ()

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from canaryd.action.handover import BLANK, BUG_REPORT, Blank, Filled, Handover, Json, Perishable, perishable
+from canaryd.action.handover import BLANK, Blank, Filled, Handover, Json, Perishable, perishable
 from canaryd.dossier.advice import OTHER_VENDOR, VENDOR_STEPS
+from canaryd.dossier.perishable import BUG_REPORT
 from canaryd.facts import beginning, printable
 
 LONGEST = 500

@@ -52,7 +52,7 @@ def demo_command(options: argparse.Namespace, settings: Config) -> int:
             say("\n$ canaryd status")
             print(status_text.as_text(found, color=use_color()))
             try:
-                made = write.write(store, config, None, broken, out, redact=False, now=now)
+                made = write.write(store, config, None, broken, out, redact=False, now=now, root=None)
                 page = out / "status.html"
                 page.write_bytes(
                     status_page.render(found).replace(b"<header", f"<p><b>{WHAT}</b></p><header".encode(), 1)

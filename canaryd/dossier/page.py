@@ -14,6 +14,7 @@ from typing import Any
 
 from canaryd.dossier.document import DossierError
 from canaryd.dossier.gather import ranges
+from canaryd.dossier.perishable import BMC_LOG, BUG_REPORT, RECORDS, where
 from canaryd.formatting import format_utc, quantity
 from canaryd.judge.exact import PROVEN
 from canaryd.judge.phrases import count, listed
@@ -115,7 +116,7 @@ def _added(places: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def asked(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what vendors ask for before they take a part back → what of it is here, or how to get it."""
-    part, report = document["identity"], "nvidia-bug-report.log.gz"
+    part = document["identity"]
     same, wrong = (sum(peer[key] for peer in document["peers"]) for key in ("same_bytes", "same_bytes_wrong"))
     confirmed = document["verdict"]["state"] == State.FAULTY.value
     failed = [test["test"] for test in document["selftests"] if test["result"] == "fail"]
@@ -127,9 +128,14 @@ def asked(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Vendor's diagnostic", diagnostic if document["selftests"] else "missing: not on record"),
         ("Other slot or host", "missing: try it by hand, once this archive is made"),
     ]
-    if part["backend"] == "cuda":
-        why = next((each["why"] for each in document["absent"] if each["file"] == report), "")
-        found.append(("Bug report", f"missing: {why}" if why else f"in this archive: {report}"))
+    files = {"bug report": BUG_REPORT} if part["backend"] == "cuda" else {}
+    files |= {"event log of the BMC": BMC_LOG, "records of the firmware": RECORDS}
+    here, missing = (
+        [w for w, name in files.items() if where(document, name)[0] is is_here] for is_here in (True, False)
+    )
+    told = [f"in this archive: {', '.join(here)}"] if here else []
+    told += [f"missing: {', '.join(missing)} (see “What is in this archive”)"] if missing else []
+    found.append(("Lost at a reboot", "; ".join(told)))
     return found
 
 

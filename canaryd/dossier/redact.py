@@ -46,14 +46,16 @@ PATTERNS = (
 """Patterns that recognise names. URLs come first, because they contain hosts and paths."""
 LONG = 10
 """Smallest length of a part's number that is replaced inside words too (ours): "65:00.0" has seven characters."""
-HOST_FIELDS = ("host", "hostname")
-"""Fields that contain only a host name: they are always replaced, however short they are."""
+SERVER_NUMBERS = ("product_serial", "board_serial", "chassis_serial", "chassis_asset_tag")
+"""Numbers of a machine, as files below /sys/class/dmi/id are called."""
+ALWAYS = {"host": "host", "hostname": "host"} | dict.fromkeys(SERVER_NUMBERS, "serial")
+"""Field that contains only a name → kind of the name. They are always replaced, however short they are."""
 OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"}) | {
     "by",
     "characterised_by",
 }
 """Fields whose values are words of canaryd. They are never replaced, even if a host is called "device" or "healthy"."""
-NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname", "board_serial", "product_serial")
+NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname", *SERVER_NUMBERS)
 """Keys in `Device.detail` whose values name a part or a host and match none of the `PATTERNS`."""
 
 
@@ -77,7 +79,7 @@ _HEADER = re.compile(rf"(?i)(\b(?:authorization|cookie){_GIVEN})(?:{_QUOTED}|['\
 _PEM = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL)
 _LOGIN = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)[^/\s]{1,200}@")
 _HOME = re.compile(r"(/(?:home|Users)/)[^/\s:'\"]+")
-_PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=)(?!\s)[^,\s]+")
+_PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=|\bcomm: )(?!\s)[^,\s]+")
 
 
 def without_processes(text: str) -> str:
@@ -99,7 +101,9 @@ def without_processes(text: str) -> str:
 class Redactor:
     """Replaces names of machines and parts by pseudonyms. Within one dossier a name always gets the same pseudonym."""
 
-    def __init__(self, store: Store, host: str, salt: bytes | None = None) -> None:
+    def __init__(
+        self, store: Store, host: str, server: Mapping[str, str] | None = None, salt: bytes | None = None
+    ) -> None:
         self._salt = secrets.token_bytes(16) if salt is None else salt
         self.known: dict[str, str] = {}
         """Name to replace → its kind."""
@@ -108,10 +112,11 @@ class Redactor:
             self._know(device.uuid, "uuid")
             self._know(device.parent, "uuid")
             self._know(device.card, "uuid")
-            for name in NAMING:
-                self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
             for module in device.detail.get("memory_serials", "").split(", "):
                 self._know(module.rpartition(": ")[2], "serial")
+        for detail in (*(record.device.detail for record in store.devices()), server or {}):
+            for name in NAMING:
+                self._know(detail.get(name, ""), "bus" if name == "bus_id" else "serial")
         self._know(host, "host")
         self._know(platform.node(), "host")
         uuids = [record.device.uuid for record in store.devices()]
@@ -177,7 +182,7 @@ class Redactor:
     def _field(self, name: str, value: Any) -> Any:
         if name in OWN_WORDS and isinstance(value, str):
             return value
-        return self._alias("host", value) if name in HOST_FIELDS and value else self.value(value)
+        return self._alias(ALWAYS[name], value) if name in ALWAYS and value else self.value(value)
 
 
 def cleaned(value: Any) -> Any:

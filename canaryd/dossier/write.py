@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import hashlib
 import io
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from canaryd.codec import to_json
@@ -28,7 +21,8 @@ from canaryd.dossier.document import SCHEMA, DossierError, Json, OutputError
 from canaryd.dossier.failures import COPIED
 from canaryd.dossier.gather import gather, torch_name
 from canaryd.dossier.page import flipped, page
-from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
+from canaryd.dossier.perishable import Folder, server_names, take
+from canaryd.dossier.redact import Redactor, cleaned
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
 from canaryd.formatting import format_utc
@@ -37,8 +31,6 @@ from canaryd.store.locks import Busy
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
 
-TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
-"""Vendor's tool → seconds after which the tool is stopped, because a broken device can block it (ours)."""
 QUIET_EVENTS = (
     *(EventKind.COUNTER, EventKind.COUNTER_FELL, EventKind.FLAG, EventKind.CONDITION, EventKind.CHANGE),
     *(EventKind.RESET, EventKind.BOOT, EventKind.RELEASE),
@@ -57,12 +49,13 @@ def write(
     now: float,
     drill: bool = False,
     wait: float = 60.0,
+    root: Path | None = Path("/"),
 ) -> Path:
     """Write the dossier of a device to a new directory below `out`, and also as one archive; return the directory.
 
-    Without an engine no operands are written; the dossier says so. `wait`: seconds to wait for a busy device. Raises
-    `OutputError` if `out` cannot be used, or `DossierError` if the dossier cannot be written; then no incomplete files
-    are left.
+    Without an engine no operands are written; the dossier says so. `wait`: seconds to wait for a busy device. `root`:
+    the directory that stands for /, or None if no machine is asked. Raises `OutputError` if `out` cannot be used, or
+    `DossierError` if the dossier cannot be written; then no incomplete files are left.
     """
     document = gather(store, config, device, now=now, drill=drill)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -80,7 +73,7 @@ def write(
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=out) as part:
             inside = Path(part) / name
             inside.mkdir()
-            _fill(inside, document, store, engine, device, redact=redact, wait=wait)
+            _fill(inside, document, store, engine, device, redact=redact, wait=wait, root=root)
             packed = Path(part) / archive.name
             _pack(inside, packed, int(now))
             inside.rename(target)
@@ -92,21 +85,6 @@ def write(
     return target
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Folder:
-    """The directory of a dossier, and the list of its files."""
-
-    path: Path
-    sanitise: Callable[[str], str]
-    contents: dict[str, str] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-
-    def put(self, name: str, what: str, text: str) -> None:
-        """Write a text, without secrets and users, to the file `name`; `what` describes it in the list of files."""
-        (self.path / name).write_text(self.sanitise(text), encoding="utf-8")
-        self.contents[name] = what
-
-
 def _fill(
     directory: Path,
     document: Json,
@@ -116,9 +94,13 @@ def _fill(
     *,
     redact: bool,
     wait: float,
+    root: Path | None,
 ) -> None:
-    redactor = Redactor(store, document["identity"]["host"]) if redact else None
-    folder = _Folder(path=directory, sanitise=(lambda t: redactor.text(clean(t))) if redactor else clean)
+    identity = document["identity"]
+    if device.is_hardware and root:
+        identity["server"] = server_names(root) | identity["server"]
+    redactor = Redactor(store, identity["host"], identity["server"]) if redact else None
+    folder = Folder(path=directory, redactor=redactor)
     folder.contents.update(
         {
             "dossier.html": "the page to read; needs no network",
@@ -126,6 +108,7 @@ def _fill(
             "ocp.jsonl": "the same facts as OCP Test & Validation output, version 2.0",
         }
     )
+    take(folder, device, root, identity["server"])  # first: the operands below take minutes
     for number, failure in enumerate(document["failures"], 1):
         failure.update(_with_evidence(folder, number, failure, engine, device, wait))
     if not document["failures"]:
@@ -138,7 +121,6 @@ def _fill(
         folder.put("log.txt", "lines of the kernel log about this device, as far as canaryd kept them", log)
     else:
         folder.absent["log.txt"] = "no kernel log line about this device is on record"
-    _vendor_tools(folder, device, redact=redact)
     folder.contents["SHA256SUMS"] = "checksums of all other files: sha256sum -c SHA256SUMS"
     document |= {
         "redacted": redact,
@@ -158,7 +140,7 @@ def _fill(
 
 
 def _with_evidence(
-    folder: _Folder, number: int, failure: Json, engine: Engine | None, device: Device, wait: float
+    folder: Folder, number: int, failure: Json, engine: Engine | None, device: Device, wait: float
 ) -> Json:
     """Write operands and script of failing case `number`; return what the document says of them."""
     if number > EXHIBITS:
@@ -232,67 +214,6 @@ def _log(store: Store, device: Device) -> str:
             said = f"{format_utc(e.first)} … {format_utc(e.last)}{times}  {e.kind} {e.name}  {e.detail}"
             lines.append(said.replace("\n", " ") + "\n")
     return "".join(lines)
-
-
-def _vendor_tools(folder: _Folder, device: Device, *, redact: bool) -> None:
-    """Add the output of NVIDIA's diagnostic tools for an NVIDIA device, if the tools are installed."""
-    smi, report = "nvidia-smi-q.txt", "nvidia-bug-report.log.gz"
-    if device.backend != "cuda":
-        folder.absent[smi] = "this is not an NVIDIA device"
-        return
-    if tool := shutil.which("nvidia-smi"):
-        output, why = _run([tool, "-q", "-i", device.part], TOOL_PATIENCE["nvidia-smi"])
-        if why:
-            folder.absent[smi] = why
-        else:
-            folder.put(smi, "nvidia-smi -q of this device, without its processes", without_processes(output))
-    else:
-        folder.absent[smi] = "nvidia-smi is not installed here"
-    tool = shutil.which("nvidia-bug-report.sh")
-    if tool is None or redact or os.geteuid() != 0:
-        why = "nvidia-bug-report.sh is not installed here" if tool is None else "nvidia-bug-report.sh needs root"
-        folder.absent[report] = "it names the whole machine and cannot be redacted" if redact else why
-        return
-    with tempfile.TemporaryDirectory() as aside:
-        made = Path(aside) / report
-        _, why = _run([tool, "--output-file", str(made)], TOOL_PATIENCE["nvidia-bug-report.sh"], cwd=aside)
-        try:
-            text = gzip.decompress(made.read_bytes()).decode("utf-8", "replace")
-        except (OSError, EOFError) as error:
-            folder.absent[report] = why or f"nvidia-bug-report.sh left no report: {error}"
-            return
-    # The report is the vendor's own format; only what canaryd recognises as private is removed.
-    data = folder.sanitise(without_processes(text)).encode()
-    (folder.path / report).write_bytes(gzip.compress(data, mtime=0))
-    folder.contents[report] = "NVIDIA's own report of this host, without processes; read it before you send it"
-
-
-def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
-    """Return (output of a tool, reason why there is none or ""). A tool that hangs in the driver is not waited for."""
-    name = Path(argv[0]).name
-    try:
-        process = subprocess.Popen(
-            argv,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return "", f"{name} could not be started: {error.strerror}"
-    try:
-        output, _ = process.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=5.0)
-        return "", f"{name} did not end within {patience:g} s"
-    text = output.decode("utf-8", "replace")
-    if process.returncode:
-        return "", f"{name} ended with status {process.returncode}: {text.strip().partition(chr(10))[0][:200]}"
-    return text, ""
 
 
 def _pack(directory: Path, archive: Path, at: int) -> None:

@@ -15,11 +15,13 @@ import pytest
 from canaryd.action import handover, machine
 from canaryd.action.machine import Machine
 from canaryd.action.providers import PROVIDERS
+from canaryd.dossier.perishable import BUG_REPORT
 from canaryd.model import Cause, Finding, State
 from canaryd.store.store import Store
 from tests.command import canaryd
 from tests.dossier.conftest import store as store  # noqa: PLC0414  a fixture
 from tests.dossier.made import GPU, HOUR, NOW, PEER, PROCESSOR, SERIAL, UUID, run, verdict, written
+from tests.worker.telemetry.trees import plant
 
 PUBLISHED = Path(__file__).parent / "published"
 VM = "/subscriptions/0f0f/resourceGroups/serving/providers/Microsoft.Compute/virtualMachines/node-12"
@@ -100,16 +102,17 @@ def test_the_list_for_the_vendor_has_all_that_a_return_asks_for(store, tmp_path)
     assert f"[x] Evidence, operands and script to repeat it: {case.place}.tar.gz" in text
     assert "[x] Software: the same operands are right on cuda:4 with the same software" in text
     assert "[ ] nvidia-bug-report right after the fault: nvidia-bug-report.sh, as root" in text
-    has = {**case.document, "contents": [{"file": handover.BUG_REPORT, "what": ""}]}
+    has = {**case.document, "contents": [{"file": BUG_REPORT, "what": ""}]}
     took = handover.text(
         "the vendor", replace(case, document=has), PROVIDERS["vendor"].fill(replace(case, document=has))
     )
-    assert f"[x] nvidia-bug-report right after the fault: in the dossier, {case.place}/{handover.BUG_REPORT}" in took
+    assert f"[x] nvidia-bug-report right after the fault: in the dossier, {case.place}/{BUG_REPORT}" in took
 
 
 def test_what_a_reboot_destroys_comes_first(store, tmp_path):
     """With where it is, or how to take it; Azure's physical host too."""
-    case = made(store, tmp_path, Machine(ipmi=True, records=("dmesg-erst-1",)))
+    plant(tmp_path / "root", {"sys/fs/pstore/dmesg-erst-1": "Oops"})
+    case = made(store, tmp_path, Machine())
     lines = handover.text("Azure", case, PROVIDERS["azure"].fill(case)).splitlines()
     said = lines[2 : lines.index("# Fill in what canaryd cannot know:")]
     assert [line.partition(":")[0] for line in said] == [
@@ -120,8 +123,10 @@ def test_what_a_reboot_destroys_comes_first(store, tmp_path):
         "# - error records of the firmware (CPER)",
     ]
     assert f"in the dossier, {case.place}/log.txt" in said[2]
-    assert "NOT TAKEN. As root: ipmitool sel elist" in said[3]
-    assert "cp /sys/fs/pstore/* . (dmesg-erst-1)" in said[4]
+    assert "NOT TAKEN: this machine has no /dev/ipmi0" in said[3]
+    assert "As root: ipmitool sel elist > bmc-sel.txt" in said[3]
+    assert f"in the dossier, {case.place}/records" in said[4]
+    assert (Path(case.place) / "records/sys/fs/pstore/dmesg-erst-1").read_text() == "Oops\n"
 
 
 @pytest.mark.parametrize(
@@ -174,17 +179,11 @@ def test_facts_are_read_where_their_place_is_documented(tmp_path):
             for key, value in (("VirtualMachineName", "vm"), ("PhysicalHostName", "GGBB90904476"))
             for text, size in ((key, 512), (value, 2048))
         ),
-        "sys/fs/pstore/dmesg-erst-1": b"",
-        "dev/ipmi0": b"",
-        "bin/ipmitool": b"#!/bin/sh\n",
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "bin/ipmitool").chmod(0o755)
-    read = machine.read(tmp_path, {"PATH": str(tmp_path / "bin")})
-    expected = replace(KNOWN, node="node-12", ipmi=True, records=("dmesg-erst-1",))
-    assert read == expected
+    assert machine.read(tmp_path, {}) == replace(KNOWN, node="node-12")
     assert machine.read(tmp_path, {"NODE_NAME": "gpu-7", "CLOUDSDK_COMPUTE_ZONE": "a-b1-c"}).node == "gpu-7"
     (tmp_path / machine.CLOUD_INIT).write_text("[]")
     assert machine.read(tmp_path, {}).resource_id == ""

@@ -30,6 +30,7 @@ def test_a_demo_shows_a_broken_gpu_and_touches_nothing(tmp_path):
     assert f"{results['wrong']} of {results['total']}" == count
     assert sum(failure["results"]["wrong"] for failure in document["failures"]) == results["wrong"]
     assert "<b>DEMO" in page
+    assert any("no machine is asked" in each["why"] for each in document["absent"] if each["file"] == "bmc-sel.txt")
     assert not state.exists()
 
 

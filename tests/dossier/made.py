@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 
@@ -120,9 +122,26 @@ def verdict(**changed) -> Verdict:
     return Verdict(**given | {"decided": NOW - 60, "since": NOW - 5 * HOUR} | changed)
 
 
+def tools(directory: Path, **scripts: str) -> str:
+    """Put programs of these names in a directory, and return a search path that begins with it."""
+    directory.mkdir()
+    for name, body in scripts.items():
+        path = directory / name.replace("_", "-").replace("-sh", ".sh")
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
 def written(store, tmp_path, device=GPU, engine=None, **changed):
     """Write a dossier, check all that must hold of any, and return (directory, document, page)."""
-    made = write.write(store, Config(), engine, device, tmp_path / "out", **{"redact": False, "now": NOW, **changed})
+    made = write.write(
+        store,
+        Config(),
+        engine,
+        device,
+        tmp_path / "out",
+        **{"redact": False, "now": NOW, "root": tmp_path / "root", **changed},
+    )
     document = json.loads((made / "dossier.json").read_text())
     VALIDATOR.validate(document)
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=made, capture_output=True, text=True, check=False)

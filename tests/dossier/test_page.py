@@ -316,11 +316,14 @@ def test_what_a_vendor_asks_for_is_a_list_with_what_is_missing(store, tmp_path):
     assert document["verdict"]["cause"] == "hardware"
     found = dict(asked(document))
     assert list(found) == [
-        *("Serial number", "Fails again", "Identical part", "Vendor's diagnostic", "Other slot or host", "Bug report"),
+        *("Serial number", "Fails again", "Identical part", "Vendor's diagnostic", "Other slot or host"),
+        "Lost at a reboot",
     ]
     assert found["Serial number"] == SERIAL
     assert found["Vendor's diagnostic"] == "missing: not on record"
-    assert found["Bug report"].startswith("missing: ")
+    assert found["Lost at a reboot"] == (
+        "missing: bug report, event log of the BMC, records of the firmware (see “What is in this archive”)"
+    )
     text = " ".join(Reader(page).texts)
     assert "What the vendor asks for" in text
     assert all(value in text for value in found.values())

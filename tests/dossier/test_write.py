@@ -7,14 +7,13 @@ import os
 import re
 import shutil
 import tarfile
-from pathlib import Path
 
 import pytest
 
 from canaryd.config.settings import Config
-from canaryd.dossier import write
+from canaryd.dossier import perishable, write
 from canaryd.dossier.document import DossierError
-from tests.dossier.made import GPU, NOW, SERIAL, UUID, written
+from tests.dossier.made import GPU, NOW, SERIAL, UUID, tools, written
 
 
 def test_the_archive_is_the_directory_and_reproducible(store, tmp_path):
@@ -51,16 +50,6 @@ def test_what_cannot_be_written_leaves_nothing(store, tmp_path):
     assert (tmp_path / "out").read_text() == "a file"
 
 
-def tools(directory: Path, **scripts: str) -> str:
-    """Put programs of these names in a directory, and return a search path that begins with it."""
-    directory.mkdir()
-    for name, body in scripts.items():
-        path = directory / name.replace("_", "-").replace("-sh", ".sh")
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
-    return f"{directory}:{os.environ['PATH']}"
-
-
 def test_the_vendors_tool_is_asked_about_this_device(store, tmp_path, monkeypatch):
     """`nvidia-smi -q -i UUID`, with its processes left out; with --redact its names are pseudonyms as well."""
     said = (
@@ -83,7 +72,7 @@ def test_the_vendors_tool_is_asked_about_this_device(store, tmp_path, monkeypatc
 def test_a_tool_that_fails_is_absent_with_the_reason(store, tmp_path, monkeypatch, body, why):
     """Its failure or its hanging costs its file alone."""
     monkeypatch.setenv("PATH", tools(tmp_path / "bin", nvidia_smi=body))
-    monkeypatch.setitem(write.TOOL_PATIENCE, "nvidia-smi", 0.5)
+    monkeypatch.setitem(perishable.TOOL_PATIENCE, "nvidia-smi", 0.5)
     _, document, _ = written(store, tmp_path)
     (absent,) = (a for a in document["absent"] if a["file"] == "nvidia-smi-q.txt")
     assert why in absent["why"]

@@ -10,10 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from canaryd.facts import filled
 from canaryd.worker.telemetry.sysfs import Unreadable, optional_entries, optional_text, read_bytes, read_int
-
-PLACEHOLDERS = ("", "none", "unknown", "not specified", "not available", "default string", "no dimm", "0123456789")
-"""Texts that firmware writes into an unused field, in lower case; also "To be filled by O.E.M."."""
 
 
 class Module(NamedTuple):
@@ -55,13 +53,7 @@ def facts(sysfs: Path, proc: Path) -> dict[str, str]:
 
 
 def _named(directory: Path, *names: str) -> str:
-    return " ".join(text for name in names if (text := _filled(optional_text(directory / name))))
-
-
-def _filled(text: str) -> str:
-    """Return a text of the firmware with single blanks, or "" if it is a placeholder for an unused field."""
-    text = " ".join(text.split())
-    return "" if text.lower() in PLACEHOLDERS or "filled by" in text.lower() else text
+    return " ".join(text for name in names if (text := filled(optional_text(directory / name))))
 
 
 def _hypervisor(sysfs: Path, cpuinfo: str) -> str:
@@ -155,7 +147,7 @@ def memory_device(raw: bytes) -> Module | None:
 
     def string(offset: int) -> str:
         number = word(offset, 1)  # 0, and a structure that is too short, mean none
-        return _filled(strings[number - 1].decode(errors="replace")) if 0 < number <= len(strings) else ""
+        return filled(strings[number - 1].decode(errors="replace")) if 0 < number <= len(strings) else ""
 
     size = word(0x0C, 2)
     if not size:
