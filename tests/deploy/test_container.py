@@ -62,6 +62,12 @@ def test_it_runs_as_a_user_of_its_own():
     assert "healthz" not in final.of("HEALTHCHECK")[0]
 
 
+def test_triton_finds_a_compiler():
+    """Without one no SM is swept; the headers of Python are the base image's."""
+    installed = next(text for text in stages()[-1].of("RUN") if "apt-get install" in text).split()
+    assert {"gcc", "libc6-dev"} <= set(installed)
+
+
 def test_the_builder_gets_what_is_copied_and_nothing_else():
     """Every source of a COPY is let through, and no secret of a checkout is."""
     allowed = [line[1:] for line in IGNORED.read_text().splitlines() if line.startswith("!")]
