@@ -52,6 +52,7 @@ static int references, lock = -1, handle = -1;
 
 static const line_t defaults[] = {
     {"count", "8"}, {"driver", "580.95.05"}, {"cuda", "13000"}, {"nvml", "13.580.95.05"},
+    {"cc_feature", "0"}, {"cc_multi_gpu", "0"},
     {".name", "NVIDIA H200"}, {".uuid", "GPU-00000000-0000-4000-8000-00000000000{gpu}"}, 
     {".serial", "165042300000{gpu}"},
     {".board_part_number", "692-2G520-0280-501"}, {".vbios", "96.00.B8.00.01"}, {".inforom", "G520.0280.00.01"},
@@ -343,6 +344,17 @@ static int driver_text(const char *key, char *out, u32 length) {
 int nvmlSystemGetDriverVersion(char *out, u32 length) { DRIVER_GATE(); return driver_text("driver", out, length); }
 int nvmlSystemGetNVMLVersion(char *out, u32 length) { DRIVER_GATE(); return driver_text("nvml", out, length); }
 int nvmlSystemGetCudaDriverVersion(int *out) { DRIVER_GATE(); return give_u32(NULL, "cuda", (u32 *)out); }
+
+/* Confidential computing: whether it is on, and how several GPUs are protected. */
+int nvmlSystemGetConfComputeState(u32 out[3]) { DRIVER_GATE(); return give_u32(NULL, "cc_feature", &out[1]); }
+
+int nvmlSystemGetConfComputeSettings(u32 out[5]) {
+    DRIVER_GATE();
+    if (out[0] != (20 | 1 << 24)) return VERSION_MISMATCH;
+    int code = give_u32(NULL, "cc_feature", &out[2]);
+    return code ? code : give_u32(NULL, "cc_multi_gpu", &out[4]);
+}
+
 int nvmlDeviceGetCount_v2(u32 *out) { DRIVER_GATE(); return give_u32(NULL, "count", out); }
 
 /* --- Handles ------------------------------------------------------------------------------------------------------ */

@@ -162,18 +162,20 @@ Source: pytorch 2.13, torch/_native/cutedsl_utils.py, triton_utils.py and ops: R
 """
 
 
-def _common() -> dict[str, str]:
-    return {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+def _common(device: Device) -> dict[str, str]:
+    facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    confidential = device.detail.get("confidential_computing", "off")  # it encrypts copies, which makes them slower
+    return facts if confidential == "off" else facts | {"confidential_computing": confidential}
 
 
 def surroundings(device: Device) -> dict[str, str]:
-    """Return versions that affect results of every runtime: interpreter, kernel, and the processor's microcode."""
-    return _common() | ({"microcode": cpu().detail["microcode"]} if device.unit == "cpu" else {})
+    """Return what affects results or speed of every runtime: interpreter, kernel, microcode, confidential computing."""
+    return _common(device) | ({"microcode": cpu().detail["microcode"]} if device.unit == "cpu" else {})
 
 
 def stack(device: Device, instruction_set: str) -> dict[str, str]:
     """Return the versions of the software that a result on `device` can depend on; equal stacks give equal mappings."""
-    facts = _common()
+    facts = _common(device)
     if torch is None:
         return facts
     facts["torch"] = str(torch.__version__)

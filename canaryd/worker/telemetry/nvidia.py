@@ -180,7 +180,7 @@ TEXTS: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 SHARED = (
     *("serial", "board_part_number", "bus_id", "driver", "cuda", "vbios", "inforom", "gsp_firmware", "architecture"),
-    *("capability",),
+    *("capability", "confidential_computing"),
 )
 """Names of facts that a MIG instance takes from its GPU."""
 OF_INSTANCE: Mapping[str, tuple[str, Check, int | str | None]] = {
@@ -197,6 +197,7 @@ def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
     detail |= {"driver": asked.driver, **_known(asked, DETAILS)}
     with contextlib.suppress(Missing):
         detail["cuda"] = values.cuda_version(ask_nvml(nvml, "nvmlSystemGetCudaDriverVersion"))
+    detail["confidential_computing"] = _confidential(nvml)
     with contextlib.suppress(Missing):
         detail["nvlinks"] = str(asked.field([(LINKS, 0)], LINKS))
     return Device(
@@ -206,6 +207,18 @@ def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
         model=ask_text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU",
         detail={k: v for k, v in detail.items() if v},
     )
+
+
+def _confidential(nvml: ModuleType) -> str:
+    """Return "off", "on", or either with the mode of several GPUs ("on, nvle"); "" if the driver does not say it."""
+    found = ""
+    with contextlib.suppress(Missing, AttributeError):  # an older package has no structure for the settings
+        found = values.word(values.SWITCHED, ask_nvml(nvml, "nvmlSystemGetConfComputeState").ccFeature)
+        settings = nvml.c_nvmlSystemConfComputeSettings_v1_t()
+        code = ask_nvml(nvml, "nvmlSystemGetConfComputeSettings", byref(settings))  # returned by pynvml, not raised
+        if not code and settings.multiGpuMode:
+            found += f", {values.word(values.PROTECTIONS, settings.multiGpuMode)}"
+    return found
 
 
 def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:

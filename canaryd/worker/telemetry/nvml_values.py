@@ -63,6 +63,8 @@ RECOVERIES = (
     *("none", "reset", "reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset", "system_reboot"),
 )
 """Words of nvmlDeviceGpuRecoveryAction_t, by number."""
+SWITCHED, PROTECTIONS = ("off", "on"), ("none", "protected_pcie", "nvle")
+"""Words of NVML_CC_SYSTEM_FEATURE_* and of NVML_CC_SYSTEM_MULTIGPU_*, by number."""
 LEAST_MARGIN, HOTTEST = -100, 300
 """Degrees at or beyond which a value means "missing". NVML gave -256, 4294967040, and 0 for memory."""
 

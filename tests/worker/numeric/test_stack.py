@@ -13,7 +13,7 @@ from canaryd.engine.inventory import merge
 from canaryd.model import Device
 from canaryd.supervisor.protocol import Description, Listing
 from canaryd.worker.numeric import tensors
-from canaryd.worker.numeric.stack import CHOOSERS, discover, library_version, stack
+from canaryd.worker.numeric.stack import CHOOSERS, discover, library_version, stack, surroundings
 from canaryd.worker.numeric.tensors import torch_device
 
 CUDA = Device(uuid="GPU-1", backend="cuda", index=0, model="Newcomer 1")
@@ -30,6 +30,18 @@ def test_a_variable_that_chooses_kernels_makes_another_stack(monkeypatch, name):
     assert "kernel_choice" not in usual
     monkeypatch.setenv(name, "7")
     assert stack(CUDA, "") == {**usual, "kernel_choice": f"{name}=7"}
+
+
+@pytest.mark.torch
+def test_confidential_computing_makes_another_stack():
+    """It encrypts copies: their speed is compared with the like alone. Without it the stack is as it was."""
+    pytest.importorskip("torch")
+    usual = stack(CUDA, "")
+    for state in ("on", "on, nvle", "off, protected_pcie"):
+        device = replace(CUDA, detail={"confidential_computing": state})
+        assert stack(device, "") == {**usual, "confidential_computing": state}
+        assert surroundings(device) == {**surroundings(CUDA), "confidential_computing": state}
+    assert stack(replace(CUDA, detail={"confidential_computing": "off"}), "") == usual
 
 
 @pytest.mark.torch

@@ -43,12 +43,24 @@ def test_the_inventory_tells_identity_and_versions(machine, agent):
         "pcie_generation_max": "5",
         "pcie_width_max": "16",
         "nvlinks": "18",
+        "confidential_computing": "off",
     }
     own = {"serial": "1650423000001", "bus_id": "0000:11:00.0", "board_id": "0x6100", "module_id": "1"}
     assert found[1] == gpu(machine, 1, detail=common | own)
     assert found[2] == gpu(
         machine, 2, detail=common | {"bus_id": "000a:12:00.0", "module_id": "2", "inforom_power": "2.0"}
     )
+
+
+@pytest.mark.parametrize(
+    ("feature", "several", "told"),
+    [(1, 0, "on"), (1, 2, "on, nvle"), (0, 1, "off, protected_pcie"), (0, "none", "off"), ("none", "none", None)],
+)
+def test_confidential_computing_is_a_fact_of_the_gpu(machine, agent, feature, several, told):
+    """It is the driver's for all GPUs; one that does not know it tells nothing."""
+    machine.set(None, "cc_feature", feature)
+    machine.set(None, "cc_multi_gpu", several)
+    assert {d.detail.get("confidential_computing") for d in agent.inventory()[0]} == {told}
 
 
 def test_a_lost_gpu_is_a_problem_and_takes_no_other_with_it(machine, agent):
@@ -150,6 +162,7 @@ def test_instances_are_devices_of_their_own(machine, agent):
         "multiprocessors": "16",
         "architecture": "hopper",
         "capability": "9.0",
+        "confidential_computing": "off",
     } | {key: whole.detail[key] for key in shared}
     assert second.detail["gpu_instance_id"] == "9"
 
