@@ -20,7 +20,8 @@ from canaryd.judge.recordings import drift, rules
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.served import Behind
-from canaryd.judge.telemetry.signals import Signs
+from canaryd.judge.telemetry.flag_rules import may_be_shared
+from canaryd.judge.telemetry.signals import Poll, Signs
 from canaryd.judge.watch import days_of_tests, has_looked
 from canaryd.model import TORCH, UNDRIVEN, Device, Event, EventKind, Finding, Run, Verdict
 
@@ -227,10 +228,9 @@ class Decisions:
         tested = (runs, *map(self._evidence.of, instances))
         wrong = [r for each in tested for r in each if r.wrong]
         since = self._acks.evidence_since(device.uuid)
-        polls = self._watch.recorded(device.uuid, host.telemetry_periods(), since)
         signs = Signs(
             device=device,
-            polls={name: poll for name, poll in polls.items() if name in host.entries},
+            polls=self._polls(device),
             events=tuple(e for e in self._watch.history.life(device) if e.last > since),
             last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
             last_mismatch=max((r.started for r in wrong), default=None),
@@ -245,11 +245,20 @@ class Decisions:
         # Instances are units of their card; a device that is gone is no witness.
         kind = host.devices.get(device.part, device).kind
         signs = replace(signs, siblings=[n for n, d in others.items() if d.kind == kind and d.uuid in host.in_place])
-        # Only for what several devices may have together the events of all others are asked for.
+        # Only for what several devices may have together the polls or events of all others are asked for.
+        if may_be_shared(signs):
+            reporting = {n: replace(signs, device=d, polls=self._polls(d), events=()) for n, d in others.items()}
+            signs = replace(signs, reporting=reporting)
         kinds = ("xid", "aer", "amdgpu", "intel")
         if signs.losses or any(map(signs.seen, kinds)) or signs.counted_losses or signs.rises("pcie_aer_errors_total"):
             return replace(signs, beside={n: self._watch.history.life(d) for n, d in others.items()})
         return signs
+
+    def _polls(self, device: Device) -> dict[str, Poll]:
+        """Return telemetry probe → its polls of a device since the device was repaired or acknowledged last."""
+        host = self._host
+        polls = self._watch.recorded(device.uuid, host.telemetry_periods(), self._acks.evidence_since(device.uuid))
+        return {name: poll for name, poll in polls.items() if name in host.entries}
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
         """Return device uuid → its hardware and software changes, for every other device of the same backend."""

@@ -67,6 +67,15 @@ def test_a_fatal_error_of_a_switch_points_to_the_fabric():
     assert (found.subject, found.parts, found.reach) == (Whose.SHARED, (Part.FABRIC,), NAMES)
 
 
+def test_a_fault_of_the_fabric_on_several_devices_is_the_fabrics():
+    """On one it is that device's: its own links are part of the fabric."""
+    degraded, healthy = (sign(only={"fabric_fault{fault=degraded_bandwidth}": value}) for value in (1, 0))
+    found = told("fabric-fault", replace(degraded, reporting={TWIN.name: degraded, THIRD.name: healthy}))
+    assert (found.subject, found.parts, found.shared_by) == (Whose.SHARED, (Part.FABRIC,), NAMES[:2])
+    found = told("fabric-fault", replace(degraded, reporting={TWIN.name: healthy}))
+    assert (found.subject, found.parts, found.shared_by) == (Whose.DEVICE, (), ())
+
+
 def test_one_link_of_one_device_acquits_nobody():
     """Nobody was asked who else had it: a link that is down, or an error that the configuration grades low."""
     down = sign(

@@ -20,6 +20,7 @@
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -82,7 +83,9 @@ static const line_t defaults[] = {
     {".performance_state", "0"}, {".pcie_generation", "5"}, {".pcie_generation_max", "5"}, {".pcie_width", "16"},
     {".pcie_width_max", "16"}, {".pcie_replays", "0"}, {".nvlinks", "18"}, {".nvlink.up", "1"},
     {".nvlink.crc_flit", "0"}, {".nvlink.crc_data", "0"}, {".nvlink.replay", "0"}, {".nvlink.recovery", "0"},
-    {".nvlink.ecc_data", "0"}, {".fabric_state", "3"}, {".fabric_status", "0"}, {".utilization.gpu", "0"},
+    {".nvlink.ecc_data", "0"}, {".fabric_state", "3"}, {".fabric_status", "0"},
+    {".fabric_health", "0x1aa"}, {".fabric_summary", "1"}, {".fabric_clique", "0"}, {".fabric_cluster", "0"},
+    {".fabric_version", "3"}, {".utilization.gpu", "0"},
     {".utilization.memory", "0"}, {".memory_total", "150754820096"}, {".memory_used", "578813952"},
     {".memory_reserved", "577765376"},
     {".processes", ""}, {".recovery_action", "0"},
@@ -690,13 +693,29 @@ int nvmlDeviceGetNvLinkErrorCounter(nvmlDevice_t device, u32 link, u32 counter, 
     return counter > 4 ? INVALID_ARGUMENT : link_of(device, link, names[counter], out);
 }
 
-typedef struct { u32 version; unsigned char cluster[16]; u32 status, clique, state, health; } fabric_t;
+typedef struct {
+    u32 version;
+    unsigned char cluster[16];
+    u32 status, clique, state, health;
+    unsigned char summary; /* from version 3 on */
+} fabric_t;
 
+/* `fabric_version` is the newest structure that the driver knows. */
 int nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, fabric_t *out) {
+    u32 newest = 3, cluster = 0, summary = 0;
     GATE(device);
-    if (out->version != (sizeof *out | 2 << 24)) return VERSION_MISMATCH;
+    give_u32(device, "fabric_version", &newest);
+    int is_third = newest >= 3 && out->version == (sizeof *out | 3 << 24);
+    if (!is_third && out->version != (offsetof(fabric_t, summary) | 2 << 24)) return VERSION_MISMATCH;
     int code = give_u32(device, "fabric_state", &out->state);
-    return code ? code : give_u32(device, "fabric_status", &out->status);
+    if (!code) code = give_u32(device, "fabric_status", &out->status);
+    if (!code) code = give_u32(device, "fabric_health", &out->health);
+    give_u32(device, "fabric_summary", &summary);
+    give_u32(device, "fabric_clique", &out->clique);
+    give_u32(device, "fabric_cluster", &cluster);
+    out->cluster[15] = (unsigned char)cluster;
+    if (is_third) out->summary = (unsigned char)summary;
+    return code;
 }
 
 typedef struct { unsigned char cluster[16]; u32 status, clique, state; } old_fabric_t;

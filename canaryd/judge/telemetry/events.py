@@ -46,7 +46,7 @@ FLAGS = frozenset(
     {
         *("ecc_enabled", "ecc_sram_threshold_exceeded", "row_remap_pending", "row_remap_failed"),
         *("retired_pages_pending", "persistence_mode", "mig_enabled"),
-        *("nvlink_up", "fabric_ready", "pcie_width", "pcie_width_max"),
+        *("nvlink_up", "fabric_ready", "fabric_fault", "pcie_width", "pcie_width_max"),
     }
 )
 """Gauges whose change is an event."""

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from canaryd.judge.findings import finding
+from canaryd.judge.laws import together_with
 from canaryd.judge.telemetry.signals import DRAIN_AND_RESET, HELD, RECOVERY, RETURN, Signs
-from canaryd.model import Cause, Finding, Remedy, State
+from canaryd.model import Cause, Finding, Part, Remedy, State
 
 MOST_RETIRED, MANY_DOUBLE_BIT = 63, 15
 """Retired pages: DCGM's limit, and its softer limit for those with double-bit errors (DcgmGPUHardwareLimits.h)."""
@@ -40,9 +41,29 @@ class Flag(NamedTuple):
     remedy: Remedy | None = None
     age: float = 0.0
     """Age in seconds up to which a poll still shows it; 0 stands for `telemetry.settle`."""
+    parts: tuple[Part, ...] = ()
+    """The shared parts that it is about where other devices report it too; () where it is each device's own."""
+
+    def shown(self, signs: Signs) -> float | None:
+        """Return the sum of the readings where it counts, else None."""
+        age = self.age or (0.0 if self.state is State.HEALTHY else signs.policy.settle)
+        found = [float(r.value) for r in signs.readings(self.reading, age) if self.labels.items() <= r.labels.items()]
+        return sum(found) if (sum(found) >= self.least if self.least else 0 in found) else None
 
 
 RMA_POLICY = "Recommended: RMA (NVIDIA's RMA policy: the field diagnostic decides on the return)."
+CHECK_FABRIC = "Check Fabric Manager, and the links of the device (nvidia-smi nvlink -s)."
+RECOVERING = "Wait until the driver no longer reports it."
+FABRIC = {
+    "degraded_bandwidth": ("The bandwidth of the NVLink fabric is degraded.", CHECK_FABRIC),
+    "route_recovery": ("The NVLink fabric is recovering a route.", RECOVERING),
+    "route_unhealthy": ("A route of the NVLink fabric is unhealthy.", CHECK_FABRIC),
+    "access_timeout_recovery": ("The NVLink fabric is recovering from an access that took too long.", RECOVERING),
+    "incorrect_configuration": ("The NVLink fabric is configured wrongly.", "See the section Fabric of nvidia-smi -q."),
+    "unhealthy": ("The NVLink fabric is unhealthy.", CHECK_FABRIC),
+    "limited_capacity": ("The NVLink fabric has limited capacity.", CHECK_FABRIC),
+}
+"""Fault of the fabric → message and action."""
 # Some flags never fall on the same part: those hold for `HELD`, so that a driver that hangs later does not lift the
 # finding.
 FLAGS = (
@@ -127,18 +148,35 @@ FLAGS = (
         "Kernel crash records in /sys/fs/pstore: {:g}.",
         *("Read them, then delete them.", "They may say why the machine restarted."),
     ),
+    *(
+        Flag(
+            *("fabric-fault", State.DEGRADED, Cause.UNDETERMINED, "fabric_fault"),
+            *(*said, "Source: NVIDIA's driver."),
+            labels={"fault": fault},
+            parts=(Part.FABRIC,),
+        )
+        for fault, said in FABRIC.items()
+    ),
 )
+
+
+def may_be_shared(signs: Signs) -> bool:
+    """Return whether a device reports what several devices may report together."""
+    return any(flag.parts and flag.shown(signs) is not None for flag in FLAGS)
 
 
 def flags(signs: Signs) -> Iterator[Finding]:
     """The device or its driver says something of itself: it needs a reset or a return, or a setting is odd."""
     for flag in FLAGS:
-        age = flag.age or (0.0 if flag.state is State.HEALTHY else signs.policy.settle)
-        read = [float(r.value) for r in signs.readings(flag.reading, age) if flag.labels.items() <= r.labels.items()]
-        if sum(read) >= flag.least if flag.least else 0 in read:
+        if (total := flag.shown(signs)) is not None:
             clears = "Clears when the device no longer reports it."
-            message = flag.message.format(sum(read))
-            yield finding(*flag[:3], message, flag.action, flag.source, clears, remedy=flag.remedy)
+            others = [n for n, of in signs.reporting.items() if flag.parts and flag.shown(of) is not None]
+            yield finding(
+                *(*flag[:3], flag.message.format(total), flag.action, flag.source, clears),
+                company=together_with(others),
+                parts=flag.parts if others else (),
+                remedy=flag.remedy,
+            )
 
 
 def driver_advice(signs: Signs) -> Iterator[Finding]:

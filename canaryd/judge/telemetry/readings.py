@@ -106,6 +106,7 @@ READINGS: Mapping[str, Kind] = {
     "nvlink_up": _gauge("1 while the link is up.", "link"),
     "nvlink_errors_total": _counter("Errors of a device-to-device link.", "kind", "link", volatile=True, event=True),
     "fabric_ready": _gauge("1 when the device has joined its NVLink fabric."),
+    "fabric_fault": _gauge("1 while the driver reports the fault of the NVLink fabric.", "fault"),
     # Use and settings.
     "utilization_ratio": _gauge("Share of time in use, by engine.", "engine"),
     "memory_total_bytes": _gauge("Memory of the device."),

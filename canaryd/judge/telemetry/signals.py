@@ -133,6 +133,8 @@ class Signs:
     policy: TelemetryConfig
     beside: Mapping[str, Sequence[Event]] = field(default_factory=dict)
     """Name → the events of each other physical device of this host."""
+    reporting: Mapping[str, Signs] = field(default_factory=dict)
+    """Name → the polls of each other physical device of this host, where this one reports what may be shared."""
     siblings: Sequence[str] = ()
     """The names of those that are identical to this one."""
     held: float = HELD

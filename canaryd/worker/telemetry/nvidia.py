@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from canaryd.facts import Reading, reading_key
 from canaryd.model import KERNEL_DRIVER, ON_THE_BUS, UNDRIVEN, UNIDENTIFIED, Device
@@ -26,6 +27,7 @@ from canaryd.worker.telemetry.nvml import (
     OLD_PACKAGE,
     REASONS,
     RESET_REQUIRED,
+    UNKNOWN_VERSION,
     Check,
     Missing,
     ask_nvml,
@@ -200,6 +202,10 @@ def _gpu(nvml: ModuleType, handle: Any, uuid: str, index: int) -> Device:
     detail["confidential_computing"] = _confidential(nvml)
     with contextlib.suppress(Missing):
         detail["nvlinks"] = str(asked.field([(LINKS, 0)], LINKS))
+    with contextlib.suppress(Missing):
+        fabric = _fabric_info(nvml, handle)
+        if any(cluster := bytes(fabric.clusterUuid)):  # zeros: the fabric of one machine
+            detail |= {"fabric_cluster": str(UUID(bytes=cluster)), "fabric_clique": str(fabric.cliqueId)}
     return Device(
         uuid=uuid,
         backend="cuda",
@@ -335,7 +341,7 @@ def _facts(asked: Asked) -> Iterator[Fact]:
     yield from _throttle(asked)
     yield from _use(asked)
     yield _worded("compute_mode", "mode", values.COMPUTE_MODES, partial(asked.call, "ComputeMode"))
-    yield attempt("fabric_ready", partial(_fabric, asked))
+    yield from _fabric(asked)
     try:
         links, why = field(LINKS), Missing("this device has no NVLink")
     except Missing as error:
@@ -456,19 +462,52 @@ def _throttle(asked: Asked) -> Iterator[Fact]:
             yield Absent(name=reading_key("throttle_active", {"reason": reason}), reason=REASONS[NOT_SUPPORTED])
 
 
-def _fabric(asked: Asked) -> int:
-    """Return 1 if a GPU joined its fabric, else 0 (nvmlGpuFabricState_t: none, not started, in progress, completed)."""
-    nvml = asked.nvml
-    if hasattr(nvml, "c_nvmlGpuFabricInfo_v2_t"):
-        name, info = "nvmlDeviceGetGpuFabricInfoV", nvml.c_nvmlGpuFabricInfo_v2_t()
-    elif hasattr(nvml, "c_nvmlGpuFabricInfo_t"):
-        name, info = "nvmlDeviceGetGpuFabricInfo", nvml.c_nvmlGpuFabricInfo_t()
-    else:
-        raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
-    ask_nvml(nvml, name, asked.handle, byref(info))
-    if not 1 <= info.state <= 3:
+def _fabric_info(nvml: ModuleType, handle: Any) -> Any:
+    """Return the newest structure about a GPU's NVLink fabric that package and driver know."""
+    missing = Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
+    for name, structure in values.FABRIC_CALLS:
+        if not hasattr(nvml, structure):
+            continue
+        info = getattr(nvml, structure)()
+        try:
+            ask_nvml(nvml, name, handle, byref(info))
+        except Missing as error:
+            missing = error
+            if error.code in (FUNCTION_NOT_FOUND, *UNKNOWN_VERSION):
+                continue
+            break
+        if 1 <= info.state <= values.JOINED:
+            return info
         raise Missing("not part of an NVLink fabric" if info.state == 0 else f"the fabric is unknown({info.state})")
-    return int(info.state == 3 and info.status == 0)
+    raise missing
+
+
+def _fabric(asked: Asked) -> Iterator[Fact]:
+    """Yield whether a GPU joined its fabric and, once it did, each fault that the driver can report."""
+    info = partial(asked.once, "fabric", partial(_fabric_info, asked.nvml, asked.handle))
+
+    def health(member: str) -> int:
+        if info().state != values.JOINED:
+            raise Missing("the device has not joined its fabric")
+        if value := getattr(info(), member, 0):  # older structures lack it
+            return int(value)
+        raise Missing(REASONS[NOT_SUPPORTED], NOT_SUPPORTED)
+
+    def fault(name: str, right: str) -> int:
+        parts = f"SHIFT_{name}", f"WIDTH_{name}", f"{name}_NOT_SUPPORTED", f"{name}_{right}"
+        try:
+            shift, width, none, fine = (getattr(asked.nvml, f"NVML_GPU_FABRIC_HEALTH_MASK_{p}") for p in parts)
+        except AttributeError as error:
+            raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND) from error
+        if (value := health("healthMask") >> shift & width) == none:
+            raise Missing(REASONS[NOT_SUPPORTED], NOT_SUPPORTED)
+        return int(value != fine)
+
+    yield attempt("fabric_ready", lambda: int(info().state == values.JOINED and info().status == 0))
+    for kind, names in values.FABRIC_FAULTS.items():
+        yield attempt("fabric_fault", partial(fault, *names), fault=kind)
+    for kind, number in values.FABRIC_SUMMARIES.items():
+        yield attempt("fabric_fault", lambda n=number: int(health("healthSummary") == n), fault=kind)  # type: ignore[misc]
 
 
 def _use(asked: Asked) -> Iterator[Fact]:

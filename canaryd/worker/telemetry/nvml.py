@@ -22,6 +22,8 @@ class Missing(Unreadable):
 
 NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, UNKNOWN_ERROR = 3, 6, 13, 15, 16, 999
 """NVML error codes (nvmlReturn_t) after which another call is tried, or that show the state of the device."""
+UNKNOWN_VERSION = (2, 25)
+"""NVML error codes for a structure of a version that the driver does not know: invalid argument, version mismatch."""
 LOST = (
     "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
 )

@@ -58,6 +58,24 @@ LINK_COUNTS |= {"crc_data": (39, 102, 0), "ecc_data": (148, 154, 0)}
 LINK_FIELDS = {"malformed": 206, "overrun": 207, "receive": 208, "integrity": 211, "discard": 212}
 LINK_FIELDS |= {"recovery_failed": 214, "recovery": 215, "effective": 219}
 """NVML_FI_DEV_NVLINK_COUNT_*, from Blackwell on; symbol errors are left out: coding repairs them all the time."""
+FABRIC_CALLS = (
+    *(("nvmlDeviceGetGpuFabricInfoV", f"c_nvmlGpuFabricInfo_v{version}_t") for version in (3, 2)),
+    ("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),
+)
+"""Calls about a GPU's fabric, each with its structure in pynvml, the newest first."""
+JOINED = 3
+"""NVML_GPU_FABRIC_STATE_COMPLETED, the last of nvmlGpuFabricState_t: not supported, not started, in progress."""
+FABRIC_FAULTS = {
+    "degraded_bandwidth": ("DEGRADED_BW", "FALSE"),
+    "route_recovery": ("ROUTE_RECOVERY", "FALSE"),
+    "route_unhealthy": ("ROUTE_UNHEALTHY", "FALSE"),
+    "access_timeout_recovery": ("ACCESS_TIMEOUT_RECOVERY", "FALSE"),
+    "incorrect_configuration": ("INCORRECT_CONFIGURATION", "NONE"),
+}
+"""Fault → its field in the fabric's health mask, and the field's value where there is no fault, as pynvml calls them
+(NVML_GPU_FABRIC_HEALTH_MASK_*)."""
+FABRIC_SUMMARIES = {"unhealthy": 2, "limited_capacity": 3}
+"""Fault → value of NVML_GPU_FABRIC_HEALTH_SUMMARY_*."""
 COMPUTE_MODES = ("default", f"{EXCLUSIVE}_thread", PROHIBITED, f"{EXCLUSIVE}_process")
 RECOVERIES = (
     *("none", "reset", "reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset", "system_reboot"),

@@ -56,6 +56,7 @@ QUIET = {
     "nvlink_errors_total{kind=crc_flit,link=3}": 5,
     "nvlink_errors_total{kind=recovery,link=3}": 0,
     "fabric_ready": 1,
+    "fabric_fault{fault=degraded_bandwidth}": 0,
     "utilization_ratio{engine=gpu}": 0.1,
     "persistence_mode": 1,
     "mig_enabled": 0,

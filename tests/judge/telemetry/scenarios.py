@@ -660,6 +660,15 @@ SCENARIOS = {
         sign(event("flag", "fabric_ready", DAY, before="1", after="0"), only={"fabric_ready": 0}),
         [("nvlink-down", DEGRADED, U)],
     ),
+    **{
+        f"fault of the fabric: {fault}": lambda key=f"fabric_fault{{fault={fault}}}": (
+            sign(only={key: 1}), [("fabric-fault", DEGRADED, U)],
+        )
+        for fault in (
+            *("degraded_bandwidth", "route_recovery", "route_unhealthy", "access_timeout_recovery"),
+            *("incorrect_configuration", "unhealthy", "limited_capacity"),
+        )
+    },
     "NVLink could not recover": lambda: (sign(rise(LINK("recovery_failed"), ago=60)), [("link-errors", DEGRADED, H)]),
     "NVLink could not recover two hours ago": lambda: (sign(rise(LINK("recovery_failed"), ago=HOUR + 1)), []),
     # gaps: what came at an unknown time is shared out evenly

@@ -52,6 +52,15 @@ def test_the_inventory_tells_identity_and_versions(machine, agent):
     )
 
 
+def test_a_fabric_of_several_machines_is_a_fact_of_the_gpu(machine, agent):
+    """Which cluster, and which clique of it; the fabric of one machine has no name."""
+    say(machine, 2, {"fabric_cluster": 0xC1, "fabric_clique": 7})
+    details = [d.detail for d in agent.inventory()[0]]
+    assert details[2]["fabric_cluster"] == "00000000-0000-0000-0000-0000000000c1"
+    assert details[2]["fabric_clique"] == "7"
+    assert "fabric_cluster" not in details[1]
+
+
 @pytest.mark.parametrize(
     ("feature", "several", "told"),
     [(1, 0, "on"), (1, 2, "on, nvle"), (0, 1, "off, protected_pcie"), (0, "none", "off"), ("none", "none", None)],

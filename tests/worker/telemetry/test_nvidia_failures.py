@@ -105,7 +105,8 @@ def test_an_older_package_costs_only_what_it_does_not_know(machine, tmp_path):
     """As nvidia-ml-py 12.535: without the calls that came later, and without their structures."""
     source = Path(importlib.util.find_spec("pynvml").origin).read_text()
     names = ("TemperatureV", "MarginTemperature", "SramEccErrorStatus", "GpuFabricInfoV")
-    gone = [*(f"nvmlDeviceGet{name}" for name in names), "c_nvmlEccSramErrorStatus_v1_t", "c_nvmlGpuFabricInfo_v2_t"]
+    gone = [*(f"nvmlDeviceGet{name}" for name in names), "c_nvmlEccSramErrorStatus_v1_t"]
+    gone += [f"c_nvmlGpuFabricInfo_v{version}_t" for version in (2, 3)]
     (tmp_path / "pynvml.py").write_text(f"{source}\ndel {', '.join(gone)}\n")
     with Agent(machine, PYTHONPATH=str(tmp_path)) as agent:
         readings, absent = agent.read(gpu(machine, 0))

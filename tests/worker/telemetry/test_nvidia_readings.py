@@ -88,11 +88,18 @@ TABLE = (
     ("utilization.{}", "utilization_ratio{{engine={}}}", 100, {"gpu": 37, "memory": 21}),
     ("memory_{}", "memory_{}_bytes", 1, {"total": 150_754_820_096, "used": 91_234_567_890}),
 )
-OTHERS = {"fans": 2, "reasons": 0x44, "nvlinks": 2, "fabric_state": 2, "compute_mode": 3, "recovery_action": 4}
+OTHERS = {"fans": 2, "reasons": 0x44, "nvlinks": 2, "fabric_status": 1, "compute_mode": 3, "recovery_action": 4}
+OTHERS |= {"fabric_health": 0b0101_10_01_10_01, "fabric_summary": 3}
 OTHERS |= {"volatile.corrected.l2": 999_001, "aggregate.corrected.l2": 999_002}  # part of SRAM: must not count again
 OTHERS |= {"processes": "4999999:1073741824,4999998:5"}
 EVERYTHING = OTHERS | {key.format(word): raw for key, _, _, words in TABLE for word, raw in words.items()}
 THROTTLES = ("gpu_idle", "applications_clocks", "hw_slowdown", "sync_boost", "sw_thermal", "hw_power_brake")
+
+
+FABRIC = ("degraded_bandwidth", "route_recovery", "route_unhealthy", "access_timeout_recovery")
+FABRIC += ("incorrect_configuration",)
+SUMMARIES = ("unhealthy", "limited_capacity")
+FAULTY = ("degraded_bandwidth", "route_unhealthy", "incorrect_configuration", "limited_capacity")
 
 
 def expected() -> dict[str, float]:
@@ -101,6 +108,7 @@ def expected() -> dict[str, float]:
     wanted |= {f"throttle_active{{reason={reason}}}": 1 for reason in ("sw_power_cap", "hw_thermal")}
     return wanted | {
         "fabric_ready": 0,
+        **{f"fabric_fault{{fault={fault}}}": int(fault in FAULTY) for fault in (*FABRIC, *SUMMARIES)},
         "memory_reserved_bytes": 577_765_376,
         "persistence_mode": 1,
         "compute_mode{mode=exclusive_process}": 1,
@@ -218,6 +226,48 @@ def test_a_device_without_links_says_so_once(machine, agent, links, reason):
         "nvlink_up": reason,
         "nvlink_errors_total": reason,
     }
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_each_field_of_the_fabrics_health_is_a_reading(machine, agent, version):
+    """Two bits a field: 1 a fault, 2 none; of the configuration 1 is none. The summary came with structure 3."""
+    machine.set(0, "fabric_version", version)
+    healthy, _ = agent.read(gpu(machine, 0))
+    quiet = {f"fabric_fault{{fault={fault}}}": 0 for fault in (*FABRIC, *SUMMARIES[: 2 * version - 4])}
+    assert {k: v for k, v in healthy.items() if k.startswith("fabric")} == {"fabric_ready": 1, **quiet}
+    wrong = {f: ("fabric_health", 0x1AA ^ 0b11 << 2 * n) for n, f in enumerate(FABRIC[:4])}
+    wrong |= {FABRIC[4]: ("fabric_health", 0xAA | 8 << 8)}
+    wrong |= {f: ("fabric_summary", n) for n, f in enumerate(SUMMARIES, 2) if version == 3}
+    for fault, (key, value) in wrong.items():
+        machine.set(0, key, value)
+        readings, absent = agent.read(gpu(machine, 0))
+        assert {k: readings[k] for k in quiet} == {**quiet, f"fabric_fault{{fault={fault}}}": 1}
+        unknown = {k: why for k, why in absent.items() if k.startswith("fabric")}
+        assert unknown == {f"fabric_fault{{fault={f}}}": NOT_SUPPORTED for f in SUMMARIES if version == 2}
+        machine.unset(0, key)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("fabric_state", 2, "the device has not joined its fabric"),
+        ("fabric_state", 0, "not part of an NVLink fabric"),
+        ("nvmlDeviceGetGpuFabricInfoV", 13, NOT_SUPPORTED),  # the older call knows no health
+        ("nvmlDeviceGetGpuFabricInfoV", 2, NOT_SUPPORTED),
+        ("nvmlDeviceGetGpuFabricInfoV", 3, NOT_SUPPORTED),
+    ],
+)
+def test_a_health_of_the_fabric_that_is_not_given_is_no_fault(machine, agent, key, value, reason):
+    """One reason for all of its fields; or a driver fills some."""
+    machine.set(0, "fabric_health", 0x1)
+    machine.set(0, "fabric_summary", 0)
+    readings, absent = agent.read(gpu(machine, 0))
+    assert [k for k in readings if k.startswith("fabric_fault")] == ["fabric_fault{fault=degraded_bandwidth}"]
+    assert absent["fabric_fault{fault=unhealthy}"] == absent["fabric_fault{fault=route_recovery}"] == NOT_SUPPORTED
+    machine.set(0, key, value)
+    readings, absent = agent.read(gpu(machine, 0))
+    assert not [k for k in readings if k.startswith("fabric_fault")]
+    assert absent["fabric_fault"] == reason
 
 
 DRIVERS = dict.fromkeys(("535.261.03", "570.133.20", "580.76.05", "no version"), False)
