@@ -163,8 +163,9 @@ def _too_often(record: Record, some: Sequence[Observation], among: Sequence[Obse
             times, rate = b.strange + b.beside, _bound(record, among)
         else:  # of this case alone: that others are steadier does not tell how often this one gives new vectors
             times, rate = b.strange, b.rate(condition, _siblings(record, b))
-        met = (e for e in record.observations[b.key] if e.is_outlier and not e.run.confirms and _is_shared(record, e))
-        times -= _began_launch(record, b) + len({e.run.id for e in met})
+        times -= _began_launch(record, b)
+        if _siblings(record, b):
+            times = min(times, _own(record, among or (o,)))
         found.append((tail(times, b.trials, rate), times, b.trials))
     return min(found)
 
@@ -281,6 +282,12 @@ def _alike(record: Record, baseline: Baseline) -> list[Baseline]:
 def _siblings(record: Record, baseline: Baseline) -> list[Baseline]:
     """Return the siblings' baselines with the same bits: what none of them gave is as rare on this device."""
     return [b for _, b in record.voters(baseline) if b.digests & baseline.digests]
+
+
+def _own(record: Record, some: Iterable[Observation]) -> int:
+    """Return in how many runs, of those in memory, any of these cases gave a vector that no sibling learnt."""
+    met = (e for o in some for e in record.observations[o.baseline.key] if e.is_outlier and not e.run.confirms)
+    return len({e.run.id for e in met if not _is_shared(record, e)})
 
 
 def _is_shared(record: Record, o: Observation) -> bool:

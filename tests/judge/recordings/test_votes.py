@@ -6,7 +6,20 @@ import pytest
 
 from canaryd.judge.recordings.baseline import LEARN
 from canaryd.model import Cause, State
-from tests.judge.recordings.made import DAY, GOOD, GPU, HOUR, KERNEL, POLICY, STRANGE, History, recording, twin, voted
+from tests.judge.recordings.made import (
+    DAY,
+    GOOD,
+    GPU,
+    HOUR,
+    KERNEL,
+    NOW,
+    POLICY,
+    STRANGE,
+    History,
+    recording,
+    twin,
+    voted,
+)
 
 UNWITNESSED = {"baseline-learning healthy": (State.HEALTHY, Cause.NONE)}
 OUTVOTED = UNWITNESSED | {"recording-departed suspect": (State.SUSPECT, Cause.HARDWARE)}
@@ -90,3 +103,37 @@ def test_a_mode_that_a_sibling_learnt_is_held_against_nobody():
     assert voted(other, *siblings).items() >= alone.items()
     siblings = gpu("b", GOOD, later=[GOOD] * 200), gpu("c", GOOD, later=[GOOD] * 200)
     assert voted(mine, *siblings).items() >= alone.items()
+
+
+def both(name, later, *learnt):
+    """As `gpu`, of two cases: `later` has pairs of vectors."""
+    first, second = ("gemm/decode", "gemm/prefill")
+    of = [
+        [dataclasses.replace(v, chain=KERNEL, case=c) for v, c in zip(p, (first, second), strict=True)] for p in later
+    ]
+    history = History(of=dataclasses.replace(GPU, uuid=f"GPU-{name}", index=ord(name) - ord("a")))
+    clean = [dataclasses.replace(GOOD, chain=KERNEL, case=c) for c in (first, second)]
+    for number in range(LEARN):
+        mode = dataclasses.replace(learnt[number % len(learnt)], chain=KERNEL, case=first)
+        history.add(9 * DAY - number, mode, clean[1], baselining=True)
+    for number, pair in enumerate(of):
+        made = history.add((len(of) - number) * HOUR, *pair)
+        if made.unknown:
+            for again in range(POLICY.confirm_runs):
+                history.add(NOW - made.started - 1 - again, *clean, confirms=made.id, cases=(first, second))
+    return history
+
+
+def test_a_mode_that_siblings_learnt_adds_nothing_to_what_is_held_against_a_device():
+    """Neither to another case's one unknown vector, nor where memory keeps the newest alone; and it hides none."""
+    rare = [GOOD] * 9 + [STRANGE]
+    siblings = [both(name, [(v, GOOD) for v in rare * 20], *rare) for name in "bc"]
+    once = both("a", [*((v, GOOD) for v in rare * 6), (GOOD, recording(0.02))], GOOD)
+    assert "recording-departed suspect" not in voted(once, *siblings)
+    siblings = gpu("b", *rare, later=rare * 20), gpu("c", *rare, later=rare * 20)
+    long = gpu("a", GOOD, later=[*rare * 40, recording(0.02)])
+    odd = [r for r in long.runs if r.unknown and not r.confirms][-10:]
+    long.runs = [r for r in long.runs if {r.id, r.confirms} & {o.id for o in odd}]
+    assert "recording-departed suspect" not in voted(long, *siblings)
+    bad = [recording(0.02) if v is STRANGE else v for v in rare * 6]
+    assert "recording-departed suspect" in voted(gpu("a", GOOD, later=[*rare * 6, *bad]), *siblings)
