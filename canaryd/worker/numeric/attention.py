@@ -34,6 +34,7 @@ from canaryd.worker.numeric.integers import below, longest, permutation, signed,
 from canaryd.worker.numeric.operands import Bound, Inexact, Problem
 from canaryd.worker.numeric.stack import cudnn_version
 from canaryd.worker.numeric.tensors import Format, torch
+from canaryd.worker.numeric.tensors import bits as bits_of
 
 GAP = 128.0
 """Smallest difference, after scaling, between the winning score and any other score, for float32 and narrower formats.
@@ -119,16 +120,27 @@ def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask:
     function = torch.nn.functional.scaled_dot_product_attention
     call = partial(function, query, key, value, attn_mask=mask, is_causal=causal, **options)
     if not kernel:
-        return call().contiguous()
+        return _whole(call())
     with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
         try:
-            return call().contiguous()
+            return _whole(call())
         except RuntimeError as error:
             if "No available kernel" in str(error):
                 raise NotImplementedError(_why_no_kernel(kernel, call) or str(error)) from error
             if cudnn and is_refusal(error):
                 _UNPLANNED[problem] = str(error)
             raise
+
+
+def _whole(made: Any) -> Any:
+    """Return a result in its own order of elements. If that is a copy, the kernel's own memory is spoiled.
+
+    A kernel that writes nothing the next time would else leave the right result of this time there.
+    """
+    whole = made.contiguous()
+    if whole is not made:
+        bits_of(made).fill_(-1)
+    return whole
 
 
 _UNPLANNED: dict[tuple[Any, ...], str] = {}

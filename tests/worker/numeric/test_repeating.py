@@ -503,6 +503,20 @@ def test_attention_that_writes_nothing_is_found_although_the_right_answer_stays_
     assert [c.wrong_trials for c in found if c.wrong and c.case == f"{ATTENDED}#1g"] == [BURST]
 
 
+def test_attention_in_another_order_of_elements_leaves_no_right_answer_behind(monkeypatch):
+    """As torch's memory-efficient kernel gives it: what is copied out of the kernel's memory is spoiled there too."""
+    right, kept = torch.nn.functional.scaled_dot_product_attention, []
+
+    def writes_once(*operands, **options):
+        if not kept:
+            kept.append(right(*operands, **options).transpose(1, 2).contiguous())
+        return kept[0].transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", writes_once)
+    _, found = attended(Replaying())
+    assert any(c.wrong for c in found)
+
+
 def test_a_drill_of_attention_strikes_inside_the_graph():
     """As one of products does."""
     session, found = attended(Replaying(), drill="flip")
