@@ -166,7 +166,10 @@ def _repeat(
         yield from doubts
         if doubts:
             break
-        again += [found for _, found, _ in _way(case)(session, case, problem, seed, core, 0.0)]
+        try:
+            again += [found for _, found, _ in _way(case)(session, case, problem, seed, core, 0.0)]
+        except Refused:  # memory ran out meanwhile; what was wrong stays wrong
+            break
     else:
         yield from _elsewhere(session, case, problem, seed, core)
     yield from (c for c in again if c.wrong)

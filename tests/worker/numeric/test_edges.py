@@ -367,3 +367,21 @@ def test_an_edge_takes_no_more_memory_than_it_says(name):
     ran = subprocess.run([sys.executable, "-c", PEAK, edge.name], check=True, capture_output=True, text=True)
     took, said = map(int, ran.stdout.split())
     assert 0 < took <= said
+
+
+def test_a_wrong_edge_is_told_although_memory_runs_out_in_its_repeat(monkeypatch):
+    """What another program takes meanwhile hides nothing that was found."""
+    edge, calls = edges.PRODUCTS[0], []
+
+    def wrong(a, b):
+        calls.append(1)
+        if len(calls) > 1:
+            raise MemoryError
+        found = torch.matmul(a, b.mT)
+        found.view(-1)[5] += 1
+        return found
+
+    monkeypatch.setitem(edges.CALLS, edge.call, wrong)
+    ctx = Context(device=cpu(), level="deep", seed=3, budget=60.0, cases=(edge.name,))
+    found = list(verify.verify_all(ctx, list(edges.cases(ctx, [edge])), [], None))
+    assert [c.wrong_trials for c in found if isinstance(c, Comparison)] == [1]
