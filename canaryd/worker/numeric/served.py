@@ -123,7 +123,7 @@ def _models(
 def heads(config: Mapping[str, Any], ranks: int = 1) -> tuple[int, int, int]:
     """Return the numbers of query heads and key/value heads of a rank, and the head size.
 
-    Raises `KeyError` if one is missing. A model whose query heads `ranks` does not divide is taken as a whole.
+    Raises `KeyError` if one is missing. A model whose heads `ranks` does not divide evenly is taken as a whole.
     """
     own = config.get("text_config") or config
     queries = int(own["num_attention_heads"])
@@ -131,8 +131,10 @@ def heads(config: Mapping[str, Any], ranks: int = 1) -> tuple[int, int, int]:
     size = int(own.get("head_dim") or own["hidden_size"] // queries)
     if min(queries, keys, size) < 1 or queries % keys:
         raise ValueError("a number of heads is not positive, or the heads of queries do not share those of keys")
-    ranks = ranks if queries % ranks == 0 else 1
-    return queries // ranks, max(1, keys // ranks), size  # with more ranks than heads of keys, each has one
+    # With more ranks than heads of keys, each has one.
+    evenly = queries % ranks == 0 and queries // ranks % max(1, keys // ranks) == 0
+    ranks = ranks if evenly else 1
+    return queries // ranks, max(1, keys // ranks), size
 
 
 def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[Path]:

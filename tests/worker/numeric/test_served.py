@@ -66,6 +66,8 @@ def test_devices_that_share_a_model_get_their_shares(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert (heads(large, 8), heads(LLAMA_8B, 16)) == ((8, 1, 128), (2, 1, 128))
     assert weights(LLAMA_8B, 16)[0] == Weight("qkv", 4 * 128, 4096)
+    uneven = {**LLAMA_8B, "num_attention_heads": 30, "num_key_value_heads": 10}  # three would have 10 and 3
+    assert (heads(uneven, 3), heads(uneven, 5)) == (heads(uneven), (6, 2, heads(uneven)[2]))
     assert (weights(LLAMA_8B, 3), heads(LLAMA_8B, 3)) == (weights(LLAMA_8B), heads(LLAMA_8B))
     monkeypatch.setattr(Torch, "memory", lambda *_: (None, None))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
