@@ -230,7 +230,7 @@ def _change(
     `wrong`: probes with wrong results since. `told`: those of them that were tested, and right, at the begin.
     """
     if not (wrong or after.is_wrong):
-        return DeviceChange.SOUND, ""
+        return DeviceChange.SOUND, "" if after.state is State.HEALTHY else f"now {after}"
     if not after.is_wrong:
         return DeviceChange.UNKNOWN, f"{after} now, though results since were wrong"
     worst = incidents(verdict)[0]
