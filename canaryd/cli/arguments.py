@@ -124,6 +124,6 @@ def label(text: str) -> str:
     """Return a text as the label of a job. It becomes part of a file's name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no label; write up to 64 letters, digits, dots, hyphens and underscores, e.g. 4711"
+            f"{text!r} is no label; write a letter or digit, then at most 63 of these, dots, hyphens and underscores"
         )
     return text

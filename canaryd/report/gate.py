@@ -289,22 +289,23 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
         question = replace(question, devices=parts)
     answer = decide(found, question, newest)
     if question.proven:
-        answer = _only_proven(answer, found, settings.state_dir)
+        answer = _only_proven(answer, question, found, settings.state_dir)
     if problems and answer.decision != FAIL:
         return replace(answer, decision=UNKNOWN, reason="; ".join(problems))
     return answer
 
 
-def _only_proven(answer: Answer, found: Status, state_dir: Path) -> Answer:
+def _only_proven(answer: Answer, question: Question, found: Status, state_dir: Path) -> Answer:
     acks = {d.device.uuid: d.acks for d in found.devices}
+    unproven = FAIL if State.UNKNOWN in question.on else UNKNOWN
     items = [
-        replace(item, decision=UNKNOWN, why=why)
+        replace(item, decision=unproven, why=why)
         if item.decision == PASS and (why := proof.missing(state_dir, item.device, acks[item.device]))
         else item
         for item in answer.devices
     ]
-    unknown = answer.decision == PASS and any(item.decision == UNKNOWN for item in items)
-    return replace(answer, devices=tuple(items), decision=UNKNOWN if unknown else answer.decision)
+    decisions = {answer.decision, *(item.decision for item in items)}
+    return replace(answer, devices=tuple(items), decision=next(d for d in (FAIL, UNKNOWN, PASS) if d in decisions))
 
 
 def _newest(store: Store, device: str, now: float) -> float | None:

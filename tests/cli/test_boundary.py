@@ -159,7 +159,7 @@ def test_a_drill_between_is_not_counted(tmp_path):
     [
         (("--boundary", "begin"), "type canaryd check --boundary begin --label JOB"),
         (("--label", "4711"), "type canaryd check --boundary begin --label JOB"),
-        (("--boundary", "end", "--label", "../x"), "'../x' is no label; write up to 64 letters"),
+        (("--boundary", "end", "--label", "../x"), "'../x' is no label; write a letter or digit"),
         (("--boundary", "end", "--label", ""), "'' is no label"),
         (("--boundary", "end", "--label", "x" * 65), "is no label"),
         (("--boundary", "end", "--label", "4711\n"), "is no label"),

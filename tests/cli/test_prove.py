@@ -99,6 +99,7 @@ def test_a_proof_that_is_cut_short_leaves_none(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         canaryd("prove", "--for", "5m", *words, timeout=10)
     assert "nothing was proven here" in gate(tmp_path, "--proven").out
+    assert "fail: cpu:0 healthy: nothing was proven here" in gate(tmp_path, "--proven", "--on", "unknown").out
 
 
 def test_the_gate_knows_no_proof_before_one(tmp_path):

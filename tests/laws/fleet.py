@@ -70,9 +70,13 @@ def innocent(days: int, seed: int) -> Story:
         name = rng.choice((*NODE, *PAIR))
         events += [Happening(at=at, do="reboot"), Happening(at=at, do="vanish", device=name)]
         events += [Happening(at=at + 1, do="reboot"), Happening(at=at + 1, do="return", device=name)]
+    held: dict[str, int] = {}
     for at in every(30):  # a job takes all of a device's memory, or of its time
         name, days_long = rng.choice(NODE), rng.randint(1, 2 * A_DAY)
         kind = rng.choice(("skipped", "timed_out"))
+        if at <= held.get(name, 0):
+            continue  # the device is busy until the other job ends
+        held[name] = at + days_long
         faults += [Fault(kind=kind, device=name, probe=EXACT, after=at, until=at + days_long)]
         busy = "utilization_ratio{engine=gpu}"
         events += [Happening(at=at, do="readings", device=name, readings={busy: 0.99})]
