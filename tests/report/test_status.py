@@ -274,6 +274,14 @@ def test_status_says_what_was_not_tested(store):
     assert b"Not tested: serving engine" in status_page.render(found)
 
 
+def test_a_run_of_chosen_cases_is_no_test_of_its_level(store):
+    """One case at standard examined neither a gibibyte of memory nor the other instruction sets."""
+    found = on_record(store)
+    device = found.devices[0].device.uuid
+    store.add_run(run(99, device=device, probe="exact_matmul", level="standard", cases=("float32/dense",)))
+    assert "most memory: beyond 16 MiB of each device" in unwrapped(status_text(ask(store), verbose=True))
+
+
 def test_other_instruction_sets_are_those_of_a_tested_processor(store):
     """A GPU has none, nor has a processor whose results have not come yet; one with a single set left none out."""
     on_record(store)
