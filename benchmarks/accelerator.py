@@ -4,7 +4,7 @@ Slice 1: `check --level standard` with the share of the time in which the device
 products; the tests of graphs. Slice 2: products verified by comparison and by digests of their rows; FP8, FP4 and
 grouped products. Slice 3: `check` beside a server that holds 95 % of the memory; the exact canary through an engine.
 Every step writes its own files while it runs, and its line of `steps.jsonl` when it ends, so a cut loses the step that
-it hits and no other. What this machine, or this version of canaryd, lacks is said and skipped.
+it hits and no other. What is missing here is skipped, with the reason.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from abc import ABC, abstractmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _program(expression: str) -> Any:
     return environment.program(environment.compile(expression))
 
 
-class ApiServer:
+class ApiServer(ABC):
     """What every such server does; `answer` is its own."""
 
     def __init__(self) -> None:
@@ -108,9 +109,9 @@ class ApiServer:
         self.address = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
+    @abstractmethod
     def answer(self, request: Any, path: str, query: dict[str, str]) -> tuple[int, Json]:
         """Return the status and the object for a request with `command`, `headers` and `body`."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """End it."""

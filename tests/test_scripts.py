@@ -234,16 +234,20 @@ def test_it_installs_from_the_index_that_is_named(tmp_path):
 # --- scripts/accelerator ----------------------------------------------------------------------------------------------
 
 
+def this_python(tmp_path: Path) -> dict[str, str]:
+    """Return variables with which scripts use this interpreter as it is, and install nothing."""
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return environment(PYTHON=str(python), CANARYD_VENV=str(tmp_path / "venv"))
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
     """It has the tests for GPUs and one part more each time, in a directory of few files, on the processor as well."""
-    venv, out = tmp_path / "venv", tmp_path / "results"
-    (venv / "bin").mkdir(parents=True)
-    python = venv / "bin/python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    variables = environment(PYTHON=str(python), CANARYD_VENV=str(venv))
+    variables, out = this_python(tmp_path), tmp_path / "results"
     for part in ("controls", "memory"):
         argv = [ROOT / "scripts/accelerator", "cpu:0", out, "--minutes", "1", "--part", part]
         done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
@@ -269,12 +273,7 @@ def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
 @pytest.mark.torch
 def test_each_slice_leaves_what_came_of_every_step(tmp_path):
     """On the processor too, where what needs a GPU is skipped with the reason; nothing waits for the end of a slice."""
-    venv, out = tmp_path / "venv", tmp_path / "results"
-    (venv / "bin").mkdir(parents=True)
-    python = venv / "bin/python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    variables = environment(PYTHON=str(python), CANARYD_VENV=str(venv))
+    variables, out = this_python(tmp_path), tmp_path / "results"
     for number in ("1", "2", "3"):
         argv = [ROOT / "scripts/accelerator", "cpu:0", out, "--slice", number, "--level", "quick", "--minutes", "2"]
         done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
