@@ -9,7 +9,8 @@ list of another checkout. Assumptions:
 - A product also takes at least its bytes at the published bandwidth, and 1.4 µs between kernels of a graph.
 - A turn is one gather and a burst of products in a graph. Beside the products it takes `TURN` seconds, and the bytes of
   gather, comparison and spoiling at `REACHED` of the published bandwidth. These two numbers are fitted to the bfloat16
-  turns in results/verified_gemm-cuda-bfloat16.md; those of float32 were not used.
+  turns in results/verified_gemm-cuda-bfloat16.md; those of float32 were not used. Digests of rows, which no GPU has
+  made yet, read each result once at the same bandwidth.
 - All cases of a run take equal time. "Products at most" is a bound: it counts nothing that the host does for a case
   (making pools, first turn, capture), as if all of it were done beside the turns of the case before.
 - "With the host of then" subtracts `CASE` seconds for every case. That is what the H200's run of exact_matmul took for
@@ -43,6 +44,10 @@ from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.torch import BURST
 from probes import exact_matmul
 
+try:
+    from canaryd.worker.numeric.digests import PIECE
+except ImportError:  # a checkout that compares goldens
+    PIECE = 0
 SEEDS = range(60)
 TILE, LAUNCH, EFFICIENCY = 128, 1.4e-6, 0.75
 TURN, REACHED = 1.0e-4, 0.46
@@ -138,12 +143,17 @@ class Shape:
         work = 2.0 * waves * min(self.M, TILE) * TILE * self.K / (EFFICIENCY * chip.rates[self.source] / chip.units)
         return LAUNCH + max(work, (self.operands + self.result) / chip.bandwidth)
 
-    def turn(self, chip: Chip, burst: int) -> tuple[float, float]:
-        """Return (seconds of a turn's products, seconds of the whole turn); `burst`: largest number of products."""
+    def turn(self, chip: Chip, burst: int, *, digests: bool) -> tuple[float, float]:
+        """Return (seconds of a turn's products, seconds of the whole turn); `burst`: largest number of products.
+
+        With `digests`, digests of the rows are compared where they fit; otherwise, the results with a golden.
+        """
         count = max(1, min(burst, interface.BURST_BYTES // self.result))
         products = count * self.seconds(chip)
-        # Read: result, golden, and a truth value per word of 8 bytes, which is written before. One result is spoilt.
-        moved = self.operands + 2 * self.result + count * self.result * (2 + 2 / 8)
+        if digests and self.N * FORMATS[self.target].dtype.itemsize % PIECE == 0:
+            moved = self.operands + self.result * (1.0 + count)  # one result is spoilt
+        else:  # read: result, golden, and a truth value per word of 8 bytes, which is written before
+            moved = self.operands + 2 * self.result + count * self.result * (2 + 2 / 8)
         return products, products + TURN + moved / (REACHED * chip.bandwidth)
 
 
@@ -175,22 +185,22 @@ def names(chip: Chip, level: str) -> list[list[str]]:
     return [[case.name for case in exact_matmul.every_case(ctx, speeds)[0]] for ctx in runs]
 
 
-def beside(tree: Path) -> tuple[Lists, int]:
-    """Return the names of another checkout's cases, and the number of products of its bursts."""
+def beside(tree: Path) -> tuple[Lists, int, bool]:
+    """Return the names of another checkout's cases, the products of its bursts, and whether it compares digests."""
     code = (
         f"import json, runpy, sys; sys.path.append({str(common.ROOT)!r}); found = runpy.run_path({__file__!r}); "
-        "print(json.dumps([found['every'](), found['BURST']]))"
+        "print(json.dumps([found['every'](), found['BURST'], found['PIECE'] > 0]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=True)
-    lists, burst = json.loads(done.stdout)
-    return lists, burst
+    lists, burst, digests = json.loads(done.stdout)
+    return lists, burst, digests
 
 
-def figures(chip: Chip, level: str, runs: list[list[str]], burst: int) -> dict[str, float]:
+def figures(chip: Chip, level: str, runs: list[list[str]], burst: int, *, digests: bool) -> dict[str, float]:
     """Return the figures of a list on a chip; shares are those of 16-bit cases, or of the time."""
     shapes = [[(name, shape) for name in run if (shape := shape_of(name))] for run in runs]
     half = [s for run in shapes for _, s in run if s.source in ("bfloat16", "float16")]
-    turns = [s.turn(chip, burst) for run in shapes for _, s in run]
+    turns = [s.turn(chip, burst, digests=digests) for run in shapes for _, s in run]
     cases = statistics.mean(map(len, shapes))
     bound = statistics.mean(products / whole for products, whole in turns)
     budget = exact_matmul.SPEC.budget[level]
@@ -198,6 +208,7 @@ def figures(chip: Chip, level: str, runs: list[list[str]], burst: int) -> dict[s
         "cases": cases,
         "aligned": statistics.mean(s.aligned for s in half),
         "two_waves": statistics.mean(s.tiles >= 2 * chip.units for s in half),
+        "turn": statistics.mean(whole for _, whole in turns),
         "bound": bound,
         "with_host": bound * max(0.0, 1.0 - CASE * (cases + FIXED_CASES) / budget),
         "pools": statistics.mean(map(_making, shapes)),
@@ -223,7 +234,8 @@ def recorded() -> list[list[str]]:
             shape = Shape(form, form, "square", "nn", 1, *[int(size)] * 3)
             burst = min(8, interface.BURST_BYTES // shape.result)
             seen = burst * shape.operations / (1e9 * float(speed)) / float(ratio)
-            found.append((f"turn of {burst} {form} products of {size}, µs", 1e6 * seen, 1e6 * shape.turn(H200, 8)[1]))
+            model = shape.turn(H200, 8, digests=False)[1]
+            found.append((f"turn of {burst} {form} products of {size}, µs", 1e6 * seen, 1e6 * model))
     parts = json.loads((common.RESULTS / RUN).read_text())["parts"]
     part = next(part for part in parts if part["name"] == "cases/exact_matmul")
     readings = part["facts"]["readings"]
@@ -238,14 +250,16 @@ def recorded() -> list[list[str]]:
 
 
 HEADER = ["list", "chip", "level", "cases of a run", "16-bit: aligned to 64", "16-bit: 2 waves and more",
-          "products at most", "with the host of then", "pools made, s", "budget, s"]  # fmt: skip
+          "a turn, ms", "products at most", "with the host of then", "pools made, s", "budget, s"]  # fmt: skip
 
 
 def row(name: str, chip: Chip, level: str, found: dict[str, float]) -> list[object]:
     """Return one row of the table of lists."""
-    shares = [f"{100 * found[key]:.1f} %" for key in ("aligned", "two_waves", "bound", "with_host")]
-    return [name, chip.name, level, round(found["cases"]), *shares, f"{found['pools']:.1f}",
-            f"{exact_matmul.SPEC.budget[level]:.0f}"]  # fmt: skip
+    aligned, waves, bound, with_host = (
+        f"{100 * found[key]:.1f} %" for key in ("aligned", "two_waves", "bound", "with_host")
+    )
+    return [name, chip.name, level, round(found["cases"]), aligned, waves, f"{1e3 * found['turn']:.1f}", bound,
+            with_host, f"{found['pools']:.1f}", f"{exact_matmul.SPEC.budget[level]:.0f}"]  # fmt: skip
 
 
 def main() -> None:
@@ -253,12 +267,12 @@ def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--beside", type=Path, help="checkout of another version, whose list comes first")
     arguments = parser.parse_args()
-    lists = {"this": (every(), BURST)}
+    lists = {"this": (every(), BURST, True)}
     if arguments.beside:
         lists = {arguments.beside.name: beside(arguments.beside.absolute()), **lists}
     found = [
-        (name, chip, level, figures(chip, level, every_list[chip.name][level], burst))
-        for name, (every_list, burst) in lists.items()
+        (name, chip, level, figures(chip, level, every_list[chip.name][level], burst, digests=digests))
+        for name, (every_list, burst, digests) in lists.items()
         for level in LEVELS
         for chip in CHIPS
     ]

@@ -15,8 +15,7 @@ sum, in bits. The digest misses the row if the sum of w_j d_j is 0 modulo 2**m.
 - The bound is reached: differences of 2**(m - 1), such as signs of 32-bit elements in sums of 32 bits, cancel in pairs
   whatever the odd weights are. A row with an even number of flipped signs is always missed there, and more vectors of
   odd weights miss it too.
-- "bytes": sums of 8-bit pieces times odd weights from -63 to 63 stay below 2**31 in rows of up to 266,000 bytes, so
-  nothing wraps. Two or more wrong pieces are missed with at most 1/64 by each of eight independent vectors: 2**-48.
+- "bytes" is canaryd's own (canaryd/worker/numeric/digests.py has its bound).
 
 These are probabilities over the weights, for any fault that does not depend on them. Weights shall be drawn anew for
 every case: what one draw misses, another finds. Rows share the weights, so many wrong rows count as one.
@@ -34,8 +33,9 @@ from typing import Any
 from benchmarks import common
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import product_case
+from canaryd.worker.numeric.digests import VECTORS, Digest
 from canaryd.worker.numeric.gathering import Gatherer
-from canaryd.worker.numeric.integers import below, mixed
+from canaryd.worker.numeric.integers import mixed
 from canaryd.worker.numeric.operands import gather_golden, make_pools
 from canaryd.worker.numeric.products import format_pairs, label_of
 from canaryd.worker.numeric.seeds import derive
@@ -47,9 +47,6 @@ SIZES = (96, 160, 128, 0)
 """M, N, K and the batch of the products whose results get faults."""
 CONTENTS = ("dense", "permute", "cancel")
 TILE = 32
-VECTORS = 8
-"""Number of vectors of "bytes": on CUDA torch multiplies integers only by multiples of 8 columns, in more than 16 rows
-that are multiples of 8 bytes long (pytorch, aten/src/ATen/native/cuda/Blas.cpp, _int_mm_out_cuda)."""
 PART = 1 << 16
 """Number of pieces that are multiplied at a time: what is made of them in between stays in the processor's cache."""
 SURE = 24
@@ -80,52 +77,30 @@ class Way:
 WAYS = (Way("32 bits", 4, 32), Way("32 bits of halves", 2, 32), Way("64 bits", 4, 64), Way("bytes", 1, 32, VECTORS))
 
 
-class Digest:
-    """Digests of rows of one length, with weights of their own."""
+class Wide:
+    """Digests of rows of one length in sums of 32 or 64 bits, with weights of their own."""
 
     def __init__(self, way: Way, columns: int, element: int, seed: int) -> None:
         """Draw the weights, on the host; `element` is the number of bytes of an element."""
         piece = min(way.piece, element)
-        count = columns * element // piece
-        self._pieces = {1: torch.int8, 2: torch.int16, 4: torch.int32}[piece]
-        if piece == 1:
-            self._weights = (2 * below(seed, "weights", (count, way.vectors), 64) - 63).to(torch.int8)
-        else:
-            words = mixed(torch.arange(1, count + 1), derive(seed, "weights")) | 1
-            self._weights = words.to({32: torch.int32, 64: torch.int64}[way.sum])
-
-    def to(self, device: Any) -> Digest:
-        """Move the weights to a torch device; return this object."""
-        self._weights = self._weights.to(device)
-        return self
+        self._pieces = {2: torch.int16, 4: torch.int32}[piece]
+        words = mixed(torch.arange(1, columns * element // piece + 1), derive(seed, "weights")) | 1
+        self._weights = words.to({32: torch.int32, 64: torch.int64}[way.sum])
 
     def rows(self, matrix: Any) -> Any:
-        """Return the digest of each row of a contiguous matrix, (rows, vectors) or (rows,)."""
+        """Return the digest of each row of a contiguous matrix, (rows, 1)."""
         pieces, weights = matrix.view(self._pieces), self._weights
-        if weights.dtype is torch.int8:
-            return torch._int_mm(pieces, weights)  # noqa: SLF001
-        if matrix.device.type != "cpu":  # no GPU multiplies matrices of wider integers through torch
-            return (pieces * weights).sum(-1, dtype=weights.dtype)
         if weights.dtype is pieces.dtype:
-            return pieces @ weights  # no copy: torch multiplies integers on a processor as they are
+            return (pieces @ weights)[:, None]  # no copy: torch multiplies integers on a processor as they are
         parts = pieces.split(max(1, PART // pieces.shape[-1]))
-        return torch.cat([part.to(weights.dtype) @ weights for part in parts])
+        return torch.cat([part.to(weights.dtype) @ weights for part in parts])[:, None]
 
 
-class Digesting(Gatherer):
-    """A gatherer that returns the digests that the rows of the result must have, instead of a golden."""
-
-    def __init__(self, digest: Any, *given: Any) -> None:
-        """Upload the pools; `given` is what a `Gatherer` is made of, `digest` a `Digest` or what has its `rows`."""
-        super().__init__(*given)
-        self.digest = digest
-
-    def gather_by(self, indices: tuple[Any, ...], turn: int) -> tuple[tuple[Any, ...], Any]:
-        """Return (operands, digests) for the indices of one turn of a product without a batch."""
-        *columns, rows = indices
-        for at, (way, index) in enumerate(zip(self._ways[turn > 0][:3], columns, strict=True)):
-            self._kept[at] = self._runtime.run(way, (self._pools[at], index), self._kept[at])
-        return (self._kept[0], self._kept[1]), self.digest.rows(self._kept[2])[rows]
+def digest_of(way: Way, columns: int, element: int, seed: int) -> Any:
+    """Return an object whose `rows` digests rows of so many elements, on a processor."""
+    if way.piece == 1:
+        return Digest(columns, element, seed, torch.device("cpu"))
+    return Wide(way, columns, element, seed)
 
 
 def broken(right: Any, stale: Any, rng: random.Random) -> Iterator[tuple[str, Any]]:
@@ -191,8 +166,8 @@ def try_pair(source: str, target: str, seed: int, each: int, counts: Counts) -> 
         golden, stale = (bits(gather_golden(product, pools, seed, at)) for at in (turn, turn + 1))
         wanted = {}
         for way in WAYS:
-            digest = Digest(way, product.N, form.itemsize, derive(seed, f"{content} {way.name}"))
-            expected = Digesting(digest, Torch(), device, product, pools, seed).gather(turn)[1]
+            digest = digest_of(way, product.N, form.itemsize, derive(seed, f"{content} {way.name}"))
+            expected = Gatherer(Torch(), device, product, pools, seed).digesting(digest).gather(turn)[1]
             if not torch.equal(digest.rows(golden), expected):
                 raise SystemExit(f"{way.name}: a right turn of {label_of(source, target)}/{content} has another digest")
             wanted[way.name] = digest, expected

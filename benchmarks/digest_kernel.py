@@ -24,15 +24,19 @@ def _rows(result, weights, sums, columns, BLOCK: tl.constexpr):
 
 
 class Fused:
-    """Digests of rows as `benchmarks.digest.Digest` makes them, in sums of 64 bits, of elements of two bytes."""
+    """Digests of rows as `benchmarks.digest.Wide` makes them, in sums of 64 bits, of elements of two bytes."""
 
     def __init__(self, columns: int, seed: int, device: Any) -> None:
         """Draw odd weights, on the host."""
         self._weights = (2 * below(seed, "weights", (columns,), 1 << 62) + 1).to(device)
 
     def rows(self, matrix: Any) -> Any:
-        """Return the digest of each row of a contiguous matrix, int64 (rows,)."""
+        """Return the digest of each row of a contiguous matrix, int64 (rows, 1)."""
         rows, columns = matrix.shape
         sums = torch.empty(rows, dtype=torch.int64, device=matrix.device)
         _rows[(rows,)](bits(matrix), self._weights, sums, columns, BLOCK=BLOCK)
-        return sums
+        return sums[:, None]
+
+    def of(self, results: list[Any]) -> list[Any]:
+        """Return the digests of each result."""
+        return [self.rows(result) for result in results]

@@ -5,11 +5,11 @@ every result with the golden on the device, and new operands and golden, which t
 product. A GPU repeats both sides itself, as in exact_matmul. The cost per upload (the pools are made twice and
 uploaded, the host compares the first result) is measured separately, and so is the digest, which only fixed cases need.
 
-Each way of `benchmarks.digest` is measured too, in turn with both sides: instead of a golden the device makes the
-digests that the rows must have, and every result is read once. Results are spoilt all the same: eight products of one
-gather have equal results, so no digest shows that one of them was not written. On a GPU the digests are part of the
-graph, which adds up the wrong results: the host reads one number in the end. There torch's own kernels make the digests
-in several steps; "64 bits, one kernel" is Triton's, of 16-bit results.
+On a processor each way of `benchmarks.digest` is measured too, in turn with both sides: instead of a golden the device
+makes the digests that the rows must have, and every result is read once. Results are spoilt all the same: eight
+products of one gather have equal results, so no digest shows that one of them was not written. A GPU verifies by
+digests ("bytes") itself; there the other ways are comparison with goldens, and Triton's "64 bits, one kernel" of 16-bit
+results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from canaryd_lab.worker.characterise.speed import Repetition
 
 from benchmarks import common
-from benchmarks.digest import WAYS, Digest, Digesting, Way
+from benchmarks.digest import WAYS, Way, digest_of
 from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric import stack, verify
@@ -90,7 +90,7 @@ class Row:
     """Fraction of the processor time that other processes used during the measurement."""
     account: Account
     digests: dict[str, tuple[common.Ratio, common.Ratio]]
-    """Way → (throughput verified by its digest over unverified, the same over verified by comparison)."""
+    """Way → (throughput verified in it over unverified, the same over that of canaryd's own way)."""
 
     @property
     def judged(self) -> str:
@@ -142,8 +142,8 @@ def by_digest(
 ) -> Callable[[int], None]:
     """Return what `verifying` returns, with digests of rows instead of a golden."""
     assert case.product is not None
-    digested = Digest(way, case.product.N, buffers[0].element_size(), seed)
-    gatherer = Digesting(digested, session.runtime, session.ctx.device, case.product, pools, seed)
+    digested = digest_of(way, case.product.N, buffers[0].element_size(), seed)
+    gatherer = Gatherer(session.runtime, session.ctx.device, case.product, pools, seed).digesting(digested)
 
     def agree(results: list[Any], expected: Any) -> list[bool]:
         return [torch.equal(digested.rows(result), expected) for result in results]
@@ -151,21 +151,10 @@ def by_digest(
     return verifying(session, case, buffers, gatherer, agree)
 
 
-def repeated(session: Session, case: Case, pools: Problem, seed: int) -> list[Callable[[int], object]]:
-    """Return functions that let a GPU do so many bursts by itself: unverified, and verified."""
-    repetition = Repetition(session, case, pools, seed)
-
-    def verified(repeats: int) -> None:
-        if wrong := repetition.verified(repeats):
-            raise SystemExit(f"{wrong} products of {case.name} with seed {seed} are wrong on this machine")
-
-    return [repetition.unverified, verified]
-
-
 class Digested:
-    """Products that a GPU repeats without the host, verified by digests of their rows."""
+    """Products that a GPU repeats without the host, verified by digests of their rows that Triton makes."""
 
-    def __init__(self, session: Session, case: Case, gatherer: Digesting, buffers: list[Any]) -> None:
+    def __init__(self, session: Session, case: Case, gatherer: Gatherer, buffers: list[Any]) -> None:
         """Capture one burst: gather, multiply, digest, and count the results with a wrong row."""
         self._case, device = case, torch_device(session.ctx.device)
         self._sheet = gatherer.sheet(0)
@@ -175,8 +164,8 @@ class Digested:
         def burst() -> Any:
             operands, expected = gatherer.gather_by(self._indices, 1)
             session.runtime.spoil(buffers[:1])
-            results = [case.compute(operands, buffer) for buffer in buffers]
-            wrong = torch.stack([(gatherer.digest.rows(result) != expected).any() for result in results])
+            made = gatherer.compared([case.compute(operands, buffer) for buffer in buffers])
+            wrong = torch.stack([(each != expected).any() for each in made])
             self._wrong.add_(wrong.sum())
             return wrong
 
@@ -193,24 +182,36 @@ class Digested:
             raise SystemExit(f"{wrong} products of {self._case.name} have a wrong digest on this machine")
 
 
-def repeated_by_digest(
+def repeated(
     session: Session, case: Case, pools: Problem, seed: int, buffers: list[Any]
-) -> dict[str, Callable[[int], None]]:
-    """Return way → function that lets a GPU verify so many bursts by digests of rows."""
-    assert case.product is not None
-    device, element = torch_device(session.ctx.device), buffers[0].element_size()
-    digests: dict[str, Any] = {way.name: Digest(way, case.product.N, element, seed).to(device) for way in WAYS}
-    if element == FUSED:
+) -> dict[str, Callable[[int], object]]:
+    """Return way → function that lets a GPU do so many bursts by itself: unverified, verified, and in other ways."""
+    own = Repetition(session, case, pools, seed)
+    if session.undigested:
+        print(f"without digests: {session.undigested}", flush=True)
+    session.undigested = "the benchmark compares goldens"
+    goldens = Repetition(session, case, pools, seed)
+    session.undigested = ""
+
+    def verified(repetition: Repetition, bursts: int) -> None:
+        if wrong := repetition.verified(bursts):
+            raise SystemExit(f"{wrong} products of {case.name} with seed {seed} are wrong on this machine")
+
+    found: dict[str, Callable[[int], object]] = {
+        "unverified": own.unverified,
+        "verified": partial(verified, own),
+        "goldens": partial(verified, goldens),
+    }
+    if buffers[0].element_size() == FUSED:
         try:
             from benchmarks.digest_kernel import Fused  # noqa: PLC0415  Triton may be missing
         except ImportError as error:
             print(f"without the digest in one kernel: {error}", flush=True)
         else:
-            digests = {"64 bits, one kernel": Fused(case.product.N, seed, device), **digests}
-    found: dict[str, Callable[[int], None]] = {}
-    for name, digested in digests.items():
-        gatherer = Digesting(digested, session.runtime, session.ctx.device, case.product, pools, seed)
-        found[name] = Digested(session, case, gatherer, buffers).verified
+            assert case.product is not None
+            gatherer = Gatherer(session.runtime, session.ctx.device, case.product, pools, seed)
+            fused: Any = Fused(case.product.N, seed, torch_device(session.ctx.device))
+            found["64 bits, one kernel"] = Digested(session, case, gatherer.digesting(fused), buffers).verified
     return found
 
 
@@ -238,8 +239,8 @@ def measure(device: Device, form: str, size: int, depth: int, pairs: int) -> Row
             synchronize(device)
 
     if session.runtime.repeats(device):
-        by_digests = repeated_by_digest(session, case, pools, seed, session.runtime.room(golden, burst))
-        sides, ways = [*repeated(session, case, pools, seed), *by_digests.values()], list(by_digests)
+        found = repeated(session, case, pools, seed, session.runtime.room(golden, burst))
+        sides, ways = list(found.values()), list(found)[2:]
     else:
         gatherer = Gatherer(session.runtime, device, product, pools, seed)
         sides = [unverified, verifying(session, case, buffers, gatherer, session.runtime.agree)]
@@ -322,7 +323,7 @@ def report(rows: list[Row]) -> str:
             for r in rows
         ],
     )
-    header = ["size", "digest", "verified / unverified (95 %)", "over comparison (95 %)", "faster than comparison"]
+    header = ["size", "way", "verified / unverified (95 %)", "over verified (95 %)", "faster than verified"]
     faster = {"reached": "yes", "missed": "no"}
     digests = common.table(
         header,
@@ -332,7 +333,7 @@ def report(rows: list[Row]) -> str:
             for way, (raw, today) in r.digests.items()
         ],
     )
-    about = "\nVerified by digests of the rows instead; `benchmarks.digest` says what each can miss.\n\n"
+    about = "\nVerified in other ways; `benchmarks.digest` says what digests can miss.\n\n"
     return (
         f"{speed}\nOthers: the share of all processor time that other processes took meanwhile. Gflop/s: unverified.\n"
         "\nThe account. Comparison and spoiling (overwriting a compared result, so that a kernel that writes nothing\n"

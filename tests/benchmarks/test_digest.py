@@ -50,8 +50,9 @@ def test_sums_are_those_of_integers(way):
     rows = torch.randint(-(1 << 31), 1 << 31, (24, 96), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     extremes = [0x7F7F7F7F, -0x7F7F7F80, 0x7FFF7FFF, -0x7FFF8000, -1, -(1 << 31), (1 << 31) - 1, 0]
     rows[: len(extremes)] = torch.tensor(extremes)[:, None]
-    made = digest.Digest(way, 96, 4, seed=5)
-    pieces, weights = rows.view(made._pieces).tolist(), made._weights.view(-1, way.vectors).T.tolist()
+    made = digest.digest_of(way, 96, 4, seed=5)
+    pieces = rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[way.piece]).tolist()
+    weights = made._weights.view(-1, way.vectors).T.tolist() if way.piece > 1 else made._weights.T.tolist()
     for row, found in zip(pieces, made.rows(rows).view(24, -1).tolist(), strict=True):
         right = [sum(t * w for t, w in zip(row, vector, strict=True)) for vector in weights]
         assert [(a - b) % (1 << way.sum) for a, b in zip(found, right, strict=True)] == [0] * way.vectors
@@ -77,11 +78,11 @@ def test_every_fault_is_found_and_its_place_named_but_for_signs_in_32_bits():
 def test_a_digest_that_misses_faults_fails(monkeypatch):
     """A plain sum does not see an exchange in a row: the program would end with 1."""
 
-    class Sum(digest.Digest):
+    class Sum:
         def rows(self, matrix):
-            return matrix.view(self._pieces).sum(-1)
+            return matrix.view(torch.int16).sum(-1)[:, None]
 
-    monkeypatch.setattr(digest, "Digest", Sum)
+    monkeypatch.setattr(digest, "digest_of", lambda *given: Sum())
     counts = {}
     digest.try_pair(*PAIR, seed=3, each=1, counts=counts)
     assert digest.total(counts, way="64 bits", kind="two elements of a row exchanged").missed
@@ -90,8 +91,8 @@ def test_a_digest_that_misses_faults_fails(monkeypatch):
 
 def test_a_right_turn_with_another_digest_ends_the_program(monkeypatch):
     """What is gathered for another turn gives other digests."""
-    gather = digest.Digesting.gather
-    monkeypatch.setattr(digest.Digesting, "gather", lambda self, turn: gather(self, turn + 1))
+    gather = digest.Gatherer.gather
+    monkeypatch.setattr(digest.Gatherer, "gather", lambda self, turn: gather(self, turn + 1))
     with pytest.raises(SystemExit, match="a right turn of float32/dense has another digest"):
         digest.try_pair(*PAIR, seed=3, each=1, counts={})
 
@@ -124,11 +125,11 @@ def test_the_digest_in_one_kernel_is_that_of_integers_and_names_the_row(fused):
     pieces, weights = matrix.view(torch.int16).tolist(), made._weights.tolist()
     right = [sum((piece & 0xFFFF) * w for piece, w in zip(row, weights, strict=True)) for row in pieces]
     sums = made.rows(matrix)
-    assert [(a - b) % (1 << 64) for a, b in zip(sums.tolist(), right, strict=True)] == [0] * 5
+    assert [(a - b) % (1 << 64) for a, b in zip(sums.flatten().tolist(), right, strict=True)] == [0] * 5
     for bit in range(16):
         changed = matrix.clone()
         changed.view(torch.int16)[3, 1234] ^= 1 << bit if bit < 15 else -(1 << 15)
-        assert made.rows(changed).ne(sums).tolist() == [False, False, False, True, False]
+        assert made.rows(changed).ne(sums).flatten().tolist() == [False, False, False, True, False]
 
 
 class Again:
@@ -144,10 +145,12 @@ class Again:
 
 @pytest.mark.parametrize("wrong", [0, 4])
 def test_a_burst_that_is_verified_by_digest_finds_a_wrong_result(fused, monkeypatch, wrong):
-    """By every way, on new operands in each burst; the host reads one number in the end."""
+    """On new operands in each burst; the host reads one number in the end."""
     from benchmarks import verified_gemm
+    from benchmarks.digest_kernel import Fused
     from canaryd.probe import Context
     from canaryd.worker.numeric.cases import product_case
+    from canaryd.worker.numeric.gathering import Gatherer
     from canaryd.worker.numeric.operands import make_pools
     from canaryd.worker.numeric.session import Session
     from canaryd.worker.numeric.stack import cpu
@@ -167,10 +170,8 @@ def test_a_burst_that_is_verified_by_digest_finds_a_wrong_result(fused, monkeypa
 
     pools = make_pools(case.product.of_pools, 3)
     buffers = session.runtime.room(torch.empty(64, 48, dtype=torch.bfloat16), 2)
-    sides = verified_gemm.repeated_by_digest(session, replace(case, compute=compute), pools, 3, buffers)
-    assert list(sides) == ["64 bits, one kernel", *(way.name for way in digest.WAYS)]
-    for name, verified in sides.items():
-        calls.clear()
-        with pytest.raises(SystemExit, match=r"^1 products") if wrong else contextlib.nullcontext():
-            verified(5)
-        assert len(calls) == 10, name
+    gatherer = Gatherer(session.runtime, cpu(), case.product, pools, 3).digesting(Fused(48, 3, "cpu"))
+    side = verified_gemm.Digested(session, replace(case, compute=compute), gatherer, buffers)
+    calls.clear()
+    with pytest.raises(SystemExit, match=r"^1 products") if wrong else contextlib.nullcontext():
+        side.verified(5)

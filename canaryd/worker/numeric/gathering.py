@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from canaryd.model import Device
+from canaryd.worker.numeric.digests import Digest
 from canaryd.worker.numeric.operands import SHEET, Problem, Product, draw, gather, gather_golden, sheet
 from canaryd.worker.numeric.tensors import host_same_bits
 from canaryd.worker.runtime.interface import Operation, Runtime
@@ -38,6 +39,8 @@ class Gatherer:
 
     renews = True
     """Whether each turn has new operands."""
+    digest: Digest | None = None
+    """What makes digests of rows, which take the place of the golden; None: the golden is gathered."""
 
     def __init__(self, runtime: Runtime, device: Device, product: Product, pools: Problem, seed: int) -> None:
         """Upload the pools in the memory layout that the product needs: by rows or by columns."""
@@ -61,6 +64,12 @@ class Gatherer:
         """Return a second gatherer with the same pools and its own memory for the gathered arrays."""
         other = copy.copy(self)
         other._kept = [None, None, None, None]  # noqa: SLF001
+        return other
+
+    def digesting(self, digest: Digest) -> Gatherer:
+        """Return a gatherer with the same pools and operands' memory, which gathers digests in place of goldens."""
+        other = copy.copy(self)
+        other._kept, other.digest = [*self._kept[:3], None], digest  # noqa: SLF001
         return other
 
     @property
@@ -89,12 +98,21 @@ class Gatherer:
         return self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in each), self._device)
 
     def gather_by(self, indices: Arrays, turn: int) -> tuple[Arrays, Any]:
-        """Return (operands, golden) for one turn's indices; turn 0 uses other gather operations than later turns."""
+        """Return (operands, golden or its digests) for a turn's indices; turn 0 gathers in another way than later ones.
+
+        Digests are int32 (..., rows, `digests.VECTORS`).
+        """
         run, kept = self._runtime.run, self._kept
         for at, (way, index) in enumerate(zip(self._ways[turn > 0], indices, strict=True)):
             pool = self._pools[at] if at < len(self._pools) else kept[at - 1]
+            if at == len(self._pools) and self.digest is not None:
+                pool = self.digest.rows(pool)
             kept[at] = run(way, (pool, index), kept[at])
         return (kept[0], kept[1]), kept[3]
+
+    def compared(self, results: list[Any]) -> list[Any]:
+        """Return what is compared of the results with what `gather_by` returns: themselves, or their digests."""
+        return results if self.digest is None else self.digest.of(results)
 
     def right(self, turn: int) -> Any:
         """Return the golden of a turn, made by the host."""
@@ -103,11 +121,11 @@ class Gatherer:
     def differs(self, held: Sequence[Any], turn: int) -> str:
         """Return a text that names the arrays which the device gathered wrongly in a turn, or "" if all are right.
 
-        `held`: operands and golden of the device, copied to the host.
+        `held`: operands and golden of the device, copied to the host; the golden can be missing.
         """
         right = gather(self._product, self._of_host, self._seed, turn)
         pairs = zip(("operand A", "operand B", "the golden"), held, (*right.operands, right.golden), strict=True)
-        wrong = [name for name, array, own in pairs if not host_same_bits(array, own)]
+        wrong = [name for name, array, own in pairs if array is not None and not host_same_bits(array, own)]
         return f"the device gathered {' and '.join(wrong)} wrongly" if wrong else ""
 
 

@@ -1,7 +1,8 @@
 """Compute one case on a device repeatedly, compare every result with the golden (right result), and collect evidence.
 
-The device compares. The host also compares the first result of every upload, because the comparison on the device can
-be wrong too; on an accelerator the host does so while the device computes the next results.
+The device compares; in repeated turns it compares digests of rows where they fit (digests.py). The host also compares
+the first result of every upload, because the comparison on the device can be wrong too; on an accelerator the host does
+so while the device computes the next results.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class OnDevice:
 
     operands: tuple[Any, ...]
     golden: Any
+    """The golden; None where digests of its rows take its place."""
     problem: Problem
     """The problem that the host made, or the pools from which the device gathered operands and golden."""
     right: Callable[[], Any]
@@ -188,7 +190,8 @@ class _Turns:
 
     def _gathered(self, turn: int, upload: OnDevice) -> Callable[[], str]:
         """Copy the gathered arrays to the host; return a function that returns a text on the wrong ones, or ""."""
-        held = [self.session.runtime.download(array) for array in (*upload.operands, upload.golden)]
+        arrays = (*upload.operands, upload.golden)
+        held = [None if array is None else self.session.runtime.download(array) for array in arrays]
         return lambda: self.gatherer.differs(held, turn)
 
     def _repeat(self, turns: RepeatedTurns, first: Computed, upload: OnDevice) -> None:
@@ -220,6 +223,7 @@ class _Turns:
         found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
         trials = len(wrong) + turn.answers.count(EQUAL)
         self.session.repeated += trials
+        self.session.digested += trials * (turn.by.golden is None)
         case = self._at(turn.number, graph=True)
         return counted(self.session, case, upload.problem, self.seed, self.core, trials, len(wrong), found)
 

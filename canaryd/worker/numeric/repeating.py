@@ -13,10 +13,13 @@ from typing import Any
 
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
-from canaryd.worker.numeric.errors import ErrorKind, kind_of
+from canaryd.worker.numeric.digests import Digest, fits
+from canaryd.worker.numeric.errors import ErrorKind, is_refusal, kind_of
 from canaryd.worker.numeric.gathering import Gatherer
 from canaryd.worker.numeric.operands import SHEET
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.tensors import torch_device
 from canaryd.worker.runtime.graphs import cannot_be_captured, why_not
 from canaryd.worker.runtime.interface import Repeated
 
@@ -29,7 +32,7 @@ EQUAL, DIFFERENT = 0, 1
 
 
 class Repeater:
-    """One operation on the device, launched for each turn: gather operands, compute, compare with the golden."""
+    """One operation on the device, launched for each turn: gather operands, compute, compare with golden or digests."""
 
     def __init__(
         self, session: Session, case: Case, gatherer: Gatherer, results: list[Any], indices: tuple[Any, ...]
@@ -40,11 +43,13 @@ class Repeater:
         self._indices = tuple(index.clone() for index in indices)
         self.operands: tuple[Any, ...] = ()
         self.golden: Any = None
+        """The golden of the turn, on the device; None if digests take its place."""
         self._device: Repeated = session.runtime.repeated(session.ctx.device, self._compute)
 
     def _compute(self) -> tuple[list[Any], Any]:
         injector, name = replace(self._injector), self._case.name  # what is captured was run once before
-        operands, self.golden = self._gatherer.gather_by(self._indices, 1)
+        operands, right = self._gatherer.gather_by(self._indices, 1)
+        self.golden = right if self._gatherer.digest is None else None
         self.operands = injector.before(name, operands, self._case.struck)
         self._runtime.spoil(self.results[:1] if self._gatherer.renews else self.results)
         for result in self.results:
@@ -53,7 +58,7 @@ class Repeater:
                 result.copy_(made)
                 self._runtime.spoil([made])
             injector.after(name, result)
-        return self.results, self.golden
+        return self._gatherer.compared(self.results), right
 
     def launch(self, indices: tuple[Any, ...], *, struck: bool = False) -> None:
         """Start a turn with these indices on the device; with `struck`, the fault of a drill strikes it.
@@ -91,8 +96,13 @@ class RepeatedTurns:
         self._session, self._name, self._gatherer = session, case.name, gatherer
         self._number, self._sheet = 0, gatherer.sheet(0)
         spare = session.runtime.room(results[0], len(results))
-        tried = self._indices(TRIED)
-        self._repeaters = [Repeater(session, case, gatherer.twin(), memory, tried) for memory in (results, spare)]
+        tried, twins = self._indices(TRIED), [gatherer.twin(), gatherer.twin()]
+        self.digest = _digest(session, case, twins[0], results) if gatherer.renews and not session.undigested else None
+        """What makes the digests that the device compares; None: it compares results with goldens."""
+        if self.digest is not None:
+            twins = [twin.digesting(self.digest) for twin in twins]
+        memories = zip(twins, (results, spare), strict=True)
+        self._repeaters = [Repeater(session, case, twin, memory, tried) for twin, memory in memories]
 
     def _indices(self, turn: int) -> tuple[Any, ...]:
         number, at = divmod(turn - 1, SHEET)
@@ -157,6 +167,37 @@ class RepeatedTurns:
         finally:
             for _, repeater in waiting:  # nothing that is still running may lose its memory
                 repeater.answers()
+
+
+def _digest(session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> Digest | None:
+    """Return what makes digests of rows, after it was right for a turn's golden in the place of every result.
+
+    Return None if the rows do not fit (`digests.fits`), or if the device refuses or fails this test: then the run
+    compares with goldens. The test involves none of the results, so that its failure accuses nobody here: products of
+    integers have cases of their own.
+    """
+    runtime, device, result = session.runtime, session.ctx.device, results[0]
+    if not fits(result, len(results)):
+        return None
+    seed = derive(session.ctx.seed, f"digest {case.name}")
+    digest = Digest(result.shape[-1], result.element_size(), seed, torch_device(device))
+    _, golden = gatherer.gather(TRIED)
+    for memory in results:
+        memory.copy_(golden)
+    try:
+        _, right = gatherer.digesting(digest).gather(TRIED)
+        agreed = runtime.agree(digest.of(results), right)
+        flipped = [runtime.changed(memory, faults.flip, seed) for memory in results]
+        blind = runtime.agree(digest.of(flipped), right)
+    except (RuntimeError, AttributeError) as error:
+        if not is_refusal(error):
+            raise
+        session.undigested = why_not(error)
+        return None
+    if not all(agreed) or any(blind):
+        session.undigested = "the device's digests of right results were wrong, or those of wrong ones right"
+        return None
+    return digest
 
 
 def repeats(session: Session) -> bool:

@@ -57,6 +57,10 @@ class Session:
     """Number of results that the device computed and compared without the host."""
     single_steps: str = ""
     """Reason why the host must start each operation of the device itself, or "" if it need not."""
+    digested: int = 0
+    """Number of these results of which the device compared digests of the rows."""
+    undigested: str = ""
+    """Reason why the device compares no digests, or ""."""
     cores_compared: bool = False
     """Whether a wrong result of this run was already computed again on each of the other cores."""
     looking: Future[Any] | None = None

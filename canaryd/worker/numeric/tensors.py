@@ -145,6 +145,24 @@ def words(*tensors: Any) -> tuple[Any, ...]:
     return tuple(t.view(-1).view(torch.int64) if whole else bits(t) for t in tensors)
 
 
+def joined(results: list[Any]) -> list[Any]:
+    """Return [one tensor (n, …)] for contiguous results that are adjacent in memory; return other results unchanged."""
+    first, *others = results
+    size = first.numel()
+    at, memory = first.storage_offset(), _memory_of(first)
+    lie_together = bool(others) and all(
+        r.is_contiguous() and _memory_of(r) == memory and r.storage_offset() == at + n * size
+        for n, r in enumerate(results)
+    )
+    if not lie_together:
+        return results
+    return [first.as_strided((len(results), *first.shape), (size, *first.stride()), at)]
+
+
+def _memory_of(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  fake tensors of tests have no address
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Return whether two contiguous tensors are equal bit for bit, compared on their device, eight bytes at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:

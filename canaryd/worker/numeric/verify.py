@@ -96,6 +96,10 @@ def verify_all(
         yield Absent(name="repeated", reason=f"this device could not repeat turns by itself: {session.single_steps}")
     else:
         yield Reading(name="repeated", value=session.repeated, unit="1")
+        if session.undigested:
+            yield Absent(name="digested", reason=f"this device compared goldens: {session.undigested}")
+        else:
+            yield Reading(name="digested", value=session.digested, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
     yield from session.times()
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")

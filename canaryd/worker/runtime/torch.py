@@ -17,8 +17,9 @@ from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, word
 from canaryd.worker.runtime import graphs
 from canaryd.worker.runtime.interface import BURST_BYTES, Change, KeyValues, Operation, Operators, Repeated, Runtime
 
-BURST = 24
-"""Number of results that an accelerator computes before the host waits once and reads all their comparisons."""
+BURST = 48
+"""Number of results that an accelerator computes before the host waits once and reads all their comparisons. With fewer
+a GPU spends more of the time on gathers and between turns (benchmarks.case_list)."""
 LONGEST = 1024
 """Maximum number of positions of a text, which is a prompt with its continuation (ours)."""
 
@@ -168,7 +169,7 @@ class Torch(Runtime):
 
     def spoil(self, results: list[Any]) -> None:
         """Overwrite every bit of every result with ones."""
-        for result in _joined(results):
+        for result in door.joined(results):
             door.spoil(result)
 
     def burst(self, golden: Any, most: int = BURST_BYTES) -> int:
@@ -227,28 +228,10 @@ class Torch(Runtime):
         door.let_go()
 
 
-def _joined(results: list[Any]) -> list[Any]:
-    """Return [one tensor (n, …)] for contiguous results that are adjacent in memory; return other results unchanged."""
-    first, *others = results
-    size = first.numel()
-    at, memory = first.storage_offset(), _memory_of(first)
-    lie_together = bool(others) and all(
-        r.is_contiguous() and _memory_of(r) == memory and r.storage_offset() == at + n * size
-        for n, r in enumerate(results)
-    )
-    if not lie_together:
-        return results
-    return [first.as_strided((len(results), *first.shape), (size, *first.stride()), at)]
-
-
-def _memory_of(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  fake tensors of tests have no address
-
-
 def _differ(results: list[Any], golden: Any) -> Any:
     """Return truth values (n,) on the device, one per result: whether it differs from the golden in any bit."""
     found = []
-    for block in _joined(results):
+    for block in door.joined(results):
         raw, right = words(block, golden)
         found.append((raw.reshape(-1, right.numel()) != right.reshape(-1)).any(-1))
     return door.torch.cat(found)

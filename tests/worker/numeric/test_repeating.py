@@ -238,6 +238,72 @@ def test_a_repetition_that_compares_nothing_is_found_out(lie, said):
     assert sum(c.trials for c in found if c.subject is Subject.DEVICE) == session.trials
 
 
+@pytest.mark.parametrize("layout", ["nn", "tt"])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_digests_of_rows_take_the_place_of_goldens(batch, layout):
+    """Of every result that the device repeats; no golden is gathered for it, and right results are right."""
+
+    class Watched(Repeating):
+        gathered = ()
+
+        def run(self, operation, operands, out):
+            made = super().run(operation, operands, out)
+            if self.launched and operation.name == "rows":
+                self.gathered = {*self.gathered, tuple(made.shape)}
+            return made
+
+    runtime = Watched()
+    session, found = verified(runtime, batch=batch, layout=layout)
+    assert not any(c.wrong for c in found)
+    assert session.digested == session.repeated >= 2 * BURST
+    assert runtime.gathered
+    assert not {shape for shape in runtime.gathered if shape[-2:] == (64, 72)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (RuntimeError("_int_mm_out_cuda not compiled for CUDA 11.4"), "not compiled"),
+        (lambda made: made.add_(1), "were wrong"),
+        (lambda made: made.fill_(5), "those of wrong ones right"),
+    ],
+)
+def test_a_device_without_right_digests_compares_goldens(broken, why, monkeypatch):
+    """That its products of integers are refused or wrong says nothing about the case, and hides none of its faults."""
+    multiplied = torch._int_mm
+    made = []
+
+    def wrong(*operands, out):
+        if isinstance(broken, Exception):
+            raise broken
+        made.append(out)
+        return broken(multiplied(*operands, out=out)) if len(made) > 1 else multiplied(*operands, out=out)
+
+    monkeypatch.setattr(torch, "_int_mm", wrong)
+    session, found = verified(Replaying(), drill="flip")
+    assert why in session.undigested
+    assert (session.digested, session.repeated >= BURST) == (0, True)
+    assert [(c.case, c.subject, c.wrong_trials) for c in found if c.wrong] == [(f"{NAME}#1g", Subject.DEVICE, 1)]
+
+
+def test_an_error_of_the_device_in_its_digests_is_no_excuse(monkeypatch):
+    """Only a refusal falls back to goldens."""
+
+    def broken(*operands, out):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "_int_mm", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        verified(Repeating())
+
+
+def test_rows_that_do_not_fit_are_compared_with_goldens():
+    """CUDA's products of integers want rows of a multiple of eight bytes; 71 float32 have four more."""
+    session, found = verified(Repeating(), sizes=(64, 71, 96))
+    assert not any(c.wrong for c in found)
+    assert (session.digested, session.undigested, session.repeated > BURST) == (0, "", True)
+
+
 @pytest.mark.parametrize("turn", [1, 2, 3])
 def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
     """What lies there is of another turn, from the first on."""
