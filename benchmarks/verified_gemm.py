@@ -10,6 +10,9 @@ makes the digests that the rows must have, and every result is read once. Result
 products of one gather have equal results, so no digest shows that one of them was not written. A GPU verifies by
 digests ("bytes") itself; there the other ways are comparison with goldens, and Triton's "64 bits, one kernel" of 16-bit
 results.
+
+`--beside DIR` names a checkout of another version: both sides of its own benchmark, in a process of its own, are then
+measured in turn with both sides of this one (on a CPU only).
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from canaryd_lab.worker.characterise.speed import Repetition
 
-from benchmarks import common
+from benchmarks import common, other_version
 from benchmarks.digest import WAYS, Way, digest_of
 from canaryd.model import Device
 from canaryd.probe import Context
@@ -91,6 +95,7 @@ class Row:
     account: Account
     digests: dict[str, tuple[common.Ratio, common.Ratio]]
     """Way → (throughput verified in it over unverified, the same over that of canaryd's own way)."""
+    beside: other_version.Beside | None
 
     @property
     def judged(self) -> str:
@@ -215,8 +220,8 @@ def repeated(
     return found
 
 
-def measure(device: Device, form: str, size: int, depth: int, pairs: int) -> Row:
-    """Measure one size with `pairs` pairs; exit the program if a result is wrong."""
+def measure(device: Device, form: str, size: int, depth: int, pairs: int, tree: Path | None) -> Row:
+    """Measure one size with `pairs` pairs, also in turn with `tree`; exit the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
     session = Session(context)
     case = product_case(device, form, form, "dense", "square", "nn", (size, size, depth, 0))
@@ -251,6 +256,8 @@ def measure(device: Device, form: str, size: int, depth: int, pairs: int) -> Row
     repeats = max(1, round(SAMPLE / common.seconds(partial(sides[0], 1))))
     with common.Bystanders() as bystanders:
         times = common.interleave([partial(side, repeats) for side in sides], pairs)
+    words = ["--dtype", form, "--sizes", size, *(["--depth", depth] if depth != size else [])]
+    beside = other_version.measure(tree, words, sides[:2], repeats, burst, pairs) if tree else None
     tries = 3 if size >= 4096 else 9
 
     def median(work: Callable[[], object]) -> float:
@@ -276,7 +283,7 @@ def measure(device: Device, form: str, size: int, depth: int, pairs: int) -> Row
         return common.ratio([(each[first], each[second]) for each in times])
 
     digests = {name: (ratio(0, at), ratio(1, at)) for at, name in enumerate(ways, 2)}
-    return Row(size, depth, repeats * burst, ratio(0, 1), bystanders.share, account, digests)
+    return Row(size, depth, repeats * burst, ratio(0, 1), bystanders.share, account, digests, beside)
 
 
 def report(rows: list[Row]) -> str:
@@ -341,6 +348,7 @@ def report(rows: list[Row]) -> str:
         "happen once per upload, the digest for fixed cases only. The last column: how many trials over one\n"
         f"upload bring its own costs below 5 % of the time.\n\n{costs}"
         f"{about + digests if any(r.digests for r in rows) else ''}"
+        f"{other_version.report([(r.size, r.depth, r.beside) for r in rows if r.beside])}"
     )
 
 
@@ -352,7 +360,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--depth", type=int, nargs="+", default=[0], help="K (default: the size)")
     parser.add_argument("--pairs", type=int, help=f"pairs per size (default: 40; {FEWER} from 4096 up on a CPU)")
+    parser.add_argument("--beside", type=Path, help="checkout of another version, measured in turn (CPU only)")
     arguments = parser.parse_args()
+    if arguments.beside and arguments.device != "cpu":
+        parser.error("--beside measures on a CPU only: leave --device out")
     common.become_worker()
     facts = common.machine()
     found = [d for d in stack.discover()[0] if d.backend == arguments.device]
@@ -363,12 +374,12 @@ def main() -> None:
         for size, depth in itertools.product(arguments.sizes, arguments.depth):
             slow = arguments.device == "cpu" and size >= 4096
             pairs = arguments.pairs or (FEWER if slow else 40)
-            rows.append(measure(found[0], arguments.dtype, size, depth or size, pairs))
+            rows.append(measure(found[0], arguments.dtype, size, depth or size, pairs, arguments.beside))
             print(f"{size}, K {rows[-1].depth}: {rows[-1].ratio}, {rows[-1].judged}", flush=True)
             print("".join(f"  {way}: {raw}\n" for way, (raw, _) in rows[-1].digests.items()), end="", flush=True)
     common.write(
         arguments.out,
-        f"verified_gemm-{arguments.device}-{arguments.dtype}",
+        f"verified_gemm-{arguments.device}-{arguments.dtype}{'-beside' if arguments.beside else ''}",
         f"Verified products over unverified ones, {arguments.dtype} on {found[0].model}",
         facts,
         report(rows),

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,41 @@ def test_verified_gemm(bench):
     (row,) = bench("verified_gemm", "--sizes", 64, "--pairs", 2, result="verified_gemm-cpu-float32")["rows"]
     assert row["ratio"]["pairs"] == 2
     assert set(row["digests"]) == {"32 bits", "32 bits of halves", "64 bits", "bytes"}
+
+
+@needs_torch
+@pytest.mark.torch
+@pytest.mark.slow
+def test_verified_gemm_beside_another_version(bench):
+    """Both sides of another checkout, here of this very one, are measured in the same rounds."""
+    words = ("--sizes", 64, "--depth", 128, "--pairs", 2, "--beside", ROOT)
+    data = bench("verified_gemm", *words, result="verified_gemm-cpu-float32-beside")
+    (row,) = data["rows"]
+    assert row["beside"]["commit"] == data["machine"]["commit"]
+    assert all(row["beside"][name]["pairs"] == 2 for name in ("ratio", "other", "verified", "unverified"))
+
+
+@needs_torch
+@pytest.mark.torch
+@pytest.mark.slow
+def test_another_version_runs_its_own_modules_alone(tmp_path, capfd):
+    """A checkout whose canaryd would be the installed one is refused: it would be compared with itself."""
+    from benchmarks import other_version
+
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results"))
+    with pytest.raises(SystemExit, match="ended"):
+        other_version.measure(tmp_path, ["--sizes", 64], [], bursts=1, burst=1, rounds=1)
+    assert "which is not in the other checkout" in capfd.readouterr().err
+
+
+def test_every_side_begins_as_many_rounds():
+    """Sides take turns at being first, and keep their places in what is returned."""
+    from benchmarks import other_version
+
+    called = []
+    sides = [lambda side=side: called.append(side) or float(side) for side in range(4)]
+    assert other_version.rotate(sides, 4) == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert called[::4] == [0, 1, 2, 3]
 
 
 @needs_torch
