@@ -26,6 +26,7 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, discover
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits
 from canaryd.worker.runtime.interface import Operation
+from canaryd.worker.runtime.torch import BURST as OF_GPU
 from canaryd.worker.runtime.torch import Torch, _differ
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -34,6 +35,9 @@ pytestmark = pytest.mark.torch
 
 NAME = "float32/dense/square/nn@64x72x96"
 BURST = 4
+BEFORE = 1 + 5 * OF_GPU
+"""Number of results on a GPU before the first turn in a graph: one alone, a burst by the host, and for each of two
+graphs a burst aside and one with a wrong golden."""
 
 
 class Again:
@@ -444,12 +448,13 @@ def test_a_gpu_repeats_bursts_and_is_right(gpu, layout, batch):
     session, found = verified(Torch(), layout=layout, batch=batch, device=gpu, seconds=1.0)
     assert [(c.case, c.wrong, c.subject) for c in found] == [(n, False, Subject.DEVICE) for n in (NAME, f"{NAME}#1g")]
     assert session.single_steps == ""
+    assert (session.undigested, session.digested == session.repeated > 0) == ("", True)
     assert session.gathers > SHEET + 2
     assert sum(c.trials for c in found) == session.trials > PRODUCTS * SHEET
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", [40, 43])
+@pytest.mark.parametrize("at", [19, OF_GPU + 22])
 def test_a_wrong_result_in_a_graph_is_found_with_its_bits(gpu, at):
     """The fault counts the results by itself, on the device: the host sees none of them."""
     counted = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -457,7 +462,7 @@ def test_a_wrong_result_in_a_graph_is_found_with_its_bits(gpu, at):
     def compute(operands, out):
         result = multiply("float32", "float32", operands, out)
         counted.add_(1)
-        flat_bits(result)[5:6] ^= (counted == 100 + at).int() << 20
+        flat_bits(result)[5:6] ^= (counted == BEFORE + at).int() << 20
         return result
 
     _, found = verified(Torch(), compute=compute, device=gpu)
@@ -478,7 +483,7 @@ def test_a_drill_strikes_inside_a_gpus_graph(gpu, fault):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", [140, 148])
+@pytest.mark.parametrize("at", [19, OF_GPU + 3])
 def test_the_bits_of_a_wrong_fp8_result_are_its_own(gpu, at):
     """Its kernel chooses the memory of its results, which the next turn may take; of both repeaters."""
     case = product_case(gpu, "float8_e4m3fn", "bfloat16", "dense", "square", "nt", (512, 512, 512, 0))
@@ -487,7 +492,7 @@ def test_the_bits_of_a_wrong_fp8_result_are_its_own(gpu, at):
     def compute(operands, out):
         result = case.compute(operands, out)
         counted.add_(1)
-        flat_bits(result)[5:6] ^= ((counted == at).int() << 3).to(torch.int16)
+        flat_bits(result)[5:6] ^= ((counted == BEFORE + at).int() << 3).to(torch.int16)
         return result
 
     session = Session(Context(device=gpu, level="quick", seed=7, budget=5.0))
@@ -603,5 +608,5 @@ def test_a_gpu_repeats_attention(gpu):
     session, found = attended(Torch(), device=gpu)
     assert [(c.case, c.wrong) for c in found] == [(ATTENDED, False), (f"{ATTENDED}#1g", False)]
     assert session.single_steps == ""
-    _, found = attended(Torch(), device=gpu, compute=flipping(200))
+    _, found = attended(Torch(), device=gpu, compute=flipping(BEFORE + 3 * OF_GPU))
     assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{ATTENDED}#1g", 1)]
