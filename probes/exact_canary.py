@@ -49,7 +49,7 @@ def run(ctx: Context) -> Iterator[Fact]:
             cannot[kernel, form] = why
             yield Skipped(case=f"{form}/{kernel}", reason=why)
     taken = [i for i in asked if (i.kernel, i.form) not in cannot]
-    yield from verify_all(ctx, [case(ctx.device, i, ctx.seed, MODELS) for i in taken], [], None)
+    yield from verify_all(ctx, [case(ctx.device, i, ctx.seed, MODELS) for i in taken], [], None, list(cannot.values()))
 
 
 def every_inference(ctx: Context) -> list[Inference]:

@@ -50,8 +50,8 @@ def run(ctx: Context) -> Iterator[Fact]:
     refused: list[str] = []
     asked = partial(_is_asked, ctx)
     yield from _try(ctx, asked, speeds, refused)
-    if not speeds:  # the sentence that no case matches names some that there are
-        yield from _try(ctx, lambda label: not asked(label), speeds, refused)
+    if not (speeds or refused):  # the sentence that no case matches names some that there are
+        yield from _try(ctx, lambda label: not asked(label), speeds, [])
     fresh, fixed = every_case(ctx, speeds)
     served = list(served_cases(ctx, speeds))
     yield from (s for s in served if isinstance(s, Skipped) and (s.case == "served" or asked(s.case.split("/")[0])))
@@ -83,7 +83,8 @@ def _try(ctx: Context, wanted: Callable[[str], bool], speeds: dict[str, float], 
         except Exception as error:
             if not is_refusal(error):
                 raise
-            yield Skipped(case=label, reason=why_refused(device, error))  # another kernel than the tiny product's
+            refused.append(why_refused(device, error))  # another kernel than the tiny product's
+            yield Skipped(case=label, reason=refused[-1])
             continue
         yield Reading(name=f"speed_{label}", value=speeds[label], unit="flops per second")
     tiny = {
@@ -99,6 +100,7 @@ def _try(ctx: Context, wanted: Callable[[str], bool], speeds: dict[str, float], 
     for label in filter(wanted, tiny):
         saturates = label.endswith(">int32/wide") and device.unit == "cpu" and int8_pairs_saturate()
         if why := saturates or refusal(device, tiny[label].build(1), tiny[label].compute):
+            refused.append(why)
             yield Skipped(case=label, reason=why)
         else:
             speeds[label] = 0.0

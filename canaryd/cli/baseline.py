@@ -56,7 +56,9 @@ def add_parsers(commands: Commands) -> None:
         help="uuid or name (default: every device); for import: the exported file, or - for standard input",
     )
     command.add_argument("--probe", default="", metavar="NAME", help="only this probe")
-    command.add_argument("--case", default="", metavar="CASE", help="only this case, or those that begin with it")
+    command.add_argument(
+        "--case", default="", metavar="CASE", help="only this case, or those whose names continue with / after it"
+    )
     command.add_argument(
         "--reason",
         default="",

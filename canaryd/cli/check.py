@@ -70,7 +70,7 @@ def _add_check(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="CASE",
-        help="test only this case, or those that begin with it; repeatable",
+        help="test only this case, or those whose names continue with / or @ after it; repeatable",
     )
     command.add_argument(
         "--for", dest="seconds", type=duration, default=0.0, metavar="30m", help="keep repeating for this long"

@@ -45,6 +45,14 @@ def test_help_lists_every_command():
     assert "0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage" in " ".join(answer.out.split())
 
 
+def test_the_help_of_a_case_says_where_its_name_may_end():
+    """As `--case` selects: "float32/dense" selects "float32/dense/square/nn@8x8x8", and "float32/den" nothing."""
+    known = commands_of(parser())
+    texts = {c: next(a.help for a in known[c]._actions if a.dest == "case") for c in ("check", "baseline")}
+    assert "continue with / or @ after it" in texts["check"]
+    assert "continue with / after it" in texts["baseline"]
+
+
 def test_every_command_explains_its_options():
     """Each option has a text of its own, and the two that all commands take are there."""
     known = commands_of(parser())
@@ -256,6 +264,21 @@ def test_a_case_that_does_not_exist_is_a_mistake_and_no_verdict(tmp_path):
     assert [line.partition(" e.g. ")[0] for line in answer.err.splitlines()] == said
     with contextlib.closing(sqlite3.connect(tmp_path / "state/canaryd.db")) as database:
         assert database.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+
+
+def test_a_format_that_the_device_lacks_is_no_mistake_and_not_healthy(tmp_path):
+    """The answer names the format that was asked for and the device's reason, and no other format."""
+    pytest.importorskip("torch")
+    config = configure(tmp_path, each={"exact_matmul": {"enabled": True}}, worker={"python": sys.executable})
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    asked = "float8_e4m3fn-mxfp8>bfloat16"
+    answer = canaryd(
+        "check", "--device", "cpu:0", "--level", "quick", "--probe", "exact_matmul", "--case", asked, *common
+    )
+    said = " ".join(answer.out.split())
+    assert answer.code == 3, answer
+    assert f"supports no {asked}: " in said
+    assert "products with scales of blocks are for NVIDIA GPUs alone" in said
 
 
 def test_a_case_is_judged_by_the_probes_that_have_it(tmp_path):

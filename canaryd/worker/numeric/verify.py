@@ -38,18 +38,23 @@ def verify_all(
 ) -> Iterator[Fact]:
     """Verify each fixed case once and the fresh cases until the time is over; yield every fact of the run.
 
-    `shipped` is the file with digests of goldens that were made on other machines; `refused` has reasons for omitted
-    cases. Raises `Skip` if there is nothing to do.
+    `shipped` is the file with digests of goldens that were made on other machines; `refused` has the reasons why the
+    device lacks cases that `ctx.cases` selects. Raises `Skip` if there is nothing to do, and `NoCase` if `ctx.cases`
+    selects no case and none is refused.
     """
     need_torch()  # the host makes the goldens with it, whatever computes
     session = Session(ctx)
-    if not (fixed or fresh):
-        raise Skip(none_supported(ctx.device, "case of this probe", *refused))
-    kept = restrict(ctx, [*fixed, *fresh])
+    try:
+        kept = restrict(ctx, [*fixed, *fresh])
+    except Skip as skip:
+        if not refused:
+            raise
+        what = ", ".join(ctx.cases) or "case of this probe"
+        raise Skip(none_supported(ctx.device, what, *refused)) from skip
     fixed, fresh = [c for c in kept if c.fixed], [c for c in kept if not c.fixed]
     for want in ctx.cases:
         if not any(selects(want, c.name) or want.partition("#")[0] == c.base for c in (*fixed, *fresh)):
-            yield Skipped(case=want, reason="no case here has this name")
+            yield Skipped(case=want, reason="no case that this device supports has this name")
     start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run starts with other cases
     fresh = [*fresh[start:], *fresh[:start]]
     digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}

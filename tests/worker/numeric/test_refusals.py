@@ -1,12 +1,13 @@
 """Kernels that take some problems and not others: what one refuses is skipped with its reason, and ends no probe."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from canaryd.facts import Comparison, Skipped
-from canaryd.probe import Context, Skip
+from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric import attention, operands, verify
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import tensors as numeric_tensors
@@ -69,6 +70,22 @@ def test_a_run_whose_every_case_is_refused_at_its_turn_is_skipped(probes, cuda_r
     (skipped,) = (f for f in facts if isinstance(f, Skipped))
     assert skipped.case.startswith("bfloat16/rising/prefill/flash_attention/bool@")
     assert "non-null attn_mask" in skipped.reason
+
+
+@pytest.mark.parametrize(
+    ("probe", "asked", "why"),
+    [
+        ("exact_matmul", "float8_e4m3fn-mxfp8>bfloat16", "are for NVIDIA GPUs alone"),
+        ("exact_matmul", "float4_e2m1fn-nvfp4>float32/dense/decode/nt", "are for NVIDIA GPUs alone"),
+        ("exact_matmul", "tfloat32>float32/dense", "TF32 is a format of NVIDIA's tensor cores"),
+        ("exact_attention", "float64/onehot/fixed/flash_attention", "dtype: {Half, BFloat16}"),
+    ],
+)
+def test_a_requested_format_that_the_device_lacks_is_refused_by_its_reason(probes, cuda_rules, probe, asked, why):
+    """It is no mistyped name: the run is skipped with the request and the device's reason, and names no other case."""
+    with pytest.raises(Skip, match=f"supports no {re.escape(asked)}: .*{re.escape(why)}") as skipped:
+        list(probes[probe].run(context(asked)))
+    assert not isinstance(skipped.value, NoCase)
 
 
 def test_no_refusing_kernel_ends_the_attention_probe(probes, cuda_rules):

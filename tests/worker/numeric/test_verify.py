@@ -387,7 +387,7 @@ def test_a_name_that_no_case_has_is_told_beside_those_that_ran():
     """Two cases asked for, one of them mistyped: the other runs, and nobody takes it for both."""
     facts = list(verify_all(context(small().name, "float32/dnse", budget=0.1), [small()], [], None))
     assert [f.reason for f in facts if isinstance(f, Skipped) and f.case == "float32/dnse"] == [
-        "no case here has this name"
+        "no case that this device supports has this name"
     ]
     assert [c.case for c in comparisons(facts)] == [small().name]
 
