@@ -69,7 +69,7 @@ def _counted(document: Document) -> str:
         f"{strict['right']:,} strict results right, {strict['wrong']:,} wrong, {strict['raised']:,} errors; "
         f"{strict['refused'] + strict['not_offered']:,} not offered here, "
         f"{strict['left_out'] + strict['not_reached']:,} left out or not reached; "
-        f"{controls['failed_as_they_must']:,} injected faults caught, {controls['did_not_fail']:,} missed."
+        f"controls: {controls['failed_as_they_must']:,} failed as they must, {controls['did_not_fail']:,} did not."
     )
 
 

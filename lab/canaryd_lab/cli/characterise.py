@@ -219,7 +219,7 @@ def _concluded(document: Document, work: Characterisation, options: argparse.Nam
         say(
             f"{document['verdict'].upper()}  {work.conversation.device.name}  {count(len(document['parts']), 'part')}:"
             f" {strict['right']:,} strict results right, {strict['wrong']:,} wrong, {strict['raised']:,} errors;"
-            f" {controls['failed_as_they_must']:,} injected faults caught, {controls['did_not_fail']:,} missed"
+            f" controls: {controls['failed_as_they_must']:,} failed as they must, {controls['did_not_fail']:,} did not"
         )
         say(f"{work.base}.html")
     if work.left:

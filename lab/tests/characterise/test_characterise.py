@@ -136,6 +136,13 @@ def test_the_page_escapes_what_a_device_calls_itself_and_needs_no_network():
     assert "2 TFLOP/s" in text
 
 
+def test_the_page_takes_no_other_control_for_an_injected_fault():
+    """A wrong golden, an unforeseen error and an accumulator made in software are controls too."""
+    text = page(document(CPU, [result(RIGHT, FAILED)], [], drill=""))
+    assert "controls: 1 failed as they must, 0 did not." in text
+    assert "injected faults" not in text
+
+
 # --- On this machine's processor -------------------------------------------------------------------------------------
 
 

@@ -152,3 +152,21 @@ def test_memory_runs_out_for_this_process_alone(monkeypatch):
     assert (first.claim, first.seen) == (Claim.STRICT, Seen.RIGHT)
     assert first.values["taken_bytes"] <= 1 << 30
     assert [o.seen for o in after] == [Seen.RIGHT]
+
+
+def test_speed_is_measured_with_operands_without_zeros(monkeypatch):
+    """A GPU that multiplies zeros draws less power and runs at higher clocks than one that serves."""
+    import torch
+    from canaryd_lab.worker.characterise.speed import _speed
+
+    honest, zeros = torch.matmul, []
+
+    def watched(a, b, **more):
+        zeros.append(bool((a == 0).any() or (b == 0).any()))
+        return honest(a, b, **more)
+
+    monkeypatch.setattr(torch, "matmul", watched)
+    at = bench()
+    _speed(at, "float32/64", "float32", "float32", 64)
+    assert [o.seen for o in at.seen] == [Seen.RIGHT]
+    assert not any(zeros)
