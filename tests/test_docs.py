@@ -118,6 +118,53 @@ def test_no_document_speaks_of_a_private_machine(path):
     assert found is None, f"{name(path)}: {found}"
 
 
+def test_the_page_says_of_the_h200_what_its_files_show():
+    """Every figure is counted again in the committed record and reports."""
+    results = ROOT / "benchmarks" / "results"
+    (file,) = results.glob("characterise-NVIDIA-H200-*.json")
+    record = json.loads(file.read_text())
+    seen = {part["name"]: part["observations"] for part in record["parts"]}
+    page = (DOCS / "vendors.md").read_text().partition("## Seen on an H200")[2].partition("\n## ")[0]
+    said = " ".join(page.split())
+    strict = record["strict"]
+    assert (
+        f"*{record['verdict']}*. {strict['right']:,} strict results right, none wrong, {strict['refused']} refused, "
+        in said
+    )
+    assert (strict["wrong"], strict["raised"]) == (0, 0)
+    assert f"{strict['left_out']} left out, {strict['not_reached']} not reached. " in said
+    controls = [o["name"] for part in seen.values() for o in part if (o["claim"], o["seen"]) == ("control", "wrong")]
+    faults, goldens = (sum(word in name for name in controls) for word in ("/fault ", "/wrong golden"))
+    assert f"{len(controls)} controls failed as they must: {faults} injected faults, {goldens} wrong goldens, " in said
+    assert len(controls) - faults - goldens == len(["an unforeseen error", "an accumulator in software"])
+    pairs = [(o["values"]["canaryd"], o["values"]["tool"]) for o in seen["telemetry"] if "tool" in o["values"]]
+    equal = sum(own == other for own, other in pairs)
+    assert f"Of {len(pairs)} readings beside nvidia-smi's, {equal} were constants or zeros" in said
+    assert (
+        f"; {['no', 'one', 'two', 'three', 'four'][len(pairs) - equal]}, read at another moment, all differed." in said
+    )
+    fresh = [(o["name"].split("/")[0], o["seen"]) for o in seen["cases/exact_matmul"] if "/fixed" not in o["name"]]
+    reached = {form for form, came_to in fresh if came_to == "right"}
+    assert {form for form, _ in fresh} - reached == {
+        *("float64", "float32", "float16>float32", "int8>int32"),
+        *("float8_e4m3fn>bfloat16", "float8_e4m3fn>float32", "float8_e5m2>bfloat16"),
+    }
+    late = sum("was spent before its turn" in o["detail"] for o in seen["cases/exact_canary"])
+    assert f"{late} of {len(seen['cases/exact_canary'])} cases of `exact_canary`" in said
+    assert {part["name"] for part in record["left"]} == {"throughput", "beside"}
+    share = re.search(
+        r"products' share of it at the chip's rate, % \| ([\d.]+)", (results / "case_list.md").read_text()
+    )
+    assert f"[{float(share[1]):.1f} %](" in said
+    for form in ("bfloat16", "float32"):
+        text = (results / f"verified_gemm-cuda-{form}.md").read_text()
+        ratios = [float(ratio) for ratio in re.findall(r"^\| \d+ \|.*?\| ([\d.]+) \(.*missed", text, re.MULTILINE)]
+        assert (
+            f"[{form}](../benchmarks/results/verified_gemm-cuda-{form}.md) {min(ratios):.2f} to {max(ratios):.2f}"
+            in said
+        )
+
+
 # --- Schemas ---------------------------------------------------------------------------------------------------------
 
 SCHEMAS = {n: json.loads((DOCS / f"{n}.schema.json").read_text()) for n in ("check", "gate", "history", "status")}
