@@ -51,6 +51,8 @@ class Part:
     """Cases that are shipped as characterised on any device."""
     sizes: tuple[str, ...] = ()
     """Sizes in the names of its exact cases with fresh operands, of one round after the other; the last ones stay."""
+    graphs: int = FOREVER
+    """Round from which on a graph computes its exact cases with fresh operands, too; on other operands."""
     weak_identity: bool = False
     card: str = ""
     """Name of the device of the same host that is the same part through another runtime."""

@@ -302,9 +302,12 @@ class Hardware:
         if part.backend == "cpu":
             places = [f"all {part.cores} threads", *(f"core {n}" for n in range(part.cores))]
         sizes = f"@{part.sizes[min(self.round, len(part.sizes) - 1)]}" if part.sizes else ""
+        turns = ("", "#1g") if part.graphs <= self.round else ("",)
+        asked = {case.partition("#")[0] for case in request.cases}  # what erred in a graph is repeated without one, too
         for name in CASES:
-            for case, seed, which in ((name, 1, "fixed"), (f"{name}{sizes}", request.seed, "fresh")):
-                for where in places if not request.cases or case in request.cases else ():
+            fresh = ((f"{name}{sizes}{turn}", request.seed, "fresh") for turn in turns)
+            for case, seed, which in ((name, 1, "fixed"), *fresh):
+                for where in places if not asked or case.partition("#")[0] in asked else ():
                     clean = Comparison(
                         case=case,
                         shape=SHAPE,
