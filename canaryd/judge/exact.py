@@ -180,7 +180,7 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
 
 
 def _without_proof(case: Case) -> tuple[list[Mismatch], list[Mismatch]]:
-    """Return the mismatches without proof: those that identical devices gave in the same bits, and the others."""
+    """Return the mismatches without proof: those that identical devices share, in the same bits, and the others."""
     mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
     if not case.device.has_witnesses:
         # A server that was wrong everywhere and then right was served in another way. Two servers that are alike wrong
@@ -188,7 +188,7 @@ def _without_proof(case: Case) -> tuple[list[Mismatch], list[Mismatch]]:
         return [], [m for m in mismatches if not _right_since(case, m.run)]
     sides: dict[bool, list[Mismatch]] = {True: [], False: []}
     for mismatch in mismatches:
-        sides[bool(case.node.gave_alike(mismatch))].append(mismatch)
+        sides[case.node.is_shared(mismatch)].append(mismatch)
     return sides[True], sides[False]
 
 

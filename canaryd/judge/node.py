@@ -197,6 +197,34 @@ class Node:
         look = self.data(mismatch.run, mismatch.comparison), judge_cause.mark(mismatch.comparison)
         return {m.run.device for m in self._unproven.get(look, ())} - {mismatch.run.device}
 
+    def is_shared(self, mismatch: Mismatch) -> bool:
+        """Return whether a mismatch without proof is one that identical devices share, in the same bits.
+
+        If none of their results for its data is in memory, the device's other mismatches of its class tell.
+        """
+        if self.gave_alike(mismatch):
+            return True
+        run, comparison = mismatch.run, mismatch.comparison
+        forgotten = self._computed_in_shared_claims.get(self.data(run, comparison), set()) <= {run.device}
+        return forgotten and (run.device, _claim(run, comparison)) in self._shared_claims
+
+    @cached_property
+    def _shared_claims(self) -> Collection[tuple[str, object]]:
+        """(Device, claim) of the mismatches without proof that another device gave in the same bits."""
+        every = itertools.chain.from_iterable(self._unproven.values())
+        return {(m.run.device, _claim(m.run, m.comparison)) for m in every if self.gave_alike(m)}
+
+    @cached_property
+    def _computed_in_shared_claims(self) -> Mapping[object, set[str]]:
+        """Data → the devices with results for them, right or wrong, where devices share mismatches without proof."""
+        found: dict[object, set[str]] = defaultdict(set)
+        claims = {claim for _, claim in self._shared_claims}
+        for run in self.all if claims else ():
+            for c in run.comparisons:
+                if _claim(run, c) in claims:
+                    found[self.data(run, c)].add(run.device)
+        return found
+
     @cached_property
     def _accused(self) -> Sequence[Mismatch]:
         """The mismatches that accuse any device, each device's oldest first."""

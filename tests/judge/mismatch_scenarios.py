@@ -9,6 +9,7 @@ from tests.judge.made import (
     HEALTHY,
     HOUR,
     NOW,
+    OTHER_FIRST,
     OTHER_STACK,
     SUSPECT,
     TWIN,
@@ -33,6 +34,12 @@ from tests.judge.made import (
 from tests.places import lane, line, place
 
 UNDRIVEN = device("PCI-1", torch_index=None, detail={"bus_id": "0000:65:00.0", "undriven": "no driver is loaded"})
+
+
+def cured(*of_twin):
+    """Judge a device that was wrong on two data in a class that nobody met, and is right on other software."""
+    of_gpu = [run(3 * HOUR - n, wrong(seed=n, characterised=False)) for n in (1, 2)]
+    return ask(*of_gpu, fresh(stack=OTHER_STACK), run(9, right(trials=9), stack=OTHER_STACK), peers=[(TWIN, of_twin)])
 
 
 def spots(*pairs):
@@ -124,6 +131,24 @@ MISMATCHES = {
     "uncharacterised": lambda: (
         ask(run(2 * HOUR, wrong(characterised=False)), run(HOUR, wrong(characterised=False)), fresh()),
         UNKNOWN, U, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, a bug that other software cures, of which memory has not all that a sibling gave": lambda: (
+        cured(run(3 * HOUR, wrong(characterised=False), of=TWIN)),
+        HEALTHY, Cause.NONE, set(),
+    ),
+    "uncharacterised, as before, but a sibling gave other bits": lambda: (
+        cured(
+            run(3 * HOUR, wrong(characterised=False), of=TWIN),
+            run(3 * HOUR, wrong(seed=2, first=OTHER_FIRST, characterised=False), of=TWIN),
+        ),
+        UNKNOWN, U, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, as before, but a sibling was right": lambda: (
+        cured(run(3 * HOUR, wrong(characterised=False), right(seed=2), of=TWIN)),
+        UNKNOWN, U, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, and no sibling gave the same bits": lambda: (
+        cured(run(3 * HOUR, right(seed=3), of=TWIN)), UNKNOWN, U, {"uncharacterised-mismatch"},
     ),
     "uncharacterised, on a processor": lambda: (
         ask(run(HOUR, wrong(characterised=False), of=CPU), fresh(CPU), of=CPU),
