@@ -58,8 +58,8 @@ class Digest:
         return found
 
 
-def fits(result: Any, count: int) -> bool:
-    """Return whether the rows of `count` results like this one can be digested, by their number and length."""
+def fits(result: Any, count: int, pool: int) -> bool:
+    """Return whether a pool's rows and those of `count` results like this one can be digested, by number and length."""
     row = result.shape[-1] * result.element_size()
-    rows = count * result.numel() // max(1, result.shape[-1])
+    rows = min(pool, count * result.numel() // max(1, result.shape[-1]))
     return bool(row % PIECE == 0 and 0 < row <= LONGEST and rows >= FEWEST and result.is_contiguous())
