@@ -50,16 +50,19 @@ class Digest:
         return memory.view(*matrices.shape[:-1], VECTORS)
 
     def of(self, results: list[Any]) -> list[Any]:
-        """Return the digests of each result; they are adjacent in memory if the results are."""
-        found: list[Any] = []
-        for block in joined(results):
-            made = self.rows(block)
-            found += made if block.dim() > results[0].dim() else [made]
-        return found
+        """Return the digests of each result; they are adjacent in memory, as the results must be."""
+        (block,) = joined(results)
+        made = self.rows(block)
+        return list(made) if block.dim() > results[0].dim() else [made]
 
 
-def fits(result: Any, count: int, pool: int) -> bool:
-    """Return whether a pool's rows and those of `count` results like this one can be digested, by number and length."""
+def fits(results: list[Any], pool: int) -> bool:
+    """Return whether the rows of these results, and the `pool` rows of a pool, can be digested.
+
+    Results that are not adjacent cannot: the digests of one would overwrite those of another.
+    """
+    result = results[0]
     row = result.shape[-1] * result.element_size()
-    rows = min(pool, count * result.numel() // max(1, result.shape[-1]))
-    return bool(row % PIECE == 0 and 0 < row <= LONGEST and rows >= FEWEST and result.is_contiguous())
+    rows = min(pool, len(results) * result.numel() // max(1, result.shape[-1]))
+    fit = row % PIECE == 0 and 0 < row <= LONGEST and rows >= FEWEST and result.is_contiguous()
+    return bool(fit and len(joined(results)) == 1)

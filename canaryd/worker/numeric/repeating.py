@@ -177,7 +177,7 @@ def _digest(session: Session, case: Case, gatherer: Gatherer, results: list[Any]
     integers have cases of their own.
     """
     runtime, device, result = session.runtime, session.ctx.device, results[0]
-    if not fits(result, len(results), len(gatherer.answers)):
+    if not fits(results, len(gatherer.answers)):
         return None
     seed = derive(session.ctx.seed, f"digest {case.name}")
     digest = Digest(result.shape[-1], result.element_size(), seed, torch_device(device))

@@ -320,6 +320,20 @@ def test_rows_that_do_not_fit_are_compared_with_goldens(sizes, monkeypatch):
     assert (session.digested, session.undigested, session.repeated > BURST) == (0, "", True)
 
 
+@pytest.mark.parametrize("at", range(BURST))
+def test_results_that_are_not_adjacent_are_compared_with_goldens(at):
+    """The digests of one would overwrite those of another, and a wrong result would pass."""
+
+    class Apart(Repeating):
+        def room(self, like, count):
+            return [torch.empty_like(like) for _ in range(count)]
+
+    runtime = Apart()
+    session, found = verified(runtime, compute=broken(runtime, 2, at))
+    assert [(c.case, c.wrong_trials, c.evidence.wrong) for c in found if c.wrong] == [(f"{NAME}#2g", 1, 1)]
+    assert (session.digested, session.undigested) == (0, "")
+
+
 @pytest.mark.parametrize("turn", [1, 2, 3])
 def test_a_kernel_that_writes_nothing_is_found_in_every_turn(turn):
     """What lies there is of another turn, from the first on."""
