@@ -220,7 +220,8 @@ class _Turns:
 
     def _counted(self, turn: Turn, upload: OnDevice) -> Comparison:
         wrong = [result for result, answer in zip(turn.by.results, turn.answers, strict=True) if answer == DIFFERENT]
-        found = _evidence(upload.right(), self.session.runtime.download(wrong[0])) if wrong else None
+        seen = "a difference" if turn.by.golden is not None else "other digests of rows"
+        found = _evidence(upload.right(), self.session.runtime.download(wrong[0]), seen) if wrong else None
         trials = len(wrong) + turn.answers.count(EQUAL)
         self.session.repeated += trials
         self.session.digested += trials * (turn.by.golden is None)
@@ -374,7 +375,8 @@ def comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparis
     return replace(erred, trials=1, wrong_trials=1)
 
 
-def _evidence(golden: Any, observed: Any) -> Evidence:
+def _evidence(golden: Any, observed: Any, seen: str = "a difference") -> Evidence:
+    """Return what is wrong with a result; `seen`: what the device saw, if the host's copy of the result is right."""
     if host_same_bits(observed, golden):
-        return evidence.collect_nothing(golden, "the device saw a difference that the host's copy does not show")
+        return evidence.collect_nothing(golden, f"the device saw {seen}, and the host's copy of the result is right")
     return evidence.collect(golden, observed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from canaryd.worker.numeric import faults
@@ -19,7 +20,7 @@ from canaryd.worker.numeric.gathering import Gatherer
 from canaryd.worker.numeric.operands import SHEET
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import torch_device
+from canaryd.worker.numeric.tensors import has_events, timed, torch_device
 from canaryd.worker.runtime.graphs import cannot_be_captured, why_not
 from canaryd.worker.runtime.interface import Repeated
 
@@ -29,6 +30,10 @@ TRIED = SHEET
 """Number of the turn with which a repeater is made and tested with a wrong golden. It is not one of the first turns,
 because their results must not be in memory beforehand."""
 EQUAL, DIFFERENT = 0, 1
+SLOWER = 1.5
+"""How many times as long as the comparison with goldens that of digests may take, without the gather of goldens, which
+it saves (ours). A GB300 multiplies integers several times more slowly than floating-point numbers (pytorch issue
+187094)."""
 
 
 class Repeater:
@@ -172,9 +177,9 @@ class RepeatedTurns:
 def _digest(session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> Digest | None:
     """Return what makes digests of rows, after it was right for a turn's golden in the place of every result.
 
-    Return None if the rows do not fit (`digests.fits`), or if the device refuses or fails this test: then the run
-    compares with goldens. The test involves none of the results, so that its failure accuses nobody here: products of
-    integers have cases of their own.
+    Return None if the rows do not fit (`digests.fits`), if the device multiplies integers too slowly (`SLOWER`), or if
+    it refuses or fails this test: then the run compares with goldens. The test involves none of the results, so that
+    its failure accuses nobody here: products of integers have cases of their own.
     """
     runtime, device, result = session.runtime, session.ctx.device, results[0]
     if not fits(results, len(gatherer.answers)):
@@ -197,6 +202,12 @@ def _digest(session: Session, case: Case, gatherer: Gatherer, results: list[Any]
     if not all(agreed) or any(blind):
         session.undigested = "the device's digests of right results were wrong, or those of wrong ones right"
         return None
+    if has_events(device):
+        ways = (partial(runtime.agree, results, golden), lambda: runtime.agree(digest.of(results), right))
+        wait = partial(runtime.synchronize, device)
+        whole, digested = (min(timed(device, way, wait)[1] for _ in range(2)) for way in ways)
+        if digested > SLOWER * whole:
+            return None
     return digest
 
 
@@ -226,5 +237,8 @@ def prepare(session: Session, case: Case, gatherer: Gatherer, held: int, results
             return None  # single steps take less
         if not cannot_be_captured(error):
             raise
+        if not session.undigested:  # perhaps it is the digests that cannot be captured
+            session.undigested = why_not(error)
+            return prepare(session, case, gatherer, held, results)
         session.runtime.cannot_repeat = session.single_steps = why_not(error)
         return None

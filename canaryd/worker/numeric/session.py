@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from canaryd.facts import DEVICE_SECONDS, HOST_SECONDS, Comparison, Place, Reading
-from canaryd.probe import Context, Skip
+from canaryd.facts import DEVICE_SECONDS, HOST_SECONDS, TRIALS, Comparison, Place, Reading
+from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.operands import Problem, Product
 from canaryd.worker.numeric.seeds import derive
@@ -112,6 +112,22 @@ class Session:
         """Seconds that the device has worked so far. Reading this waits for the device."""
         self._add_up()
         return self._device_seconds
+
+    def totals(self) -> Iterator[Fact]:
+        """Yield what the run counted, as readings."""
+        yield Reading(name=TRIALS, value=self.trials, unit="1")
+        yield Reading(name="gathers", value=self.gathers, unit="1")
+        if self.single_steps:
+            yield Absent(name="repeated", reason=f"this device could not repeat turns by itself: {self.single_steps}")
+        else:
+            yield Reading(name="repeated", value=self.repeated, unit="1")
+            if self.undigested:
+                yield Absent(name="digested", reason=f"this device compared goldens: {self.undigested}")
+            else:
+                yield Reading(name="digested", value=self.digested, unit="1")
+        yield Reading(name="operations", value=self.operations, unit="1")
+        yield from self.times()
+        yield Reading(name="goldens_made_on_two_cores", value=self.made_twice, unit="1")
 
     def times(self) -> Iterator[Reading]:
         """Yield the seconds that the device worked, and those in which only the host worked."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from canaryd.facts import FINGERPRINT, TRIALS, Comparison, Exactness, Reading, Skipped, is_of_graph
+from canaryd.facts import FINGERPRINT, Comparison, Exactness, Reading, Skipped, is_of_graph
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric.cases import Case, Refused, none_supported, restrict, selects
 from canaryd.worker.numeric.integers import combine
@@ -95,19 +95,7 @@ def verify_all(
         raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
     if session.refused and len(session.refused) + late == len(order):
         raise Skip(none_supported(ctx.device, "case that was asked for", *session.refused.values()))
-    yield Reading(name=TRIALS, value=session.trials, unit="1")
-    yield Reading(name="gathers", value=session.gathers, unit="1")
-    if session.single_steps:
-        yield Absent(name="repeated", reason=f"this device could not repeat turns by itself: {session.single_steps}")
-    else:
-        yield Reading(name="repeated", value=session.repeated, unit="1")
-        if session.undigested:
-            yield Absent(name="digested", reason=f"this device compared goldens: {session.undigested}")
-        else:
-            yield Reading(name="digested", value=session.digested, unit="1")
-    yield Reading(name="operations", value=session.operations, unit="1")
-    yield from session.times()
-    yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
+    yield from session.totals()
     ran = [case for case in fixed if case.name not in session.refused]
     if ran and not ctx.cases and len(session.digests) == len(ran):
         yield Reading(name=FINGERPRINT, value=combine(session.digests), unit="1")
