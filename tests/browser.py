@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import html
 import re
-import shutil
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.programs import CHROMIUM, needed
 
 SOFTWARE = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 """Options with which Chromium computes WebGPU by SwiftShader."""
 PROCESSOR = ("--disable-gpu", "--virtual-time-budget=600000")
 
 
-class NoBrowserError(Exception):
-    """There is no Chromium here."""
-
-
 def program() -> str:
-    """Return the path of Chromium; raise `NoBrowserError` without one."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        raise NoBrowserError("no chromium here: the pack's page was not run in a browser")
-    return found
+    """Return the path of Chromium, or skip the test."""
+    return needed(*CHROMIUM, untested="the pack's page was not run in a browser")
 
 
 def browse(address: str, profile: Path, *options: str) -> tuple[str, Path]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from canaryd.report import status_page
 from tests.command import ROOT
 from tests.mixed_machine import mixed_machine
+from tests.programs import CHROMIUM, HEADLESS, find
 
 PICTURES = ROOT / "docs/pictures"
 SOURCES = PICTURES / "sources.json"
@@ -58,13 +59,13 @@ def digests() -> dict[str, str]:
 
 def draw_status() -> None:
     """Draw the status page in a browser."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = find(*CHROMIUM)
     if browser is None:
         sys.exit("scripts/pictures: wanted chromium to draw with; install it")
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "page.html"
         page.write_text(status_html())
-        argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        argv = [browser, *HEADLESS, "--hide-scrollbars"]
         argv += [f"--user-data-dir={directory}/profile", f"--window-size={WIDTH},{HEIGHT}"]
         subprocess.run(
             [*argv, f"--screenshot={PICTURES / STATUS}", page.as_uri()], check=True, timeout=120, capture_output=True

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-
-def needed() -> str:
-    """Return the path of openssl, or skip the test."""
-    path = shutil.which("openssl")
-    if path is None:
-        pytest.skip("openssl is not installed here: no certificate was made, and TLS not tried")
-    return path
+from tests.programs import accepted, needed
 
 
 @dataclass(frozen=True)
@@ -30,7 +20,7 @@ class Authority:
     """One that vouches for others."""
 
     def __init__(self, directory: Path, name: str = "ca") -> None:
-        self._openssl = needed()
+        self._openssl = needed("openssl", untested="no certificate was made, and TLS not tried")
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.pair = Pair(directory / f"{name}.crt", directory / f"{name}.key")
@@ -58,8 +48,7 @@ class Authority:
         return made
 
     def _run(self, *arguments: object) -> None:
-        done = subprocess.run([self._openssl, *map(str, arguments)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        accepted(self._openssl, *arguments)
 
 
 _NEW = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")

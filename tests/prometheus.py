@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
@@ -12,17 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.command import eventually, free_port
-
-
-def needed() -> str:
-    """Return the path of Prometheus, or skip the test."""
-    path = shutil.which("prometheus")
-    if path is None:
-        pytest.skip("prometheus is not installed here: nothing was scraped")
-    return path
+from tests.programs import needed
 
 
 def scraping(*targets: str) -> dict[str, Any]:
@@ -55,7 +45,7 @@ class Prometheus:
 @contextlib.contextmanager
 def prometheus(directory: Path, config: Mapping[str, Any], *arguments: str) -> Iterator[Prometheus]:
     """Run Prometheus in `directory` until the block ends; arguments beyond the address and the folder are its own."""
-    program, port = needed(), free_port()
+    program, port = needed("prometheus", untested="nothing was scraped"), free_port()
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "prometheus.yml"
     path.write_text(json.dumps(config))  # JSON is YAML

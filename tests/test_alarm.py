@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,18 +21,12 @@ import yaml
 
 from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
 from tests.daemon.test_telemetry import Site, state_of
+from tests.programs import needed
 
 DEPLOY = ROOT / "deploy"
 REPEAT = 2
 """Seconds after which a warning would be told again, so that what arrives shows whether it is inhibited."""
 WITHIN = 40.0
-
-
-def needs(program: str) -> str:
-    path = shutil.which(program)
-    if path is None:
-        pytest.skip(f"{program} is not installed here: no alarm was seen to arrive")
-    return path
 
 
 def free_ports(count: int) -> list[int]:
@@ -178,7 +171,9 @@ class Chain:
     def __init__(self, directory: Path) -> None:
         self.hook = Webhook()
         self.port, self.prometheus, self.alertmanager = free_ports(3)
-        self._programs = needs("prometheus"), needs("prometheus-alertmanager")
+        self._programs = (
+            needed(name, untested="no alarm was seen to arrive") for name in ("prometheus", "prometheus-alertmanager")
+        )
         self._directory = directory
 
     def _write(self, name: str, content: Mapping[str, Any]) -> Path:

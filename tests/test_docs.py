@@ -27,6 +27,7 @@ from canaryd.model import Device, Outcome, Run, State
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from tests.command import canaryd, configure
+from tests.programs import accepted, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -450,18 +451,12 @@ def test_every_command_of_the_first_steps_is_run():
 
 def test_the_commands_that_copy_monitoring_give_a_configuration_that_prometheus_takes(tmp_path):
     """As the README has them, with a directory in the place of /etc."""
-    promtool, amtool = shutil.which("promtool"), shutil.which("amtool")
-    if promtool is None or amtool is None:
-        pytest.skip("promtool or amtool is not installed here: what the README copies was not checked")
+    promtool, amtool = (needed(n, untested="what the README copies was not checked") for n in ("promtool", "amtool"))
     (tmp_path / "prometheus").mkdir()
     for command in sorted(COPIES, reverse=True):
         subprocess.run(["sh", "-c", command.replace("/etc", str(tmp_path))], cwd=ROOT, check=True, timeout=60)
-    for argv in (
-        [promtool, "check", "config", tmp_path / "prometheus/prometheus.yml"],
-        [amtool, "check-config", tmp_path / "prometheus/alertmanager.yml"],
-    ):
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    accepted(promtool, "check", "config", tmp_path / "prometheus/prometheus.yml")
+    accepted(amtool, "check-config", tmp_path / "prometheus/alertmanager.yml")
 
 
 def test_the_drill_of_the_readme_finds_its_fault(tmp_path):

@@ -50,6 +50,7 @@ from tests.command import (
     soon,
 )
 from tests.daemon.test_telemetry import Site
+from tests.programs import needed
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="NOT TESTED: these failures are made with Linux's means"
@@ -109,12 +110,6 @@ def nothing_twice(state):
         counted = sum(value for (name, _), value in store.counters().items() if name == "probe_runs")
         assert counted == len(found) == len({r.id for r in found})
         return found
-
-
-def needs(*programs):
-    for program in programs:
-        if shutil.which(program) is None:
-            pytest.skip(f"NOT TESTED: {program} is not installed here")
 
 
 @contextlib.contextmanager
@@ -230,7 +225,8 @@ def test_a_disk_that_failed_still_tells_what_was_faulty(tmp_path):
 
     That is what errors=remount-ro makes of a failing disk.
     """
-    needs("mkfs.ext4", "losetup")
+    needed("mkfs.ext4", untested="this failure was not made")
+    needed("losetup", untested="this failure was not made")
     image, disk = tmp_path / "image", tmp_path / "disk"
     with image.open("wb") as file:
         file.truncate(16 << 20)
@@ -259,7 +255,7 @@ def test_a_disk_that_failed_still_tells_what_was_faulty(tmp_path):
 
 def test_a_directory_of_somebody_else_is_said_and_nothing_is_lost_when_it_is_given_back(tmp_path, state):
     """Root without its capabilities is an ordinary user to the file system."""
-    needs("setpriv")
+    needed("setpriv", untested="this failure was not made")
     if os.geteuid() != 0:
         pytest.skip("NOT TESTED: only root can give a directory away")
     state.mkdir()
@@ -281,7 +277,7 @@ def test_a_directory_of_somebody_else_is_said_and_nothing_is_lost_when_it_is_giv
 
 def test_a_database_of_somebody_else_is_no_health(tmp_path, state):
     """A check of another user left it: what stands in it says nothing of a daemon that runs and cannot store."""
-    needs("setpriv")
+    needed("setpriv", untested="this failure was not made")
     if os.geteuid() != 0:
         pytest.skip("NOT TESTED: only root can give files away")
     config = configure(tmp_path, "passes", each=QUICK)
@@ -770,7 +766,7 @@ def test_a_log_that_is_full_is_no_health(tmp_path, state):
 @pytest.mark.parametrize("what", ["/proc", "/tmp"])
 def test_without_proc_or_with_a_full_tmp(tmp_path, state, what):
     """An empty /proc, and a /tmp without a free byte, in a mount namespace of its own."""
-    needs("unshare")
+    needed("unshare", untested="this failure was not made")
     place = Path("/var/tmp") / f"canaryd-failures-{os.getpid()}"
     place.mkdir()
     try:

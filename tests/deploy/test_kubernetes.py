@@ -23,6 +23,7 @@ from canaryd.config import load
 from canaryd.model import Cause, Device, Finding, State, Verdict
 from canaryd.store.store import Store
 from tests.command import ROOT, eventually
+from tests.programs import accepted, needed
 
 HERE = ROOT / "deploy/kubernetes"
 SCHEMAS = ROOT / "tests/deploy/kubernetes"
@@ -42,24 +43,14 @@ ignore: [prometheusrule.yaml]
 
 
 def found(program: str) -> str:
-    path = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if path is None:
-        pytest.skip(f"{program} is not installed here: what is shipped was not checked by it")
-    return path
-
-
-def run(*argv: object) -> str:
-    """Run a validator; it must be content. Returns its output."""
-    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return needed(program, untested="what is shipped was not checked by it")
 
 
 def build(directory: Path) -> list[dict[str, Any]]:
     """Return what Kustomize makes of a directory."""
     kustomize = shutil.which("kustomize")
     command = [kustomize, "build"] if kustomize else [found("kubectl"), "kustomize"]
-    return [d for d in yaml.safe_load_all(run(*command, directory)) if d]
+    return [d for d in yaml.safe_load_all(accepted(*command, directory)) if d]
 
 
 def overlay(directory: Path, *components: str) -> Path:
@@ -113,7 +104,7 @@ def test_kubernetes_takes_what_is_built(tmp_path, components):
     for version in VERSIONS:
         left_out = custom | (since_1_30 if version == "1.28" else set())
         builtin.write_text(yaml.safe_dump_all(d for d in documents if d["kind"] not in left_out))
-        run(validate, "--strict", "-k", version, builtin)
+        accepted(validate, "--strict", "-k", version, builtin)
     for document in documents:
         if document["kind"] in custom:
             schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.schema.json").read_text())
@@ -129,7 +120,7 @@ def test_the_documented_way_back_puts_the_copy_in_place_once(tmp_path):
     path.write_text(yaml.safe_dump(content))
     built = tmp_path / "built.yaml"
     built.write_text(yaml.safe_dump(one(documents := build(path.parent), "DaemonSet", "canaryd")))
-    run(found("kubernetes-validate"), "--strict", "-k", VERSIONS[0], built)
+    accepted(found("kubernetes-validate"), "--strict", "-k", VERSIONS[0], built)
     *_, state, back = pod(documents)["initContainers"]
     assert (state["name"], back["name"], back["image"]) == ("state", "way-back", "canaryd:older")
     place = tmp_path / "state"
@@ -139,7 +130,7 @@ def test_the_documented_way_back_puts_the_copy_in_place_once(tmp_path):
     Store.open(place).close()
     command = [word.replace("/var/lib/canaryd", str(place)) for word in back["command"]]
     for _ in range(2):
-        run(*command)
+        accepted(*command)
         with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
             assert db.execute("PRAGMA user_version").fetchone() == (5,)
     (newer,) = place.glob("newer-*")
@@ -156,7 +147,7 @@ def test_a_way_back_that_was_killed_goes_on(tmp_path, moved):
     (tmp_path / "newer.part").mkdir()
     for name in moved:
         (tmp_path / name).rename(tmp_path / "newer.part" / name)
-    run(*(word.replace("/var/lib/canaryd", str(tmp_path)) for word in command))
+    accepted(*(word.replace("/var/lib/canaryd", str(tmp_path)) for word in command))
     assert (tmp_path / "canaryd.db").read_text() == "canaryd.db.version-5"
     assert {p.name for p in tmp_path.glob("canaryd.db*")} == {"canaryd.db", "canaryd.db.corrupt-20260101T000000Z"}
     (newer,) = tmp_path.glob("newer*")
@@ -170,7 +161,7 @@ def test_the_example_is_taken_and_the_image_is_yours(tmp_path):
     assert images == {"registry.example.org/canaryd:0.1.0"}
     assert "expected: 8" in one(documents, "ConfigMap", "canaryd")["data"]["canaryd.yaml"]
     (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(d for d in documents if "coreos" not in d["apiVersion"]))
-    run(found("kubernetes-validate"), "--strict", "-k", VERSIONS[-1], tmp_path / "all.yaml")
+    accepted(found("kubernetes-validate"), "--strict", "-k", VERSIONS[-1], tmp_path / "all.yaml")
 
 
 @pytest.mark.parametrize("components", CHOICES, ids="+".join)
@@ -187,14 +178,14 @@ def test_every_choice_of_components_builds(tmp_path, components):
 
 def test_yamllint_takes_every_file():
     """Generated rules aside, which their own test compares."""
-    run(found("yamllint"), "-d", LINT, HERE)
+    accepted(found("yamllint"), "-d", LINT, HERE)
 
 
 def test_shellcheck_takes_the_scripts(tmp_path):
     """The plugin, and the loop of the container."""
     loop = tmp_path / "loop"
     loop.write_text(f"#!/bin/sh\n{gate_loop()}")
-    run(found("shellcheck"), CONDITION, loop)
+    accepted(found("shellcheck"), CONDITION, loop)
 
 
 def test_every_file_that_a_kustomization_names_is_there():
@@ -213,7 +204,7 @@ def test_every_file_that_a_kustomization_names_is_there():
 
 def test_the_rules_are_those_of_prometheus():
     """One source: the file is what its generator makes, and it holds the very groups."""
-    run(sys.executable, HERE / "rules.py", "--check")
+    accepted(sys.executable, HERE / "rules.py", "--check")
     made = yaml.safe_load_all((HERE / "components/prometheus-operator/prometheusrule.yaml").read_text())
     groups = [g for d in made for g in d["spec"]["groups"]]
     source = sorted((ROOT / "deploy/prometheus").glob("*.rules.yml"))

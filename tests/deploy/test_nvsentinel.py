@@ -17,7 +17,8 @@ import yaml
 from canaryd.action import nvsentinel
 from tests.cli.test_prove import FAULTY
 from tests.command import ROOT, configure
-from tests.deploy.test_kubernetes import HERE, LINT, SCHEMAS, VERSIONS, found, one, run
+from tests.deploy.test_kubernetes import HERE, LINT, SCHEMAS, VERSIONS, found, one
+from tests.programs import accepted
 
 FILES = ROOT / "deploy/nvsentinel"
 VALUES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FILES.glob("*.yaml"))}
@@ -75,7 +76,7 @@ def test_nvsentinels_types_take_it(name):
 
 def test_yamllint_takes_every_file():
     """Values and policies alike."""
-    run(found("yamllint"), "-d", LINT, FILES)
+    accepted(found("yamllint"), "-d", LINT, FILES)
 
 
 def test_kubernetes_takes_the_job_and_the_check(tmp_path):
@@ -87,7 +88,7 @@ def test_kubernetes_takes_the_job_and_the_check(tmp_path):
     path = tmp_path / "all.yaml"
     path.write_text(yaml.safe_dump_all([job(), pod]))
     for version in VERSIONS:
-        run(found("kubernetes-validate"), "--strict", "-k", version, path)
+        accepted(found("kubernetes-validate"), "--strict", "-k", version, path)
 
 
 def test_the_job_is_tried_once_and_keeps_its_proof_on_the_node():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,6 +17,7 @@ from canaryd.report import textfile
 from canaryd.store.locks import WAIT
 from canaryd.store.store import DRILL_EXPIRY
 from tests.command import ROOT, canaryd
+from tests.programs import accepted, needed
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 ALERTMANAGER = ROOT / "deploy/alertmanager/alertmanager.yml"
@@ -35,12 +34,7 @@ SEVERITIES = {"critical", "warning", "ticket", "drill", "none"}
 
 def run(program: str, *arguments: object) -> str:
     """Run promtool or amtool; it must be content. Returns its output."""
-    path = shutil.which(program)
-    if path is None:
-        pytest.skip(f"{program} is not installed here: nothing that is shipped was checked by it")
-    done = subprocess.run([path, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return accepted(needed(program, untested="nothing that is shipped was checked by it"), *arguments)
 
 
 def rules(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from canaryd.judge import acks
 from canaryd.model import Ack, Cause, Event, State
 from tests.dossier.made import CASE, GPU, HOUR, NOW, PEER, SERIAL, SIBLING, UUID, evidence, run, verdict, written
 from tests.places import place
+from tests.programs import opened
 
 
 class Reader(html.parser.HTMLParser):
@@ -130,23 +129,12 @@ def test_processes_are_cut_out_of_nvidia_smi():
     assert "SM : 1980 MHz" in cut
 
 
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no chromium here: the page was not opened in a browser")
-    return found
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_without_network_shows_the_facts(store, tmp_path, scheme):
     """Headless, every name unresolvable: verdict, serial, case, element, bit and rate stand in the document."""
     made, _, _ = written(store, tmp_path)
-    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    argv += [f"--user-data-dir={tmp_path / scheme}", "--dump-dom"] + ["--force-dark-mode"] * (scheme == "dark")
-    done = subprocess.run(
-        [*argv, (made / "dossier.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
-    )
-    text = " ".join(Reader(done.stdout).texts)
+    options = ["--host-resolver-rules=MAP * ~NOTFOUND"] + ["--force-dark-mode"] * (scheme == "dark")
+    text = " ".join(Reader(opened((made / "dossier.html").as_uri(), tmp_path / scheme, *options)).texts)
     for fact in ("FAULTY (hardware)", SERIAL, CASE, "[17, 40]", "bit 13 (exponent)", "2 of 1,000", "cuda:4"):
         assert fact in text, fact
 
@@ -167,11 +155,10 @@ def test_nothing_on_the_page_is_cut_off(store, tmp_path, width):
         '<p id="out"></p><script>document.getElementById("f").onload = e => '
         'document.getElementById("out").textContent = e.target.contentDocument.title</script>'
     )
-    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    argv += [f"--user-data-dir={tmp_path / 'phone'}", "--virtual-time-budget=5000", "--dump-dom", frame.as_uri()]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r'<p id="out">([^<]+)</p>', done.stdout)
-    assert found, done.stdout
+    options = ("--allow-file-access-from-files", "--virtual-time-budget=5000")
+    shown = opened(frame.as_uri(), tmp_path / "phone", *options)
+    found = re.search(r'<p id="out">([^<]+)</p>', shown)
+    assert found, shown
     bars, scroll, right = map(float, found[1].split())
     assert bars == 1
     assert max(scroll, right) <= width
@@ -181,10 +168,7 @@ def printed(html: str, tmp_path: Path, name: str) -> int:
     """Return on how many pages a browser prints a page."""
     source, paper = tmp_path / f"{name}.html", tmp_path / f"{name}.pdf"
     source.write_text(html)
-    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'printer'}"]
-    argv += ["--no-pdf-header-footer", f"--print-to-pdf={paper}", source.as_uri()]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert paper.exists(), done.stderr
+    opened(source.as_uri(), tmp_path / "printer", "--no-pdf-header-footer", f"--print-to-pdf={paper}")
     return len(re.findall(rb"/Type\s*/Page\b", paper.read_bytes()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from canaryd.metrics import families
 from canaryd.model import Cause, State
 from tests.command import ROOT
 from tests.grafana.field import fleet
+from tests.programs import accepted, needed
 from tools import grafana_queries as queries
 from tools.grafana_queries import Window
 
@@ -274,7 +274,7 @@ READINGS_LEFT = tuple(
 @every
 def test_prometheus_reads_every_query(dashboard, tmp_path):
     """With the choices filled in; the story below, which `.ci/full` tells, shows what each finds."""
-    promtool = shutil.which("promtool") or pytest.skip("promtool is not installed here: no query was read by it")
+    promtool = needed("promtool", untested="no query was read by it")
     chosen, window = (
         dict.fromkeys(("job", "instance", "device", "model"), ".+"),
         Window(start=0, end=60, step=1, scrape=4),
@@ -283,8 +283,7 @@ def test_prometheus_reads_every_query(dashboard, tmp_path):
     read = [{"record": f"q{n}", "expr": text} for n, text in enumerate(asked)]
     path = tmp_path / "rules.yml"
     path.write_text(json.dumps({"groups": [{"name": "all", "rules": read}]}))
-    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    accepted(promtool, "check", "rules", path)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from canaryd.metrics.families import FAMILIES, DeviceView, Snapshot, render
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 from tests.command import soon
 from tests.full_node import VALUES_OF_NODE, node
+from tests.programs import linted
 
 HERE = Path(__file__).parents[1]
 GOLDEN = HERE / "data" / "metrics.txt"
@@ -145,15 +144,6 @@ def select(page, name, **labels):
     return [v for (n, found), v in samples(page).items() if n == name and set(labels.items()) <= found]
 
 
-def promtool(page):
-    """Return what `promtool check metrics` says of a page; "" is praise."""
-    tool = shutil.which("promtool")
-    if not tool:
-        pytest.skip("promtool is not installed: the exposition was not linted")
-    done = subprocess.run([tool, "check", "metrics"], input=page, capture_output=True, check=False, timeout=30)
-    return (done.stdout + done.stderr).decode()
-
-
 # --- exposition ---------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +170,7 @@ PAGES = {
 @pytest.mark.parametrize("page", PAGES)
 def test_promtool_has_nothing_to_say(page):
     """Prometheus's own linter accepts names, types and help texts."""
-    assert promtool(PAGES[page]()) == ""
+    assert linted(PAGES[page]().decode()) == ""
 
 
 def test_documentation():
@@ -273,7 +263,7 @@ def test_label_values_survive(model):
     """Any text of a vendor can be read back from a label."""
     page = render(snapshot(view(gpu(model=model))))
     assert dict(next(labels for name, labels in samples(page) if name == "canaryd_device_info"))["model"] == model
-    assert promtool(page) == ""
+    assert linted(page.decode()) == ""
 
 
 def test_lone_surrogates():

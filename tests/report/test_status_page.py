@@ -5,12 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,6 +27,7 @@ from canaryd.web.server import Answer, Server
 from tests.command import Daemon, canaryd, configure, eventually, running, soon
 from tests.engine.test_unread import out_of_reach
 from tests.nvml_stand_in import StandIn
+from tests.programs import opened
 
 NOW = 1_790_000_000.0
 HOSTILE = """<script>document.title='owned'</script> "H200" & </article> 'x' \u202e\x1b[2J"""
@@ -290,17 +288,6 @@ def test_every_answer_forbids_scripts(store):
 # --- A real daemon, a real browser -----------------------------------------------------------------------------------
 
 
-def browse(address: str, profile: Path, *options: str) -> str:
-    """Return what a browser made of a page: its document after it was loaded."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no chromium here: nobody has looked at the page with a real browser")
-    command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *options, address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A daemon on three GPUs one of which is broken and has a hostile name: (daemon, options of commands, machine)."""
@@ -355,7 +342,7 @@ def test_a_browser_sees_what_the_command_says(served, tmp_path):
         said = canaryd("status", "--json", *options).document
         for device in said["devices"]:  # a poll that the store does not hold yet is newer on the page
             device["evidence"] = {p: at for p, at in device["evidence"].items() if p != "nvidia_telemetry"}
-        found = Read(browse(daemon.address + "/", tmp_path / "profile", "--dump-dom"))
+        found = Read(opened(daemon.address + "/", tmp_path / "profile"))
         assert "script" not in {tag for tag, _ in found.elements}
         assert found.text.startswith("FAULTY · ")
         # Each command has the options that choose the daemon's record; JSON has none of them.
@@ -395,7 +382,7 @@ def test_few_devices_use_the_width(store, tmp_path, count):
           document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(edges) + "</pre>");
         }</script>"""
     )
-    dom = browse(f"file://{tmp_path}/frame.html", tmp_path / "profile", "--allow-file-access-from-files", "--dump-dom")
+    dom = opened(f"file://{tmp_path}/frame.html", tmp_path / "profile", "--allow-file-access-from-files")
     edges = json.loads(re.search(r"<pre>(\[.*?\])</pre>", dom)[1])
     assert len(edges) == count
     assert max(edges) > 1050
@@ -417,12 +404,8 @@ def test_nothing_is_cut_off(store, tmp_path, width, scheme):
           ) + "</pre>");
         }}</script>"""
     )
-    dark = (
-        ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else ["--blink-settings=preferredColorScheme=1"]
-    )
-    dom = browse(
-        f"file://{tmp_path}/frame.html", tmp_path / "profile", "--allow-file-access-from-files", *dark, "--dump-dom"
-    )
+    options = ("--allow-file-access-from-files", f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+    dom = opened(f"file://{tmp_path}/frame.html", tmp_path / "profile", *options)
     found = json.loads(re.search(r"<pre>(.*?)</pre>", dom)[1])
     assert found["widest"] <= width
     assert found["scroll"] <= width

@@ -27,19 +27,11 @@ def made(tmp_path_factory) -> Path:
     return directory
 
 
-def browse(address: str, profile: Path, *options: str) -> tuple[str, Path]:
-    """As `browser.browse`; skip without a browser."""
-    try:
-        return browser.browse(address, profile, *options)
-    except browser.NoBrowserError as why:
-        pytest.skip(str(why))
-
-
 @pytest.mark.slow
 def test_a_sound_processor_is_healthy_in_the_page(made, tmp_path):
     """WebAssembly meets every fixed golden bit for bit; the file that the page gives is judged healthy."""
     address = (made / "index.html").as_uri() + "#run&unit=wasm"
-    text, out = browse(address, tmp_path / "p", *browser.PROCESSOR)
+    text, out = browser.browse(address, tmp_path / "p", *browser.PROCESSOR)
     assert "Healthy 115 results of 23 cases, 0 wrong. The processor was tested." in text
     judged = pack.judge(out, made)
     assert (judged.state, len(judged.right), len(judged.skipped)) == (State.HEALTHY, 23, 0)
@@ -49,7 +41,7 @@ def test_without_webgpu_the_page_says_that_the_processor_was_tested(made, tmp_pa
     """And an injected fault is named with its elements and bit; the result file of a demonstration is refused."""
     address = (made / "index.html").as_uri() + "#run&fault=flip"
     options = (*browser.PROCESSOR, "--disable-features=WebGPU")
-    text, out = browse(address, tmp_path / "p", *options)
+    text, out = browser.browse(address, tmp_path / "p", *options)
     assert "Demonstration: " in text
     assert "Wrong results 115 results of 23 cases, 5 wrong. WebGPU is not available here" in text
     assert "The processor was tested." in text
@@ -61,10 +53,7 @@ def test_without_webgpu_the_page_says_that_the_processor_was_tested(made, tmp_pa
 
 def test_webgpu_meets_the_same_goldens(made, tmp_path):
     """By SwiftShader, which is software, and the page says so; float64 is skipped with the reason."""
-    try:
-        text, out = browser.by_webgpu(made / "index.html", tmp_path / "p")
-    except browser.NoBrowserError as why:
-        pytest.skip(str(why))
+    text, out = browser.by_webgpu(made / "index.html", tmp_path / "p")
     if "WebGPU is not available here" in text:
         pytest.skip("this chromium has no WebGPU in software: the shader was not run")
     judged = pack.judge(out, made)
