@@ -50,27 +50,10 @@ class Request:
 Case = Callable[[Request], "bytes | dict[str, Any] | None"]
 """What to answer: bytes as they are, JSON, or None to be honest."""
 BOMB = gzip.compress(bytes(64 << 20), 1)
-TLS: dict[str, str] = {}
-"""Case that speaks TLS → whose certificate it shows."""
-CASES: dict[str, tuple[Case, str]] = {}
-"""Hostile answers, and what canaryd says of each."""
-ECHOES: dict[str, Case] = {}
-"""Answers in which the key stands, and that are answers all the same."""
-
-
-def hostile(said: str, *, tls: str = "") -> Callable[[Case], Case]:
-    def add(case: Case) -> Case:
-        CASES[case.__name__] = (case, said)
-        if tls:
-            TLS[case.__name__] = tls
-        return case
-
-    return add
-
-
-def echo(case: Case) -> Case:
-    ECHOES[case.__name__] = case
-    return case
+CHUNKED = "Transfer-Encoding: chunked"
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+MANY = {"tokens": WORDS * 4000, "token_logprobs": [-1.0] * 20_000}
+LONG = "a" * 1_000_000
 
 
 def http(body: bytes, *lines: str, status: str = "200 OK") -> bytes:
@@ -92,35 +75,30 @@ def answer(**changed: Any) -> dict[str, Any]:
 def honest(request: Request) -> dict[str, Any] | None:
     if request.route == "GET /v1/models":
         return models("tiny", owner="nobody")
-    return answer() if request.route == "POST /v1/completions" else None
+    return answer() if asked(request) else None
 
 
 def asked(request: Request) -> bool:
     return request.route == "POST /v1/completions"
 
 
-def drip(request: Request, first: bytes, more: bytes, pause: float) -> None:
-    """Send something again and again, until the other side hangs up."""
-    request.connection.sendall(first)
-    while True:
-        request.connection.sendall(more)
-        time.sleep(pause)
+def when_asked(made: Callable[[], Any]) -> Case:
+    """Return a case that answers a question with what is made, and else honestly."""
+    return lambda request: made() if asked(request) else None
 
 
-# --- The connection --------------------------------------------------------------------------------------------------
+def drips(first: bytes, more: bytes, pause: float) -> Case:
+    """Return a case that sends something again and again, until the other side hangs up."""
+
+    def drip(request: Request) -> None:
+        request.connection.sendall(first)
+        while True:
+            request.connection.sendall(more)
+            time.sleep(pause)
+
+    return drip
 
 
-@hostile("connected, but no complete answer within")
-def silence(_: Request) -> None:
-    time.sleep(60)
-
-
-@hostile("closed the connection without an answer")
-def hangs_up(_: Request) -> bytes:
-    return b""
-
-
-@hostile("the connection was lost after")
 def resets(request: Request) -> None:
     request.connection.sendall(http(b"{", "Content-Length: 900"))
     time.sleep(0.1)
@@ -128,277 +106,11 @@ def resets(request: Request) -> None:
     request.connection.close()
 
 
-@hostile("connected, but no complete answer within")
-def continues_slowly(request: Request) -> None:
-    drip(request, b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.2)
-
-
-@hostile("longer than the limit of 16 MiB|no complete answer within")
-def continues_for_ever(request: Request) -> None:
-    drip(request, b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, 0.0)
-
-
-@hostile("connected, but no complete answer within")
-def drips_its_head(request: Request) -> None:
-    drip(request, b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.2)
-
-
-@hostile("does not speak HTTP")
-def heads_without_end(request: Request) -> None:
-    drip(request, b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 1000, 0.0)
-
-
-@hostile("does not speak HTTP")
-def long_head(_: Request) -> bytes:
-    return http(b"{}", "X: " + "x" * (1 << 20))
-
-
-@hostile("connected, but no complete answer within")
-def drips_its_body(request: Request) -> None:
-    drip(request, http(b"", "Content-Length: 1000"), b" ", 0.2)
-
-
-@hostile("longer than the limit of 16 MiB|no complete answer within")
-def body_without_end(request: Request) -> None:
-    drip(request, http(b"", "Transfer-Encoding: chunked"), b"10000\r\n" + b" " * 0x10000 + b"\r\n", 0.0)
-
-
-@hostile("longer than the limit of 16 MiB|no complete answer within")
-def chunks_of_a_byte(request: Request) -> None:
-    drip(request, http(b"", "Transfer-Encoding: chunked"), b"1\r\n \r\n" * 5000, 0.0)
-
-
-@hostile("connected, but no complete answer within")
-def drips_chunks(request: Request) -> None:
-    drip(request, http(b"", "Transfer-Encoding: chunked"), b"1\r\n \r\n", 0.2)
-
-
-@hostile("cut off after")
-def bad_chunk(_: Request) -> bytes:
-    return http(b"zz\r\n{", "Transfer-Encoding: chunked")
-
-
-@hostile("longer than the limit of 16 MiB|no complete answer within")
-def trailers_without_end(request: Request) -> None:
-    drip(request, http(b"2\r\n{}\r\n0\r\n", "Transfer-Encoding: chunked"), b"X: y\r\n" * 5000, 0.0)
-
-
-@hostile("the answer was cut off after 1 of 50 bytes")
-def half_a_body(_: Request) -> bytes:
-    return http(b"{", "Content-Length: 50")
-
-
-@hostile("does not speak HTTP")
-def other_protocol(_: Request) -> bytes:
-    return b"SSH-2.0-OpenSSH_9.6\r\n\r\n"
-
-
-@hostile("does not speak HTTP")
-def bad_status(_: Request) -> bytes:
-    return b"HTTP/1.1 fine\r\n\r\n{}"
-
-
-@hostile("refused with 503, once: come back")
-def always_busy(_: Request) -> bytes:
-    return http(b'{"error": "come back"}', "Retry-After: 9", status="503 Busy")
-
-
-@hostile("redirected with 307")
-def sends_away(request: Request) -> bytes:
-    return http(b"", f"Location: http://127.0.0.1:1/{request.key}?k={request.key}", status="307 Moved")
-
-
-@hostile("no TLS within", tls="silent")
-def tls_silence(_: Request) -> None:
-    raise AssertionError
-
-
-@hostile("no TLS within", tls="dripping")
-def tls_drips(_: Request) -> None:
-    raise AssertionError
-
-
-@hostile("its certificate is not accepted: IP address mismatch", tls="other")
-def tls_other_name(_: Request) -> None:
-    return None
-
-
-@hostile("its certificate is not accepted: certificate has expired", tls="old")
-def tls_out_of_date(_: Request) -> None:
-    return None
-
-
-@hostile("its certificate is not accepted", tls="alien")
-def tls_alien(_: Request) -> None:
-    return None
-
-
-@hostile("does not speak HTTP")
-def speaks_http_2(_: Request) -> bytes:
-    return b"\0\0\x12\x04\0\0\0\0\0" + b"\0\x03\0\0\0\x64" * 3  # a frame of settings (RFC 9113, section 3.4)
-
-
-@hostile("of 0 characters is not JSON, or incomplete")
-def upgrades(request: Request) -> None:
-    switched = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
-    drip(request, switched, b"\x81\x02{}", 0.2)
-
-
-@hostile("of 0 characters is not JSON, or incomplete")
-def hints_for_ever(request: Request) -> None:
-    drip(request, b"", b"HTTP/1.1 103 Early Hints\r\nLink: </a>; rel=preload\r\n\r\n", 0.2)
-
-
-@hostile("does not speak HTTP|cut off after")
-def long_chunk_head(_: Request) -> bytes:
-    return http(b"2;" + b"x" * (1 << 20) + b"\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked")
-
-
-@hostile("cut off after")
-def negative_chunk(_: Request) -> bytes:
-    return http(b"-5\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked")
-
-
-@hostile("is not JSON, or incomplete")
-def shorter_than_it_is(request: Request) -> bytes:
-    return http(json.dumps(honest(request)).encode(), "Content-Length: 9")
-
-
-@hostile("the answer was cut off after")
-def longer_than_it_is(request: Request) -> bytes:
-    return http(json.dumps(honest(request)).encode(), f"Content-Length: {'9' * 400}")
-
-
-@hostile("refused with 503: it asks to wait for")
-def busy_for_ages(_: Request) -> bytes:
-    return http(b"{}", f"Retry-After: {'9' * 400}", status="503 Busy")
-
-
-# --- The document ----------------------------------------------------------------------------------------------------
-
-
-@hostile("longer than the limit of 16 MiB|no complete answer within")
-def large_document(_: Request) -> bytes:
-    return http(b"[" + b"[]," * 5_600_000 + b"[]]")
-
-
-@hostile("has more than 1,000,000 values")
-def many_lists(_: Request) -> bytes:
-    return http(b"[" + b"[]," * 4_000_000 + b"[]]")
-
-
-@hostile("has more than 1,000,000 values")
-def deep_document(_: Request) -> bytes:
-    return http(b"[" * 8_000_000)
-
-
-@hostile("is nested too deeply")
-def nested(_: Request) -> bytes:
-    return http(b"[" * 5000 + b"]" * 5000)
-
-
-@hostile("got a web page")
-def web_page(_: Request) -> bytes:
-    return http(b"<!doctype html><title>Login</title>", "Content-Type: text/html")
-
-
-@hostile("of 4 characters is null")
-def null(_: Request) -> bytes:
-    return http(b"null")
-
-
-@hostile("is not JSON, or incomplete")
-def half_a_document(_: Request) -> bytes:
-    return http(b'{"data": [{"id": "ti')
-
-
-@hostile("is not JSON, or incomplete")
-def binary(_: Request) -> bytes:
-    return http(bytes(range(256)) * 4, "Content-Encoding: gzip")
-
-
-@hostile("is not JSON, or incomplete")
-def gzip_bomb(_: Request) -> bytes:
-    return http(BOMB, "Content-Encoding: gzip")
-
-
-@hostile("is not JSON, or incomplete")
-def long_number(_: Request) -> bytes:
-    return http(b'{"data": [{"id": "tiny", "created": ' + b"9" * 5000 + b"}]}")
-
-
-@hostile("model: not set, and the server lists none")
-def long_name(request: Request) -> dict[str, Any] | None:
-    return models("x" * (1 << 20)) if request.route == "GET /v1/models" else None
-
-
-@hostile("model: not set, and the server lists 50000")
-def many_models(request: Request) -> dict[str, Any] | None:
-    return models(*(f"m{n}" for n in range(50_000))) if request.route == "GET /v1/models" else None
-
-
-@hostile("the server does not accept the key of key_file")
-def refuses_the_key(request: Request) -> bytes:
-    return http(json.dumps({"error": f"Invalid key {request.key}"}).encode(), status="401 Unauthorized")
-
-
-@hostile("refused with 500: cannot take")
 def repeats_all(request: Request) -> bytes | None:
+    if not asked(request):
+        return None
     words = f"cannot take {request.head}{json.dumps(request.body)}"
-    return http(json.dumps({"error": {"message": words}}).encode(), status="500 no") if asked(request) else None
-
-
-# --- The answer ------------------------------------------------------------------------------------------------------
-
-
-@hostile("has an unknown shape")
-def object_for_a_count(request: Request) -> dict[str, Any] | None:
-    return answer(usage={"prompt_tokens": {"text": 14}}) if asked(request) else None
-
-
-@hostile("has an unknown shape")
-def object_for_a_number(request: Request) -> dict[str, Any] | None:
-    return answer(logprobs={"tokens": WORDS, "token_logprobs": [{"v": -1.0}] * 5}) if asked(request) else None
-
-
-@hostile("has an unknown shape")
-def object_for_a_text(request: Request) -> dict[str, Any] | None:
-    return answer(text={"parts": [TEXT]}) if asked(request) else None
-
-
-@hostile("has an unknown shape")
-def object_for_an_end(request: Request) -> dict[str, Any] | None:
-    return answer(finish_reason={"why": ["length"] * 1000}) if asked(request) else None
-
-
-@hostile("has an unknown shape")
-def countless(request: Request) -> dict[str, Any] | None:
-    return answer(usage={"prompt_tokens": 10**30}) if asked(request) else None
-
-
-@hostile("has an unknown shape")
-def list_for_an_object(request: Request) -> bytes | None:
-    return http(json.dumps([answer()]).encode()) if asked(request) else None
-
-
-@hostile("has 20,000 tokens; at most 72 were asked for")
-def many_tokens(request: Request) -> dict[str, Any] | None:
-    many = {"tokens": WORDS * 4000, "token_logprobs": [-1.0] * 20_000}
-    return answer(text=TEXT * 4000, logprobs=many) if asked(request) else None
-
-
-@hostile("has 1,000,000 characters; at most 72 tokens were asked for")
-def long_text(request: Request) -> dict[str, Any] | None:
-    return answer(text="a" * 1_000_000, logprobs=None) if asked(request) else None
-
-
-@hostile("has an unknown shape")
-def long_token(request: Request) -> dict[str, Any] | None:
-    token = "a" * 1_000_000
-    return answer(text=token, logprobs={"tokens": [token], "token_logprobs": [-1.0]}) if asked(request) else None
-
-
-# --- A server that says which it is, and means harm beside its answers ------------------------------------------------
+    return http(json.dumps({"error": {"message": words}}).encode(), status="500 no")
 
 
 def claims(request: Request, said: dict[str, bytes]) -> bytes | dict[str, Any] | None:
@@ -408,16 +120,129 @@ def claims(request: Request, said: dict[str, bytes]) -> bytes | dict[str, Any] |
     return said.get(request.route)
 
 
-@hostile("connected, but no complete answer within")
 def metrics_without_end(request: Request) -> Any:
     if request.route == "GET /metrics":
-        drip(request, http(b"", "Transfer-Encoding: chunked"), b"1\r\nx\r\n", 0.2)
+        drips(http(b"", CHUNKED), b"1\r\nx\r\n", 0.2)(request)
     return claims(request, {})
 
 
-@hostile("longer than the limit of 16 MiB|no complete answer within")
-def long_version(request: Request) -> Any:
-    return claims(request, {"GET /version": http(b'{"version": "' + b"9" * (17 << 20) + b'"}')})
+NO_ANSWER = "connected, but no complete answer within"
+TOO_LONG = "longer than the limit of 16 MiB|no complete answer within"
+NO_HTTP = "does not speak HTTP"
+NO_JSON = "is not JSON, or incomplete"
+ODD = "has an unknown shape"
+CASES: dict[str, tuple[Case, str]] = {
+    # The connection
+    "silence": (lambda _: time.sleep(60), NO_ANSWER),
+    "hangs_up": (lambda _: b"", "closed the connection without an answer"),
+    "resets": (resets, "the connection was lost after"),
+    "continues_slowly": (drips(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.2), NO_ANSWER),
+    "continues_for_ever": (drips(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, 0.0), TOO_LONG),
+    "drips_its_head": (drips(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.2), NO_ANSWER),
+    "heads_without_end": (drips(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 1000, 0.0), NO_HTTP),
+    "long_head": (lambda _: http(b"{}", "X: " + "x" * (1 << 20)), NO_HTTP),
+    "drips_its_body": (drips(http(b"", "Content-Length: 1000"), b" ", 0.2), NO_ANSWER),
+    "body_without_end": (drips(http(b"", CHUNKED), b"10000\r\n" + b" " * 0x10000 + b"\r\n", 0.0), TOO_LONG),
+    "chunks_of_a_byte": (drips(http(b"", CHUNKED), b"1\r\n \r\n" * 5000, 0.0), TOO_LONG),
+    "drips_chunks": (drips(http(b"", CHUNKED), b"1\r\n \r\n", 0.2), NO_ANSWER),
+    "bad_chunk": (lambda _: http(b"zz\r\n{", CHUNKED), "cut off after"),
+    "trailers_without_end": (drips(http(b"2\r\n{}\r\n0\r\n", CHUNKED), b"X: y\r\n" * 5000, 0.0), TOO_LONG),
+    "half_a_body": (lambda _: http(b"{", "Content-Length: 50"), "the answer was cut off after 1 of 50 bytes"),
+    "other_protocol": (lambda _: b"SSH-2.0-OpenSSH_9.6\r\n\r\n", NO_HTTP),
+    "bad_status": (lambda _: b"HTTP/1.1 fine\r\n\r\n{}", NO_HTTP),
+    "always_busy": (
+        lambda _: http(b'{"error": "come back"}', "Retry-After: 9", status="503 Busy"),
+        "refused with 503, once: come back",
+    ),
+    "sends_away": (
+        lambda request: http(b"", f"Location: http://127.0.0.1:1/{request.key}?k={request.key}", status="307 Moved"),
+        "redirected with 307",
+    ),
+    "tls_silence": (lambda _: None, "no TLS within"),
+    "tls_drips": (lambda _: None, "no TLS within"),
+    "tls_other_name": (lambda _: None, "its certificate is not accepted: IP address mismatch"),
+    "tls_out_of_date": (lambda _: None, "its certificate is not accepted: certificate has expired"),
+    "tls_alien": (lambda _: None, "its certificate is not accepted"),
+    # A frame of settings (RFC 9113, section 3.4).
+    "speaks_http_2": (lambda _: b"\0\0\x12\x04\0\0\0\0\0" + b"\0\x03\0\0\0\x64" * 3, NO_HTTP),
+    "upgrades": (drips(SWITCHED, b"\x81\x02{}", 0.2), "of 0 characters is not JSON, or incomplete"),
+    "hints_for_ever": (
+        drips(b"", b"HTTP/1.1 103 Early Hints\r\nLink: </a>; rel=preload\r\n\r\n", 0.2),
+        "of 0 characters is not JSON, or incomplete",
+    ),
+    "long_chunk_head": (
+        lambda _: http(b"2;" + b"x" * (1 << 20) + b"\r\n{}\r\n0\r\n\r\n", CHUNKED),
+        "does not speak HTTP|cut off after",
+    ),
+    "negative_chunk": (lambda _: http(b"-5\r\n{}\r\n0\r\n\r\n", CHUNKED), "cut off after"),
+    "shorter_than_it_is": (lambda request: http(json.dumps(honest(request)).encode(), "Content-Length: 9"), NO_JSON),
+    "longer_than_it_is": (
+        lambda request: http(json.dumps(honest(request)).encode(), f"Content-Length: {'9' * 400}"),
+        "the answer was cut off after",
+    ),
+    "busy_for_ages": (
+        lambda _: http(b"{}", f"Retry-After: {'9' * 400}", status="503 Busy"),
+        "refused with 503: it asks to wait for",
+    ),
+    # The document
+    "large_document": (lambda _: http(b"[" + b"[]," * 5_600_000 + b"[]]"), TOO_LONG),
+    "many_lists": (lambda _: http(b"[" + b"[]," * 4_000_000 + b"[]]"), "has more than 1,000,000 values"),
+    "deep_document": (lambda _: http(b"[" * 8_000_000), "has more than 1,000,000 values"),
+    "nested": (lambda _: http(b"[" * 5000 + b"]" * 5000), "is nested too deeply"),
+    "web_page": (lambda _: http(b"<!doctype html><title>Login</title>", "Content-Type: text/html"), "got a web page"),
+    "null": (lambda _: http(b"null"), "of 4 characters is null"),
+    "half_a_document": (lambda _: http(b'{"data": [{"id": "ti'), NO_JSON),
+    "binary": (lambda _: http(bytes(range(256)) * 4, "Content-Encoding: gzip"), NO_JSON),
+    "gzip_bomb": (lambda _: http(BOMB, "Content-Encoding: gzip"), NO_JSON),
+    "long_number": (lambda _: http(b'{"data": [{"id": "tiny", "created": ' + b"9" * 5000 + b"}]}"), NO_JSON),
+    "long_name": (
+        lambda request: models("x" * (1 << 20)) if request.route == "GET /v1/models" else None,
+        "model: not set, and the server lists none",
+    ),
+    "many_models": (
+        lambda request: models(*(f"m{n}" for n in range(50_000))) if request.route == "GET /v1/models" else None,
+        "model: not set, and the server lists 50000",
+    ),
+    "refuses_the_key": (
+        lambda request: http(json.dumps({"error": f"Invalid key {request.key}"}).encode(), status="401 Unauthorized"),
+        "the server does not accept the key of key_file",
+    ),
+    "repeats_all": (repeats_all, "refused with 500: cannot take"),
+    # The answer
+    "object_for_a_count": (when_asked(lambda: answer(usage={"prompt_tokens": {"text": 14}})), ODD),
+    "object_for_a_number": (
+        when_asked(lambda: answer(logprobs={"tokens": WORDS, "token_logprobs": [{"v": -1.0}] * 5})),
+        ODD,
+    ),
+    "object_for_a_text": (when_asked(lambda: answer(text={"parts": [TEXT]})), ODD),
+    "object_for_an_end": (when_asked(lambda: answer(finish_reason={"why": ["length"] * 1000})), ODD),
+    "countless": (when_asked(lambda: answer(usage={"prompt_tokens": 10**30})), ODD),
+    "list_for_an_object": (when_asked(lambda: http(json.dumps([answer()]).encode())), ODD),
+    "many_tokens": (
+        when_asked(lambda: answer(text=TEXT * 4000, logprobs=MANY)),
+        "has 20,000 tokens; at most 72 were asked for",
+    ),
+    "long_text": (
+        when_asked(lambda: answer(text=LONG, logprobs=None)),
+        "has 1,000,000 characters; at most 72 tokens were asked for",
+    ),
+    "long_token": (when_asked(lambda: answer(text=LONG, logprobs={"tokens": [LONG], "token_logprobs": [-1.0]})), ODD),
+    # A server that says which it is, and means harm beside its answers
+    "metrics_without_end": (metrics_without_end, NO_ANSWER),
+    "long_version": (
+        lambda request: claims(request, {"GET /version": http(b'{"version": "' + b"9" * (17 << 20) + b'"}')}),
+        TOO_LONG,
+    ),
+}
+"""Hostile answers, and what canaryd says of each."""
+TLS = {
+    "tls_silence": "silent",
+    "tls_drips": "dripping",
+    "tls_other_name": "other",
+    "tls_out_of_date": "old",
+    "tls_alien": "alien",
+}
+"""Case that speaks TLS → whose certificate it shows."""
 
 
 # --- Echoes of the key -----------------------------------------------------------------------------------------------
@@ -427,7 +252,6 @@ def encoded(key: str, before: str = "") -> str:
     return base64.b64encode(f"{before}{key}".encode()).decode()
 
 
-@echo
 def in_texts(request: Request) -> dict[str, Any] | None:
     key = request.key
     escaped = "".join(f"%{ord(c):02x}" for c in key) + "".join(f"&#{ord(c)};" for c in key)
@@ -436,14 +260,12 @@ def in_texts(request: Request) -> dict[str, Any] | None:
     return answer(text=text, logprobs=None, finish_reason=end, system_fingerprint="x" * 100 + key)
 
 
-@echo
 def in_tokens(request: Request) -> dict[str, Any] | None:
     tokens = [request.key[:4], request.key[4:9], *request.key[9:]]
     scores = {"tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
     return answer(text=request.key, logprobs=scores, system_fingerprint=encoded(request.key, "Bearer "))
 
 
-@echo
 def in_disguise(request: Request) -> dict[str, Any] | None:
     key = request.key
     wide = "".join(chr(ord(c) + 0xFEE0) for c in key)  # FULLWIDTH forms (Unicode, Halfwidth and Fullwidth Forms)
@@ -454,9 +276,14 @@ def in_disguise(request: Request) -> dict[str, Any] | None:
     return answer(text=text, logprobs=None, finish_reason=end, system_fingerprint=codes)
 
 
-@echo
 def beside_many_prompt_tokens(request: Request) -> dict[str, Any] | None:
     return answer(system_fingerprint=request.key, prompt_token_ids=list(range(100_000)))
+
+
+ECHOES: dict[str, Case] = {
+    case.__name__: case for case in (in_texts, in_tokens, in_disguise, beside_many_prompt_tokens)
+}
+"""Answers in which the key stands, and that are answers all the same."""
 
 
 # --- The server ------------------------------------------------------------------------------------------------------
