@@ -32,6 +32,7 @@ from canaryd.supervisor.series import Series
 from probes.nvidia_telemetry import SPEC
 from tests.command import BUILTIN, ROOT, Daemon, bare_python, canaryd, configure, eventually, in_turn, running, soon
 from tests.nvml_stand_in import StandIn
+from tests.pages import unwrapped
 from tests.programs import linted
 from tests.worker.telemetry.trees import plant
 
@@ -212,11 +213,6 @@ def risen(events: Iterable[tuple[str, str, float]]) -> dict[str, float]:
     for kind, name, count in events:
         total[name] += count if kind == "counter" else 0
     return dict(+total)
-
-
-def spoken(text: str) -> str:
-    """Return a text as if its lines had never been wrapped."""
-    return " ".join(text.split())
 
 
 # --- A GPU that falls off the bus -------------------------------------------------------------------------------------
@@ -697,10 +693,10 @@ def test_a_check_tells_what_devices_say(tmp_path):
         assert {"name": "power_watts", "labels": {}, "value": 112.345} in told["readings"]
         assert told["absent"]["fan_ratio"] == "not supported by this device"
         line = f"nvidia_telemetry {len(told['readings']):,} readings; {len(told['absent'])} unavailable on this machine"
-        assert spoken(answer.out).count(line) == len(site.uuids)
+        assert unwrapped(answer.out).count(line) == len(site.uuids)
         assert devices[uuid]["state"] == ("degraded" if uuid == site.uuids[2] else "healthy")
     assert [f["rule"] for f in devices[site.uuids[2]]["findings"]] == ["memory-worn"]
-    assert "A bad memory row will be replaced at the next reset" in spoken(answer.out)
+    assert "A bad memory row will be replaced at the next reset" in unwrapped(answer.out)
     assert site.machine.holders() == {}
 
 
@@ -733,7 +729,7 @@ def test_a_gpu_that_cannot_be_asked_is_not_healthy(tmp_path, code, reason):
     skipped = [s["reason"] for s in by_backend["cuda"]["skipped"] if s["probe"] == "nvidia_telemetry"]
     assert len(skipped) == 1
     assert skipped[0].startswith(reason)
-    lines = [line for line in answer.out.replace("\n   ", "").splitlines() if reason in spoken(line)]
+    lines = [line for line in answer.out.replace("\n   ", "").splitlines() if reason in unwrapped(line)]
     assert {"-", "skipped"} <= {line.split()[0] for line in lines} <= {"UNKNOWN", "-", "skipped", "problem:"}
     assert "verdict: UNKNOWN" in answer.out
 
@@ -880,7 +876,9 @@ def test_each_finding_reaches_verdict_metric_and_status(provoked):
 
     def spelled_out() -> bool:
         shown, status = site.run_all(("status", "-v"), STATUS)
-        return all(spoken(f["message"]) in spoken(shown.out) for d in by_uuid(status).values() for f in d["findings"])
+        return all(
+            unwrapped(f["message"]) in unwrapped(shown.out) for d in by_uuid(status).values() for f in d["findings"]
+        )
 
     assert eventually(spelled_out, every=0.5)
     for gpu, code in ((0, "48"), (1, "79"), (2, "31")):

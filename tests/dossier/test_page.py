@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import re
 import sys
 from dataclasses import replace
@@ -17,49 +16,21 @@ from canaryd.facts import Place, Span
 from canaryd.judge import acks
 from canaryd.model import Ack, Cause, Event, State
 from tests.dossier.made import CASE, GPU, HOUR, NOW, PEER, SERIAL, SIBLING, UUID, evidence, run, verdict, written
+from tests.pages import Page
 from tests.places import place
 from tests.programs import opened
-
-
-class Reader(html.parser.HTMLParser):
-    """What a text browser makes of a page: headings, text, and everything that would be loaded."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.loads: list[str] = []
-        self.texts: list[str] = []
-        self.untold: list[str] = []
-        self._pictures: list[bool] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        given = dict(attrs)
-        self.loads += [v for k, v in attrs if k in ("src", "href", "action", "data") and v]
-        if tag == "svg":
-            told = "aria-label" in given or given.get("aria-hidden") == "true"
-            self._pictures.append(told)
-        if tag == "title" and self._pictures:
-            self._pictures[-1] = True
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-    def silent(self) -> int:
-        return self._pictures.count(False)
 
 
 def test_the_page_needs_nothing_else(store, tmp_path):
     """No script, no link, no picture or font from elsewhere; every picture says in words what it shows."""
     _, _, page = written(store, tmp_path)
-    reader = Reader(page)
-    assert reader.loads == []
+    reader = Page(page)
+    assert reader.addresses == []
     assert not {"script", "link", "iframe", "img", "object"} & set(reader.tags)
     assert "@import" not in page
     assert "url(" not in page
     assert reader.tags.count("svg") == 1
-    assert reader.silent() == 0
+    assert reader.tags[reader.tags.index("svg") + 1] == "title"
     assert reader.tags.count("h1") == 1
 
 
@@ -134,7 +105,7 @@ def test_a_browser_without_network_shows_the_facts(store, tmp_path, scheme):
     """Headless, every name unresolvable: verdict, serial, case, element, bit and rate stand in the document."""
     made, _, _ = written(store, tmp_path)
     options = ["--host-resolver-rules=MAP * ~NOTFOUND"] + ["--force-dark-mode"] * (scheme == "dark")
-    text = " ".join(Reader(opened((made / "dossier.html").as_uri(), tmp_path / scheme, *options)).texts)
+    text = " ".join(Page(opened((made / "dossier.html").as_uri(), tmp_path / scheme, *options)).words)
     for fact in ("FAULTY (hardware)", SERIAL, CASE, "[17, 40]", "bit 13 (exponent)", "2 of 1,000", "cuda:4"):
         assert fact in text, fact
 
@@ -308,7 +279,7 @@ def test_what_a_vendor_asks_for_is_a_list_with_what_is_missing(store, tmp_path):
     assert found["Lost at a reboot"] == (
         "missing: bug report, event log of the BMC, records of the firmware (see “What is in this archive”)"
     )
-    text = " ".join(Reader(page).texts)
+    text = " ".join(Page(page).words)
     assert "What the vendor asks for" in text
     assert all(value in text for value in found.values())
 

@@ -42,10 +42,6 @@ def beside(store, *told, daemon=True):
     return replace(ask(store), daemon=daemon)
 
 
-def unwrapped(text):
-    return " ".join(text.split())
-
-
 H, S, E, U, X = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS
 
 

@@ -10,7 +10,8 @@ from canaryd.model import Cause, Finding, State
 from canaryd.report.check import as_json, as_text
 from tests.mixed_machine import GPU, fault
 from tests.mixed_machine import verdict as told_of
-from tests.report.statuses import NOW, mismatch, run, unwrapped
+from tests.pages import unwrapped
+from tests.report.statuses import NOW, mismatch, run
 
 KNOWN = NOW - 7200
 

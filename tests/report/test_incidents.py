@@ -7,7 +7,6 @@ import re
 import shutil
 import tarfile
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -38,6 +37,7 @@ from canaryd.report.terminal import type_with
 from canaryd.store.store import Store
 from tests.command import canaryd, configure, in_turn
 from tests.mixed_machine import GPU, NOW, H, S, U, fault, mixed_machine, rivals, tally, verdict
+from tests.pages import Page
 from tests.programs import opened
 from tests.story.catalogue import MEMORY
 from tests.story.format import STORIES, Fault, load
@@ -343,7 +343,7 @@ def test_every_report_gives_both_halves_of_the_advice(store, cause, words):
     page = status_page.render(of_status).decode()
     (said,) = incidents_json(found, GPU)
     spoken = " ".join(said[key] for key in ("action", "command", "next_action", "next_command"))
-    for text in (*texts, Words(page).text, spoken):
+    for text in (*texts, Page(page).shown, spoken):
         assert words in " ".join(text.split()), text
 
 
@@ -355,30 +355,6 @@ def test_a_drill_asks_for_nothing():
 
 
 # --- One fault, every report -----------------------------------------------------------------------------------------
-
-
-class Words(HTMLParser):
-    """The words of a page that are seen before anything is opened."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._hidden = 0
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self._hidden += tag in ("details", "style")
-
-    def handle_endtag(self, tag):
-        self._hidden -= tag in ("details", "style")
-
-    def handle_data(self, data):
-        if not self._hidden:
-            self.seen.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.seen).split())
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +385,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     with Store.open(directory / "state") as store:
         runs = [r for r in store.runs() if r.probe != "passes"]
         (record,) = store.devices()
-        page = Words(status_page.render(status.gather(store, Config())).decode()).text
+        page = Page(status_page.render(status.gather(store, Config())).decode()).shown
     # From the runs themselves: each wrong result, of all those that these probes computed.
     assert first["wrong"] == sum(c.wrong_trials for r in runs for c in r.comparisons) == 12
     assert first["results"] == sum(r.trials for r in runs) == 24
@@ -424,7 +400,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
     with tarfile.open(archive) as packed:
         files = {name.rpartition("/")[2]: name for name in packed.getnames()}
         document = json.loads(packed.extractfile(files["dossier.json"]).read())
-        dossier = Words(packed.extractfile(files["dossier.html"]).read().decode()).text
+        dossier = Page(packed.extractfile(files["dossier.html"]).read().decode()).shown
     (of_dossier,) = document["verdict"]["incidents"]
     assert counts(first) == counts(of_history) == counts(of_dossier)
     assert first["text"] == of_history["text"] == of_dossier["text"]

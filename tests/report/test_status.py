@@ -14,6 +14,7 @@ from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
 from canaryd.store.notes import LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
+from tests.pages import unwrapped
 from tests.report.statuses import (
     CPU,
     GPU,
@@ -28,7 +29,6 @@ from tests.report.statuses import (
     mismatch,
     on_record,
     run,
-    unwrapped,
     verdict,
 )
 

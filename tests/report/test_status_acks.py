@@ -11,7 +11,8 @@ from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
-from tests.report.statuses import CPU, GPU, NOW, H, U, acknowledge, ask, run, unwrapped, verdict
+from tests.pages import unwrapped
+from tests.report.statuses import CPU, GPU, NOW, H, U, acknowledge, ask, run, verdict
 
 
 def test_the_word_of_an_operator_is_told_while_it_holds(store):

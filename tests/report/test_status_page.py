@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +26,7 @@ from canaryd.web.server import Answer, Server
 from tests.command import Daemon, canaryd, configure, eventually, running, soon
 from tests.engine.test_unread import out_of_reach
 from tests.nvml_stand_in import StandIn
+from tests.pages import Page, unwrapped
 from tests.programs import opened
 
 NOW = 1_790_000_000.0
@@ -34,45 +34,6 @@ HOSTILE = """<script>document.title='owned'</script> "H200" & </article> 'x' \u2
 GPU = Device(uuid="GPU-3", backend="cuda", index=3, model=HOSTILE)
 SOUND = Device(uuid="GPU-4", backend="cuda", index=4, model="NVIDIA H200")
 STATES = (State.HEALTHY, State.DEGRADED, State.UNKNOWN, State.SUSPECT, State.FAULTY)
-VOID = {"meta", "link", "br"}
-
-
-class Read(HTMLParser):
-    """A page as a text browser meets it: its words in order, and every element with its attributes."""
-
-    def __init__(self, document: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self._open: list[str] = []
-        self.feed(document)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self._open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        """All words, as if its lines had never been broken."""
-        return unwrapped(" ".join(self.words))
-
-
-def unwrapped(text: str) -> str:
-    """Return a text without what a browser does not keep: runs of blanks."""
-    return " ".join(text.split())
 
 
 def facts(document: dict[str, Any]) -> Iterator[str]:
@@ -124,12 +85,6 @@ def missing(document: dict[str, Any], text: str) -> list[str]:
     return [fact for fact in facts(document) if unwrapped(printable(fact)) not in text]
 
 
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "state", now=lambda: NOW) as opened:
-        yield opened
-
-
 def condemn(store: Store) -> None:
     """Leave in the store a faulty device with everything that can be told of one, and a sound one."""
     rivals = (
@@ -172,8 +127,8 @@ def gathered(store: Store, now: float = NOW) -> status.Status:
     )
 
 
-def read(found: status.Status, now: float = NOW) -> Read:
-    return Read(status_page.render(found).decode())
+def read(found: status.Status, now: float = NOW) -> Page:
+    return Page(status_page.render(found).decode())
 
 
 # --- What it says ----------------------------------------------------------------------------------------------------
@@ -212,10 +167,10 @@ def test_whatever_a_part_is_called_is_harmless(store):
     """Markup in a model's name, a message or an event is text; no control character reaches the reader."""
     condemn(store)
     document = status_page.render(gathered(store)).decode()
-    found = Read(document)
-    assert "script" not in {tag for tag, _ in found.elements}
+    found = Page(document)
+    assert "script" not in found.tags
     assert "&lt;script&gt;" in document
-    assert printable(HOSTILE) in unwrapped(" ".join(found.words))
+    assert printable(HOSTILE) in found.text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e]", document)
     assert not [a for _, attributes in found.elements for a in attributes if a.startswith("on")]
 
@@ -224,8 +179,7 @@ def test_it_is_one_document_that_fetches_nothing(store):
     """No address but that of the metrics, no script, no file of its own; it reloads itself."""
     condemn(store)
     found = read(gathered(store))
-    addresses = [a[k] for tag, a in found.elements for k in ("src", "href", "action", "data") if k in a]
-    assert [a for a in addresses if not a.startswith("data:")] == ["/metrics"]
+    assert [a for a in found.addresses if not a.startswith("data:")] == ["/metrics"]
     assert ("meta", {"http-equiv": "refresh", "content": "30"}) in found.elements
     assert not re.search(r"url\(|@import", status_page.STYLE)
 
@@ -342,8 +296,8 @@ def test_a_browser_sees_what_the_command_says(served, tmp_path):
         said = canaryd("status", "--json", *options).document
         for device in said["devices"]:  # a poll that the store does not hold yet is newer on the page
             device["evidence"] = {p: at for p, at in device["evidence"].items() if p != "nvidia_telemetry"}
-        found = Read(opened(daemon.address + "/", tmp_path / "profile"))
-        assert "script" not in {tag for tag, _ in found.elements}
+        found = Page(opened(daemon.address + "/", tmp_path / "profile"))
+        assert "script" not in found.tags
         assert found.text.startswith("FAULTY · ")
         # Each command has the options that choose the daemon's record; JSON has none of them.
         return missing(said, found.text.replace(f" {' '.join(map(str, options))}", ""))
@@ -431,7 +385,7 @@ def test_a_record_that_cannot_be_read_is_the_answer(tmp_path):
     Store.open(state).close()
     with out_of_reach(state), Store.open(state) as store:
         seen = status.gather(store, Config(), NOW, daemon=True, evidence={}, itself=True)
-        words = " ".join(" ".join(Read(status_page.render(seen).decode()).words).split())
+        words = Page(status_page.render(seen).decode()).text
         assert f"UNKNOWN whether this node's numbers are right: {store.unreadable}" in words
         assert "cannot read" in store.unreadable
         assert "Do now: Make the stored record readable, then ask again" in words

@@ -20,7 +20,8 @@ from canaryd.report.status_text import as_text as status_text
 from canaryd.store.notes import DAEMON_LOCK, RELEASE_NOTE
 from tests.mixed_machine import fault
 from tests.mixed_machine import verdict as told_of
-from tests.report.statuses import GPU, NOW, E, H, S, U, X, ask, beside, mismatch, on_record, unwrapped, verdict
+from tests.pages import unwrapped
+from tests.report.statuses import GPU, NOW, E, H, S, U, X, ask, beside, mismatch, on_record, verdict
 
 SOUND = (State.HEALTHY, Cause.NONE)
 

@@ -2,10 +2,11 @@
 
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 from canaryd_lab.compare import captures
+
+from tests.pages import Page
 
 
 def header(**changes):
@@ -101,42 +102,17 @@ def test_every_verdict_has_its_word(kind):
     assert f">{kind.upper()}<" in captures.page(given)
 
 
-class Page(HTMLParser):
-    """What a browser would make of it: open tags, texts, and whatever it would fetch or run."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.texts, self.outside, self.tags = [], [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.outside += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-
 def test_the_page_is_whole_and_needs_nothing_else():
     """Every tag is closed, nothing is fetched, no script; light and dark."""
     page = captures.page(result(rows=FAULT))
     parsed = Page(page)
-    assert parsed.outside == []
-    assert "script" not in {tag for tag, _ in parsed.tags}
+    assert parsed.addresses == []
+    assert "script" not in parsed.tags
     assert "url(" not in page
     assert "@import" not in page
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
-    assert "fault at 2.scores" in parsed.texts
+    assert "fault at 2.scores" in parsed.words
 
 
 def test_what_files_say_of_themselves_is_only_text():
@@ -150,8 +126,8 @@ def test_what_files_say_of_themselves_is_only_text():
     given = result(rows=[*rows, row("0", "out", step=evil)], notes=[evil], tokens=[token], **sides)
     given["verdict"]["why"] = evil
     parsed = Page(captures.page(given))
-    assert "img" not in {tag for tag, _ in parsed.tags}
-    assert "".join(parsed.texts).count(evil) >= 3
+    assert "img" not in parsed.tags
+    assert "".join(parsed.words).count(evil) >= 3
 
 
 def test_the_plot_shows_every_tensor_at_its_height():
@@ -160,7 +136,7 @@ def test_the_plot_shows_every_tensor_at_its_height():
         *(row("0", "a", 1e-6), row("0", "b", 1e-4), row("0", "c", 1e-2), row("1", "d")),
         row("1", "e", 1.0, departs="B", excess=1e300) | {"relative_l2": None},
     ]
-    circles = [tag for tag in Page(captures.page(result(rows=rows))).tags if tag[0] == "circle"]
+    circles = [each for each in Page(captures.page(result(rows=rows))).elements if each[0] == "circle"]
     x, y = ([float(attributes[name]) for _, attributes in circles] for name in ("cx", "cy"))
     assert y[0] - y[1] == pytest.approx(y[1] - y[2], abs=0.2)
     assert y[3] == captures.H - captures.BOTTOM
