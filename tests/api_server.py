@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import threading
 from abc import ABC, abstractmethod
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -14,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 
 from tests.command import ROOT
+from tests.http_server import Handler, listening
 
 try:
     import celpy
@@ -84,30 +84,20 @@ class ApiServer(ABC):
         """What it answers to every GET, with nothing to read unless it is 200."""
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        class Asked(Handler):
+            def respond(self) -> None:
+                document = self.document()
                 status, found = server.status if self.command == "GET" else 200, {}
                 if self.headers["Authorization"] != "Bearer secret":
                     status = 401
                 elif status == 200:
-                    self.body = json.loads(data) if data else {}
+                    self.body = document or {}
                     url = urlsplit(self.path)
                     status, found = server.answer(self, url.path, dict(parse_qsl(url.query)))
-                reply = json.dumps(found).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(reply)))
-                self.end_headers()
-                self.wfile.write(reply)
+                self.reply(status, json.dumps(found).encode())
 
-            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815  the names that http.server calls
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self._open = contextlib.ExitStack()
+        self.address = f"http://{self._open.enter_context(listening(Asked))}"
 
     @abstractmethod
     def answer(self, request: Any, path: str, query: dict[str, str]) -> tuple[int, Json]:
@@ -115,5 +105,4 @@ class ApiServer(ABC):
 
     def close(self) -> None:
         """End it."""
-        self.http.shutdown()
-        self.http.server_close()
+        self._open.close()

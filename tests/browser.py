@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import re
 import subprocess
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.http_server import Handler, listening
 from tests.programs import CHROMIUM, needed
 
 SOFTWARE = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
@@ -46,25 +45,14 @@ def by_webgpu(page: Path, profile: Path, fragment: str = "#run") -> tuple[str, P
     text = text.replace("</body>", watch + "{childList: true})</script></body>")
     ended = threading.Event()
 
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Server(Handler):
+        def respond(self) -> None:
             """Give the page, and hold or release the image."""
             if self.path == "/wait":
                 ended.wait(240)
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
             if self.path == "/done":
                 ended.set()
-            with contextlib.suppress(OSError):
-                self.wfile.write(text.encode() if self.path == "/" else b"")
+            self.reply(200, text.encode() if self.path == "/" else b"", {"Content-Type": "text/html"})
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            return browse(f"http://127.0.0.1:{server.server_port}/{fragment}", profile, *SOFTWARE)
-        finally:
-            server.shutdown()
+    with listening(Server) as address:
+        return browse(f"http://{address}/{fragment}", profile, *SOFTWARE)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from canaryd_lab.worker.safetensors import read_safetensors
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY
+from tests.http_server import Handler, listening
 
 GENERATED: dict[tuple[object, ...], dict[tuple[int, ...], list[tuple[int, Any]]]] = {}
 """What a model is → prompt → the words that follow it: a server that computes as one before it need not do so again."""
@@ -275,33 +275,11 @@ def serving(directory: Path, port: int = 0, **traits: Any) -> Iterator[str]:
     """Serve the exact canary in a directory until the end of the block; yields the address of its API."""
     api = Api(Model(directory, Traits(**traits)))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(api.get(self.path))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.reply(api.post(self.path, body))
-
-        def reply(self, answer: Any) -> None:
+    class Canary(Handler):
+        def respond(self) -> None:
+            answer = api.get(self.path) if self.command == "GET" else api.post(self.path, self.document())
             status = 404 if answer is None else answer if isinstance(answer, int) else 200
-            data = json.dumps(answer if status == 200 else {"error": "refused"}).encode()
-            with contextlib.suppress(ConnectionError):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+            self.reply(status, json.dumps(answer if status == 200 else {"error": "refused"}).encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with listening(Canary, port) as address:
+        yield f"http://{address}/v1"

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import yaml
 
 from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
 from tests.daemon.test_telemetry import Site, state_of
+from tests.http_server import Handler
 from tests.programs import needed
 
 DEPLOY = ROOT / "deploy"
@@ -101,8 +102,6 @@ def shipped_alertmanager(port: int) -> dict[str, Any]:
 class Webhook(ThreadingHTTPServer):
     """Keeps every notification that arrives, in order."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
         self.arrived: list[tuple[str, Mapping[str, Any]]] = []
         """(path, what Alertmanager sent)"""
@@ -127,17 +126,12 @@ class Webhook(ThreadingHTTPServer):
         }
 
 
-class _Hook(BaseHTTPRequestHandler):
+class _Hook(Handler):
     server: Webhook
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.arrived.append((self.path, json.loads(body)))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+    def respond(self) -> None:
+        self.server.arrived.append((self.path, self.document()))
+        self.reply(200)
 
 
 def ask(url: str) -> Any:

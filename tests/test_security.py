@@ -1,12 +1,9 @@
 """Who may come in, whose files are believed, and what is never told: tried on the real daemon."""
 
-# ruff: noqa: N815  `do_POST` is the standard library's name
-
 from __future__ import annotations
 
 import base64
 import contextlib
-import http.server
 import json
 import os
 import re
@@ -28,6 +25,7 @@ from canaryd.config import load, permissions, settings
 from canaryd.config.load import ConfigError
 from canaryd.engine import catalogue
 from tests.command import ROOT, Daemon, canaryd, configure, environment, eventually, in_turn, marked, running
+from tests.http_server import Handler, listening
 from tests.pki import Authority
 from tests.programs import needed
 
@@ -381,29 +379,12 @@ _TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 # --- What is never told ----------------------------------------------------------------------------------------------
 
 
-class Echo(http.server.BaseHTTPRequestHandler):
+class Echo(Handler):
     """A model server that refuses, and repeats in its refusal what it was sent."""
 
-    def do_GET(self) -> None:
+    def respond(self) -> None:
         said = json.dumps({"error": {"message": f"invalid key: {self.headers['Authorization']}"}}).encode()
-        self.send_response(401)
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    do_POST = do_GET
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def echoing():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
+        self.reply(401, said)
 
 
 SECRETS = {
@@ -438,7 +419,7 @@ def test_planted_secrets_are_told_nowhere(tmp_path, state):
     key.write_text(secrets["key"] + "\n")
     key.chmod(0o600)
     listed: set[bytes] = set()
-    with echoing() as port:
+    with listening(Echo) as address:
         path = configure(
             tmp_path,
             *("surroundings", "raises", "crashes", "mismatches", "records", "echoes"),
@@ -446,7 +427,7 @@ def test_planted_secrets_are_told_nowhere(tmp_path, state):
                 "endpoint_canary": {"enabled": True, "period": "2s"},
                 "records": {"settings": {"api_key": secrets["setting"]}},
             },
-            endpoints={"main": {"url": f"http://127.0.0.1:{port}/v1", "key_file": str(key)}},
+            endpoints={"main": {"url": f"http://{address}/v1", "key_file": str(key)}},
         )
         content = json.loads(path.read_text())
         content["worker"]["env"] = {"HF_TOKEN": secrets["worker"], "PLAIN": secrets["worker"]}

@@ -6,11 +6,9 @@ import calendar
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -25,6 +23,7 @@ from canaryd.report.proof import Decision, Proof, Proved
 from canaryd.store.store import Store
 from tests.api_server import COMPONENTS, ApiServer, Policy
 from tests.command import ROOT, eventually
+from tests.http_server import Handler, listening
 
 validator = pytest.importorskip("kubernetes_validate", reason="NOT TESTED: the schemas of Kubernetes are not here")
 NODE, DRIVER = "node-1", "gpu.nvidia.com"
@@ -258,31 +257,20 @@ def test_the_token_goes_nowhere_else_and_a_broken_answer_ends_nothing(account):
     """A redirection is not followed, half an answer is an error of one turn, and no message holds the token."""
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
+    class Broken(Handler):
+        def respond(self) -> None:
             asked.append(self.path)
-            self.send_response(302 if self.path == "/moved" else 200)
-            self.send_header("Location", "/elsewhere")
-            self.send_header("Content-Length", "0" if self.path == "/moved" else "100")
-            self.end_headers()
-            self.close_connection = True
+            status, length = (302, "0") if self.path == "/moved" else (200, "100")
+            self.reply(status, headers={"Location": "/elsewhere", "Content-Length": length})
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    api = Api(address=f"http://127.0.0.1:{http.server_port}", account=account)
-    try:
+    with listening(Broken) as address:
+        api = Api(address=f"http://{address}", account=account)
         for path in ("/moved", "/half"):
             with pytest.raises(ApiError):
                 api.items(path)
         (account / "token").write_text("secret\nwords")
         with pytest.raises(ApiError) as refused:
             api.items("/half")
-    finally:
-        http.shutdown()
-        http.server_close()
     assert asked == ["/moved", "/half"]
     assert "secret" not in str(refused.value)
 

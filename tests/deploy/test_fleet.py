@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import re
-import threading
 import time
 from collections import defaultdict
 
@@ -15,6 +13,7 @@ import pytest
 from canaryd.metrics.families import FAMILIES
 from canaryd.model import State
 from tests.command import ROOT, eventually
+from tests.http_server import Handler, listening
 from tests.programs import accepted, needed
 from tests.prometheus import prometheus
 
@@ -62,26 +61,14 @@ class Node:
 def exporting(nodes):
     """Serve each node's page under /NAME, and nothing under another name; yield HOST:PORT."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
+    class Nodes(Handler):
+        def respond(self):
             node = nodes.get(self.path[1:])
-            self.send_response(200 if node else 503)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.end_headers()
-            self.wfile.write(node.page() if node else b"")
+            page = node.page() if node else b""
+            self.reply(200 if node else 503, page, {"Content-Type": "text/plain; version=0.0.4"})
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Nodes) as address:
+        yield address
 
 
 def troubled():

@@ -7,6 +7,8 @@ are within their bounds. Symptoms are found in any text, in bounded time.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ from canaryd.worker.endpoint.recorder import injected
 from canaryd.worker.endpoint.settings import APIS, Settings
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, plain, scratch
-from tests.worker.endpoint.served import Served, recorded
+from tests.worker.endpoint.served import Served, recorded, served
 
 NAMES = tuple(DIALECTS)
 PROMPT = Prompt(name="reef", text="The diver sank slowly towards the reef. " * 3)
@@ -181,12 +183,10 @@ _served: list[Served] = []
 
 def _whole(data: bytes) -> None:
     """A whole endpoint over HTTP: recognised, asked, recorded, while some of its answers are spoilt."""
-    import threading
-
     if not _served:
-        server = Served({})
-        threading.Thread(target=server.httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        _served.append(server)
+        opened = contextlib.ExitStack()
+        _served.append(opened.enter_context(served({})))
+        atexit.register(opened.close)
     server = _served[0]
     choices = Choices(data)
     routes = recorded(choices.of(("vllm", "llama-server", "mlx-lm", "sglang", "generic")))

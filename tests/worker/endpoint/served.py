@@ -6,15 +6,14 @@ import contextlib
 import copy
 import importlib.util
 import json
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from canaryd.facts import Recording
 from canaryd.model import Device
 from canaryd.probe import Context
+from tests.http_server import Handler, listening
 
 PROBES = Path(__file__).resolve().parents[3] / "probes"
 PROBE = PROBES / "endpoint_canary.py"
@@ -32,34 +31,19 @@ class Served:
         self.requests: list[tuple[str, Any, dict[str, str]]] = []
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Replay(Handler):
             server_version, sys_version = server, ""
 
-            def do_GET(self) -> None:
-                self.replay("GET", None)
-
-            def do_POST(self) -> None:
-                self.replay("POST", json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def replay(self, method: str, body: Any) -> None:
-                outer.requests.append((f"{method} {self.path}", body, dict(self.headers)))
-                answer = outer.routes.get(f"{method} {self.path}", (404, {}, {"error": "Not Found"}))
+            def respond(self) -> None:
+                route, body = f"{self.command} {self.path}", self.document()
+                outer.requests.append((route, body, dict(self.headers)))
+                answer = outer.routes.get(route, (404, {}, {"error": "Not Found"}))
                 answer = answer(body) if callable(answer) else answer
                 status, headers, content = answer if isinstance(answer, tuple) else (200, {}, answer)
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                with contextlib.suppress(ConnectionError):
-                    self.send_response(status)
-                    for name, value in {"Content-Length": str(len(data)), **headers}.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(data)
+                self.reply(status, data, headers)
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.httpd.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.httpd.server_address[1]}/v1"
+        self.handler, self.url = Replay, ""
 
     def asked(self, api: str) -> list[dict[str, Any]]:
         """Return the bodies of the requests to an API's path, e.g. "/completions"."""
@@ -70,14 +54,9 @@ class Served:
 def served(routes: Mapping[str, Any], *, server: str = "uvicorn") -> Iterator[Served]:
     """Serve routes until the end of the block."""
     replay = Served(routes, server=server)
-    thread = threading.Thread(target=replay.httpd.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with listening(replay.handler) as address:
+        replay.url = f"http://{address}/v1"
         yield replay
-    finally:
-        replay.httpd.shutdown()
-        replay.httpd.server_close()
-        thread.join()
 
 
 def probe(name: str = "endpoint_canary") -> Any:
