@@ -47,8 +47,9 @@ from canaryd.worker.exact_canary.shipped import Model
 from canaryd.worker.numeric.tensors import bits, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Unsupported
+from probes import exact_endpoint
 from tests.servers import KINDS, Server, beside, serving
-from tests.worker.endpoint.served import context, probe
+from tests.worker.endpoint.served import context
 
 LIKE = Shape(hidden=2048, heads=32, kv_heads=4, head=64, inner=5632, layers=2, vocabulary=32000)
 """Shape of a Llama with 1.1 billion weights (22 layers), reduced to two layers."""
@@ -302,7 +303,7 @@ def _ask(server: Server, level: str, how: str, found: Counter[tuple[str, str]]) 
     settings = {"exact": str(server.directory), "model": server.model, "timeout": 120.0}
     given = context(server.url, level=level, budget=60.0, settings=settings)
     try:
-        for fact in probe("exact_endpoint").run(given):
+        for fact in exact_endpoint.run(given):
             if isinstance(fact, Comparison):
                 kind = {"alone": "cold", "again": "warm"}.get(fact.case.partition("/")[2], "at once")
                 found[how, kind] += fact.trials

@@ -109,11 +109,7 @@ def test_every_test_states_a_behaviour():
 def test_a_probe_is_one_short_file_that_bears_its_name(path):
     """At most 150 lines, with a spec and a `run`."""
     assert len(path.read_text().splitlines()) <= 150
-    spec = importlib.util.spec_from_file_location(f"house_{path.stem}", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module(f"probes.{path.stem}")
     assert isinstance(module.SPEC, ProbeSpec)
     assert module.SPEC.name == path.stem
     assert callable(module.run)

@@ -1,20 +1,16 @@
 """What the tests of the numeric worker share: the script that recomputes goldens, and the probes loaded by path."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def maker():
     """The module `tools/make_goldens.py`: plain-integer arithmetic that shares nothing with the builders."""
-    spec = importlib.util.spec_from_file_location("canaryd_make_goldens", ROOT / "tools" / "make_goldens.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from tools import make_goldens
+
+    return make_goldens
 
 
 @pytest.fixture(scope="session")

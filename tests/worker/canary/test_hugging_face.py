@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -27,22 +26,14 @@ pytestmark = pytest.mark.torch
 
 from canaryd_lab.worker.safetensors import read_safetensors, write_safetensors  # noqa: E402
 
+from probes import model_canary as probe  # noqa: E402
 from tests import checkpoints  # noqa: E402
 
-PROBE = Path(__file__).resolve().parents[3] / "probes" / "model_canary.py"
 TEXTS = {
     "harbour": "The old harbour office kept one ledger for every year, and a line for every ship that came in.",
     "winter": "When the lake froze over, the village walked across it to the market, and the children ran ahead.",
 }
 TOKENS = 32
-
-
-@pytest.fixture(scope="module")
-def probe():
-    spec = importlib.util.spec_from_file_location("canaryd_test_model_canary", PROBE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +54,7 @@ def copy(tiny, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def go(probe, tiny, prompts):
+def go(tiny, prompts):
     """Run the probe and return its facts; keyword arguments are those of a context, or settings."""
 
     def run(*cases, level="standard", seed=2, drill="", baselining=False, budget=60.0, **settings):
@@ -186,13 +177,13 @@ def test_cases_limit_it(go, clean):
 # --- Bit for bit -----------------------------------------------------------------------------------------------------
 
 
-def test_new_processes_give_the_same_bits(tiny, prompts, probe):
+def test_new_processes_give_the_same_bits(tiny, prompts):
     """Through real workers, each loading the model afresh: one digest per case."""
     seen = []
     for seed in (2, 4):  # both even: the same prompt comes first
         with Series(WorkerSpec()) as series:
             request = RunRequest(
-                probe_path=PROBE,
+                probe_path=Path(probe.__file__),
                 spec=probe.SPEC,
                 device=cpu(),
                 level="standard",
@@ -206,7 +197,7 @@ def test_new_processes_give_the_same_bits(tiny, prompts, probe):
     assert seen[0] == seen[1]
 
 
-def test_baselining_shows_each_case_often(go, probe):
+def test_baselining_shows_each_case_often(go):
     """As often as a baseline wants it, loaded once; here all of it is one mode."""
     facts = go("bfloat16/decode/harbour", baselining=True)
     found = [fact for fact in facts if isinstance(fact, Recording)]

@@ -8,11 +8,11 @@ from canaryd.probe import Skip
 from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import Settings
-from tests.worker.endpoint.served import context, probe, recorded
+from probes import endpoint_canary
+from tests.worker.endpoint.served import context, recorded
 
 PROMPT = Prompt(name="reef", text="A diver sank slowly towards the reef, and saw what nobody had seen. " * 3)
 KEY = "sk-canary-0123456789abcdef"
-PROBED = probe()
 
 
 def routes_of(name: str) -> dict:
@@ -25,7 +25,7 @@ def routes_of(name: str) -> dict:
 
 
 def run(url: str, **fields) -> list:
-    return list(PROBED.run(context(url, **fields)))
+    return list(endpoint_canary.run(context(url, **fields)))
 
 
 def reason(action, *arguments, **fields) -> str:

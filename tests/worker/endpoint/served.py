@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,16 +56,6 @@ def served(routes: Mapping[str, Any], *, server: str = "uvicorn") -> Iterator[Se
     with listening(replay.handler) as address:
         replay.url = f"http://{address}/v1"
         yield replay
-
-
-def probe(name: str = "endpoint_canary") -> Any:
-    """Return a probe as a module."""
-    spec = importlib.util.spec_from_file_location(f"canaryd_probe_{name}", PROBES / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def context(url: str, *, level: str = "quick", seed: int = 0, budget: float = 30.0, **fields: Any) -> Context:

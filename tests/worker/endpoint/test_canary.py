@@ -17,8 +17,9 @@ from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import recorder as endpoint_recorder
 from canaryd.worker.endpoint.canary import PATHS
+from probes import endpoint_canary
 from tests import checkpoints
-from tests.worker.endpoint.asked import PROBED, PROMPT, reason, routes_of, run
+from tests.worker.endpoint.asked import PROMPT, reason, routes_of, run
 from tests.worker.endpoint.served import PROBE, completion, context, only, recorded, recordings, served
 
 # --- The probe -------------------------------------------------------------------------------------------------------
@@ -506,7 +507,7 @@ def test_a_drill_changes_every_digest_visibly(fault):
 
 def test_its_facts_travel_through_a_worker():
     """The real supervisor and a real worker: recordings arrive, and an unreachable server is a skip with its reason."""
-    spec = PROBED.SPEC
+    spec = endpoint_canary.SPEC
     with served(routes_of("vllm")) as server, Series(WorkerSpec()) as series:
         ctx = context(server.url)
         wanted = {"probe_path": PROBE, "spec": spec, "device": ctx.device, "level": "quick", "seed": 0}

@@ -21,8 +21,9 @@ from canaryd.worker.endpoint.excuses import excuse  # noqa: E402
 from canaryd.worker.endpoint.marking import FORMATS, Fault, Marked, Sort, mark, printing  # noqa: E402
 from canaryd.worker.exact_canary.expected import load, spell  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY, Shape  # noqa: E402
+from probes import exact_endpoint  # noqa: E402
 from tests.exact_server import exported, serving  # noqa: E402
-from tests.worker.endpoint.served import context, probe  # noqa: E402
+from tests.worker.endpoint.served import context  # noqa: E402
 
 NORM = ("model.norm.weight", 7, 3)
 """A bit of a weight that reaches every logit."""
@@ -42,7 +43,7 @@ def ask(url, directory, *, level="quick", seed=0, **fields):
     settings = {"exact": str(directory), **fields.pop("settings", {})}
     facts, reason = [], ""
     try:
-        facts.extend(probe("exact_endpoint").run(context(url, level=level, seed=seed, settings=settings, **fields)))
+        facts.extend(exact_endpoint.run(context(url, level=level, seed=seed, settings=settings, **fields)))
     except Skip as skip:
         reason = str(skip)
     return [f for f in facts if isinstance(f, Comparison)], [f for f in facts if not isinstance(f, Comparison)], reason

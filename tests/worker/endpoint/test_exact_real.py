@@ -22,10 +22,11 @@ from canaryd.facts import Comparison  # noqa: E402
 from canaryd.probe import Skip  # noqa: E402
 from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
+from probes import exact_endpoint  # noqa: E402
 from tests.command import ROOT  # noqa: E402
 from tests.headers import tensors  # noqa: E402
 from tests.servers import beside, need, serving  # noqa: E402
-from tests.worker.endpoint.served import context, probe  # noqa: E402
+from tests.worker.endpoint.served import context  # noqa: E402
 
 ENGINES = ("mlx", "transformers", "llama", "vllm")
 """Servers that were tried."""
@@ -64,7 +65,7 @@ def ask(server, directory, seed):
     """Return the comparisons of a run at level standard."""
     settings = {"exact": str(directory), "model": server.model, "timeout": 60.0}
     given = context(server.url, level="standard", seed=seed, budget=60.0, settings=settings)
-    return [fact for fact in probe("exact_endpoint").run(given) if isinstance(fact, Comparison)]
+    return [fact for fact in exact_endpoint.run(given) if isinstance(fact, Comparison)]
 
 
 SERVED = [

@@ -1,6 +1,5 @@
 """The probe `exact_canary`, and the faults that it must see."""
 
-import importlib.util
 import itertools
 import json
 import shutil
@@ -25,6 +24,7 @@ from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from canaryd.worker.numeric.stack import cpu  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, same_bits, strict_switches, visible_cores  # noqa: E402
 from canaryd.worker.runtime import interface  # noqa: E402
+from probes import exact_canary as probe  # noqa: E402
 
 MODELS = ROOT / "probes" / "exact_models"
 
@@ -39,36 +39,28 @@ def model(seed, anchored=True):
     return shipped(MODELS, TINY, seed, anchored, visible_cores()).model
 
 
-@pytest.fixture(scope="module")
-def probe():
-    spec = importlib.util.spec_from_file_location("exact_canary_probe", ROOT / "probes" / "exact_canary.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def facts(probe, kind, **asked):
+def facts(kind, **asked):
     wanted = {"level": "quick", "seed": 11, "budget": 0.01, "device": cpu(), **asked}
     return [fact for fact in probe.run(Context(**wanted)) if isinstance(fact, kind)]
 
 
-def test_a_clean_run_compares_every_format_and_is_right(probe):
+def test_a_clean_run_compares_every_format_and_is_right():
     """Eager and by flash attention, decode and prefill; what this torch does not have is skipped with its reason."""
     cases = tuple(
         f"{form}/{path}/b1/{kernel}"
         for form in probe.FORMATS
         for path, kernel in (("decode", "eager"), ("forced", "flash_attention"))
     )
-    found = facts(probe, Comparison, cases=cases)
+    found = facts(Comparison, cases=cases)
     assert not [c for c in found if c.wrong]
     assert {c.case.partition("@")[0] for c in found} >= {case for case in cases if "eager" in case}
     assert all(c.exactness is Exactness.UNIVERSAL and c.trials > 1 for c in found)
-    skipped = [s for s in facts(probe, Skipped) if "budget" not in s.reason]
+    skipped = [s for s in facts(Skipped) if "budget" not in s.reason]
     assert {s.case.rpartition("/")[2].partition("@")[0] for s in skipped} >= {"cudnn_attention"}
     assert all("does not support it" in s.reason for s in skipped)
 
 
-def test_all_cases_are_reached(probe):
+def test_all_cases_are_reached():
     """Standard has every format, path and kernel; deep every row too; an unknown case is refused."""
     names = {level: [i.name for i in probe.every_inference(Context(device=cpu(), level=level, seed=3, budget=1.0))]
              for level in ("quick", "standard", "deep")}  # fmt: skip
@@ -83,7 +75,7 @@ def test_all_cases_are_reached(probe):
     }
     assert [sum("-experts@" in name for name in names[level]) for level in names] == [0, 1, 16]
     with pytest.raises(Skip, match="no case matches float8"):
-        facts(probe, Comparison, cases=("float8",))
+        facts(Comparison, cases=("float8",))
 
 
 def test_a_requested_kernel_that_the_device_lacks_is_refused_by_its_reason(probe):
@@ -102,7 +94,7 @@ def mlx(monkeypatch):
 
 
 @pytest.mark.runtimes
-def test_the_model_is_right_through_mlx(probe, mlx):
+def test_the_model_is_right_through_mlx(mlx):
     """Every format, decoded and in one pass, eager and by MLX's own attention, one row and two."""
     asked = Context(device=mlx, level="deep", seed=3, budget=1.0)
     names = [i.name for i in probe.every_inference(asked)]
@@ -111,7 +103,7 @@ def test_the_model_is_right_through_mlx(probe, mlx):
     wanted = tuple(f"{form}/{path}/b2/{kernel}" for form in probe.FORMATS
                    for path, kernel in (("decode", "eager"), ("decode", "fast"), ("forced", "fast"),
                                         ("decode", "eager-experts"), ("forced", "eager-experts")))  # fmt: skip
-    found = facts(probe, Comparison, device=mlx, cases=wanted)
+    found = facts(Comparison, device=mlx, cases=wanted)
     assert {c.case.partition("@")[0] for c in found} == set(wanted)
     assert not [c.case for c in found if c.wrong]
     assert all(c.exactness is Exactness.UNIVERSAL and c.place.unit == "device" for c in found)
@@ -119,32 +111,32 @@ def test_the_model_is_right_through_mlx(probe, mlx):
 
 @pytest.mark.runtimes
 @pytest.mark.parametrize("fault", ["flip", "swap", "stuck", "consistent"])
-def test_a_drill_is_found_through_mlx(probe, mlx, fault):
+def test_a_drill_is_found_through_mlx(mlx, fault):
     """In MLX's result, or in the final norm's weights in its memory."""
-    found = facts(probe, Comparison, device=mlx, drill=fault, cases=("float16/forced/b1/fast",))
+    found = facts(Comparison, device=mlx, drill=fault, cases=("float16/forced/b1/fast",))
     assert any(c.wrong for c in found)
 
 
-def test_a_mixture_of_experts_is_right_and_a_drill_in_it_is_found(probe):
+def test_a_mixture_of_experts_is_right_and_a_drill_in_it_is_found():
     """In every format, both ways and for one row and two, as the probe runs it."""
     modes = itertools.product(probe.FORMATS, ("decode", "forced"), probe.ROWS)
     wanted = tuple(f"{form}/{path}/b{rows}/eager-experts" for form, path, rows in modes)
-    found = facts(probe, Comparison, cases=wanted)
+    found = facts(Comparison, cases=wanted)
     assert {c.case.partition("@")[0] for c in found} == set(wanted)
     assert not [c.case for c in found if c.wrong]
-    assert any(c.wrong for c in facts(probe, Comparison, drill="flip", cases=("bfloat16/decode/b2/eager-experts",)))
+    assert any(c.wrong for c in facts(Comparison, drill="flip", cases=("bfloat16/decode/b2/eager-experts",)))
 
 
 @pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
-def test_every_drill_is_found(probe, fault):
+def test_every_drill_is_found(fault):
     """In a result or in the final norm's weights; the same seed finds the same."""
-    first, again = (facts(probe, Comparison, drill=fault, cases=("bfloat16/forced/b1/eager",)) for _ in range(2))
+    first, again = (facts(Comparison, drill=fault, cases=("bfloat16/forced/b1/eager",)) for _ in range(2))
     wrong = [[(c.case, c.evidence.first) for c in some if c.wrong] for some in (first, again)]
     assert wrong[0]
     assert wrong[0] == wrong[1]
 
 
-def test_a_worker_runs_it(probe):
+def test_a_worker_runs_it():
     """As canaryd does: in a process of its own, within the time of a quick run."""
     with Series(WorkerSpec()) as series:
         request = RunRequest(
@@ -156,7 +148,7 @@ def test_a_worker_runs_it(probe):
     assert not run.wrong
 
 
-def test_the_case_is_the_seed(probe):
+def test_the_case_is_the_seed():
     """A case built again from its seed has the same operands and golden; another seed has others."""
     inference = Inference("float32", "decode", 2, "eager", 4)
     one, again, other = (build(inference, seed, 0) for seed in (1, 1, 2))
@@ -240,7 +232,7 @@ def test_every_seed_chooses_a_model_and_prompts(shape):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "index", "no index"])
-def test_a_damaged_model_is_skipped_with_the_reason(probe, monkeypatch, tmp_path, damage):
+def test_a_damaged_model_is_skipped_with_the_reason(monkeypatch, tmp_path, damage):
     """One bit of a file, half of it, no file, another index or none: nobody is accused."""
     shutil.copytree(MODELS, tmp_path / "models")
     for path in (tmp_path / "models").glob("*.zlib"):
@@ -258,7 +250,7 @@ def test_a_damaged_model_is_skipped_with_the_reason(probe, monkeypatch, tmp_path
         (tmp_path / "models" / "models.json").unlink()
     monkeypatch.setattr(probe, "MODELS", tmp_path / "models")
     with pytest.raises(Skip, match=r"This installation is damaged: install canaryd again") as caught:
-        facts(probe, Comparison)
+        facts(Comparison)
     assert str(tmp_path / "models") in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -348,7 +348,7 @@ def test_every_recorded_kernel_runs(device):
 
 def test_every_inference_of_the_exact_canary_runs():
     """Every format, path, number of rows and kernel: deep has those of all levels."""
-    module = load("exact_canary")
+    module = importlib.import_module("probes.exact_canary")
     deep = module.every_inference(context(HOPPER, "deep"))
     assert {(i.form, i.path, i.rows, i.kernel) for i in deep} >= {
         (i.form, i.path, i.rows, i.kernel)
@@ -375,21 +375,14 @@ def test_every_inference_of_the_exact_canary_runs():
     assert len(deep) > len(built) > 4
 
 
-def load(name):
-    """Import a probe by its path, as the worker does."""
-    spec = importlib.util.spec_from_file_location(f"rehearsed_{name}", ROOT / "probes" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_no_numeric_probe_is_left_out():
     """What is not rehearsed here has tests of its own: in test_NAME.py, or in tests/worker/memory, units or links.
 
     `model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own.
     """
     tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests/worker").rglob("test_*.py")}
-    numeric = {p.stem for p in Path(ROOT / "probes").glob("*.py") if load(p.stem).SPEC.numeric}
+    every = {p.stem: importlib.import_module(f"probes.{p.stem}") for p in Path(ROOT / "probes").glob("*.py")}
+    numeric = {name for name, probe in every.items() if probe.SPEC.numeric}
     rehearsed = {"exact_attention", "exact_matmul", "exact_integer", "recorded_kernels", "exact_canary"}
     elsewhere = {"model_canary", "memory_sweep", "exact_units", "host_transfer", "collectives"}
     assert numeric - tested == rehearsed | elsewhere, "write tests/worker/numeric/test_NAME.py"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -16,8 +15,9 @@ from canaryd.model import Device, Outcome
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.telemetry import host
+from probes import host_telemetry
 from tests.command import soon
-from tests.worker.telemetry.trees import GARBAGE, ROOT, checked, link, plant, unprivileged
+from tests.worker.telemetry.trees import GARBAGE, checked, link, plant, unprivileged
 
 DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
 CPU = "sys/devices/system/cpu"
@@ -376,22 +376,14 @@ def _any(pattern: str) -> bool:
     return next(Path("/").glob(pattern.removeprefix("/")), None) is not None
 
 
-def probe():
-    path = ROOT / "probes/host_telemetry.py"
-    spec = importlib.util.spec_from_file_location("host_telemetry", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return path, module.SPEC
-
-
 def test_the_probe_runs_in_a_worker(tmp_path):
     """On this machine, on an empty tree, with a wrong setting and with a device that is not its own."""
-    path, spec = probe()
+    path = Path(host_telemetry.__file__)
     with Series(WorkerSpec(), grace=0.5) as series:
 
         def run(**fields):
             asked = {"probe_path": path, "device": DEVICE, "level": "quick", "seed": 7} | fields
-            return series.run(RunRequest(spec=spec, **asked), 20.0)
+            return series.run(RunRequest(spec=host_telemetry.SPEC, **asked), 20.0)
 
         here, nothing, wrong, foreign = (
             run(),

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from canaryd.model import Device, Outcome, Run
-from canaryd.supervisor.protocol import RunRequest, WorkerSpec
-from canaryd.supervisor.series import Series
 from tests.command import soon
 from tests.nvml_stand_in import StandIn
-from tests.worker.telemetry.agents import NOT_SUPPORTED, PATIENCE, ROOT, Agent, gpu, say
+from tests.worker.telemetry import trees
+from tests.worker.telemetry.agents import NOT_SUPPORTED, PATIENCE, Agent, gpu, say
 
-PROBE = ROOT / "probes/nvidia_telemetry.py"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pynvml") is None, reason="nvidia-ml-py is not installed in this interpreter"
 )
@@ -257,12 +255,7 @@ def test_fields_that_say_something_else_are_not_believed(machine, agent, tmp_pat
 
 
 def run_probe(machine: StandIn, device: Device, timeout: float = PATIENCE) -> Run:
-    spec = importlib.util.spec_from_file_location("nvidia_telemetry", PROBE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    request = RunRequest(probe_path=PROBE, spec=module.SPEC, device=device, level="quick", seed=1)
-    with Series(WorkerSpec(env=machine.environment), grace=0.5) as series:
-        return series.run(request, timeout)
+    return trees.run_probe("nvidia_telemetry", device, timeout=timeout, env=dict(machine.environment))
 
 
 def test_the_probe_completes(machine):

@@ -90,14 +90,12 @@ def command(path: Path, answers: dict[str, Path | str], log: Path | None = None)
     return str(path)
 
 
-def run_probe(name: str, device: Device, settings: dict | None = None) -> Run:
+def run_probe(
+    name: str, device: Device, settings: dict | None = None, timeout: float = 30.0, env: dict | None = None
+) -> Run:
     """Run a probe of the catalogue through the real supervisor."""
-    path = ROOT / "probes" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"vendor_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with Series(WorkerSpec()) as series:
-        request = RunRequest(
-            probe_path=path, spec=module.SPEC, device=device, level="quick", seed=1, settings=settings or {}
-        )
-        return series.run(request, 30.0)
+    probe = importlib.import_module(f"probes.{name}")
+    request = RunRequest(probe_path=Path(probe.__file__), spec=probe.SPEC, device=device, level="quick", seed=1,
+                         settings=settings or {})  # fmt: skip
+    with Series(WorkerSpec(env=env or {}), grace=0.5) as series:
+        return series.run(request, timeout)
