@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.common import ROOT, Bystanders, machine, options, table, write
+from benchmarks.common import ROOT, Bystanders, machine, options, seconds, table, write
 
 RULES = ROOT / "deploy/prometheus/canaryd-fleet.rules.yml"
 PER_TARGET = 100
@@ -273,15 +273,9 @@ def measure(run: Run, rounds: int) -> Size:
         rules={name: statistics.median(seconds) for name, seconds in each.items()},
         cpu=cpu,
         resident=run.process.memory_info().rss,
-        queries={name: statistics.median(_seconds(ask) for _ in range(3)) for name, ask in questions.items()},
+        queries={name: statistics.median(seconds(ask) for _ in range(3)) for name, ask in questions.items()},
         others=others.share,
     )
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def storm(run: Run) -> list[float]:

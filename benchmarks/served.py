@@ -24,8 +24,9 @@ from benchmarks import common
 from canaryd.judge.recordings.baseline import EVERY
 from canaryd.model import Outcome, Run, State
 from tests import checkpoints
+from tests.engines import NAMED
 from tests.servers import KINDS
-from tests.watched import NAMED, Watched
+from tests.watched import Watched
 
 FAULTY = common.ROOT / "tests/faulty_server"
 PYTHON = ("mlx", "transformers")

@@ -10,17 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.config import load as config_load
-from canaryd.engine import schedule
-from canaryd.engine.engine import Engine
 from canaryd.model import Finding, Run, State
-from canaryd.store.store import Store
-from tests import checkpoints
+from tests import checkpoints, engines
 from tests.command import configure
+from tests.engines import NAMED
 from tests.servers import Server
 
 PROMPTS = {"prompts": [{"name": "reef", "text": "import json and then read the file " * 6, "tokens": 32}]}
-NAMED = "endpoint:main"
 
 
 class Watched:
@@ -42,16 +38,11 @@ class Watched:
             endpoints={"main": section},
             state_dir=str(directory / "state"),
         )
-        loaded = config_load.load(self.file)
-        self.engine = Engine(loaded, Store.open(loaded.state_dir))
-        self.engine.discover()
+        self.engine = engines.start(self.file)
 
     def ask(self) -> list[Run]:
         """Run the canary once, with all that it calls for."""
-        engine, device = self.engine, self.engine.devices[NAMED]
-        entries = [engine.entries["endpoint_canary"]]
-        plans = schedule.plan_round(device, entries, levels=engine.levels("quick"), seed=7, sets=("",))
-        return [run for plan in plans for run in engine.carry_out(plan)]
+        return engines.ask(self.engine)
 
     def learn(self) -> None:
         """Run until every case has its baseline."""
@@ -64,12 +55,12 @@ class Watched:
 
     def found(self, uuid: str = NAMED) -> dict[str, Finding]:
         """Return what is found of the endpoint, or of a device, by rule."""
-        return {f.rule: f for f in self.engine.verdict(uuid).findings}
+        return engines.rules(self.engine, uuid)
 
     @property
     def behind(self) -> dict[str, Finding]:
         """What is found of the device behind it."""
-        return self.found(next(u for u, d in self.engine.devices.items() if d.backend == "cpu"))
+        return self.found(engines.cpu(self.engine))
 
     @property
     def state(self) -> State:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.settings import Config, EndpointConfig, EndpointsConfig, ProbesConfig, ProbeSettings
-from canaryd.engine import endpoints, schedule
+from canaryd.engine import endpoints
 from canaryd.engine.engine import Engine
 from canaryd.model import Cause, Device, Finding, State, Verdict
 from canaryd.store.store import Store
 from tests.command import PROBES, canaryd, catalogue, configure
+from tests.engines import ask, cpu, rules, start
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
 GPUS = [Device(uuid=f"GPU-{i}", backend="cuda", index=i, model="H100") for i in range(2)]
@@ -48,35 +49,13 @@ class Host:
         self.answers.write_text(json.dumps({"cases": {"story": vectors}, "chain": chain or CHAIN}))
 
     def start(self) -> Engine:
-        from canaryd.config import load
-
-        loaded = load.load(self.path)
-        engine = Engine(loaded, Store.open(loaded.state_dir))
-        engine.discover()
-        return engine
+        return start(self.path)
 
 
 @pytest.fixture
 def host(tmp_path):
     """Return a host that answers alike."""
     return Host(tmp_path)
-
-
-def ask(engine: Engine):
-    """Run the endpoint's probe once, with all that it calls for; return the runs."""
-    device = engine.devices["endpoint:main"]
-    plans = schedule.plan_round(
-        device, list(engine.entries.values()), levels=engine.levels("quick"), seed=7, sets=("",)
-    )
-    return [run for plan in plans for run in engine.carry_out(plan)]
-
-
-def cpu(engine: Engine) -> str:
-    return next(u for u, d in engine.devices.items() if d.backend == "cpu")
-
-
-def rules(engine: Engine, uuid: str = "endpoint:main"):
-    return {f.rule: f for f in engine.verdict(uuid).findings}
 
 
 def test_products_take_the_sizes_of_the_models_that_a_device_serves(tmp_path):

@@ -13,11 +13,8 @@ torch = pytest.importorskip("torch", reason="the server of these tests computes 
 pytestmark = pytest.mark.torch
 
 
-from canaryd.config import load  # noqa: E402
-from canaryd.engine import schedule  # noqa: E402
-from canaryd.engine.engine import Engine  # noqa: E402
 from canaryd.model import Cause, Outcome, State  # noqa: E402
-from canaryd.store.store import Store  # noqa: E402
+from tests import engines  # noqa: E402
 from tests.command import configure  # noqa: E402
 from tests.exact_server import exported, serving  # noqa: E402
 
@@ -43,21 +40,13 @@ class Host:
             endpoints={"exact": {"url": url, "exact": str(directory), "apis": ["completions"], **endpoint}, **others},
             state_dir=str(place / "state"),
         )
-        loaded = load.load(path)
-        self.engine = Engine(loaded, Store.open(loaded.state_dir))
-        self.engine.discover()
+        self.engine = engines.start(path)
 
-    def ask(self, uuid=NAMED):
-        """Run a round at level quick, with all that it calls for."""
-        engine = self.engine
-        entries = list(engine.entries.values())
-        levels = engine.levels("quick")
-        plans = schedule.plan_round(engine.devices[uuid], entries, levels=levels, seed=2, sets=("",))
-        return [run for plan in plans for run in engine.carry_out(plan)]
+    def ask(self):
+        return engines.ask(self.engine, NAMED, seed=2)
 
     def found(self, uuid=NAMED):
-        """Return the findings by rule."""
-        return {f.rule: f for f in self.engine.verdict(uuid).findings}
+        return engines.rules(self.engine, uuid)
 
     @property
     def verdict(self):
@@ -65,7 +54,7 @@ class Host:
 
     @property
     def cpu(self):
-        return next(u for u, d in self.engine.devices.items() if d.backend == "cpu")
+        return engines.cpu(self.engine)
 
 
 def test_an_endpoint_with_exact_has_a_probe_of_its_own(tmp_path, directory):

@@ -14,15 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.config import load
-from canaryd.engine import schedule
-from canaryd.engine.engine import Engine
 from canaryd.model import Run, State
-from canaryd.store.store import Store
+from tests import engines
 from tests.command import canaryd, configure
+from tests.engines import NAMED
 from tests.worker.endpoint.served import completion, models, served
 
-NAMED = "endpoint:main"
 WORDS = (" the", " reef", " lies", " two", " miles", " off", " the", " coast")
 
 
@@ -80,15 +77,11 @@ class Host:
             endpoints={"main": section},
             state_dir=str(directory / "state"),
         )
-        loaded = load.load(self.path)
-        self.engine = Engine(loaded, Store.open(loaded.state_dir))
-        self.engine.discover()
+        self.engine = engines.start(self.path)
 
     def ask(self) -> list[Run]:
         """Run the canary once, with all that it calls for."""
-        device, entries = self.engine.devices[NAMED], [self.engine.entries["endpoint_canary"]]
-        plans = schedule.plan_round(device, entries, levels=self.engine.levels("quick"), seed=7, sets=("",))
-        return [run for plan in plans for run in self.engine.carry_out(plan)]
+        return engines.ask(self.engine)
 
     @property
     def said(self) -> str:

@@ -219,9 +219,6 @@ def _firmware(data: bytes) -> None:
             text.encode()
 
 
-NPU = (DATA / "ascend/info.txt").read_text() if (DATA / "ascend/info.txt").exists() else ""
-
-
 def _ascend(data: bytes) -> None:
     """The tables and lists of npu-smi."""
     choices = Choices(data)
