@@ -44,6 +44,14 @@ def bare_python() -> str:
     return f"{directory}/bin/python"
 
 
+@contextlib.contextmanager
+def open_to_all() -> Iterator[Path]:
+    """Make a directory that every user may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="canaryd-open-") as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
 def free_port() -> int:
     """Return a port of the loopback that was free a moment ago."""
     with socket.socket() as free:

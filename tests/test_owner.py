@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import struct
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from canaryd.files import keep, owners_rights, recall
 from canaryd.report import boundary
 from canaryd.store.store import Store
-from tests.command import eventually, in_turn
+from tests.command import eventually, in_turn, open_to_all
 from tests.daemon.test_telemetry import Site
 from tests.store.made import run
 
@@ -33,9 +32,8 @@ CREATED = 0x100 | 0x80
 @pytest.fixture(scope="module")
 def place():
     """A directory that every user may enter, unlike pytest's own."""
-    with tempfile.TemporaryDirectory(prefix="canaryd-owner-") as path:
-        Path(path).chmod(0o755)
-        yield Path(path)
+    with open_to_all() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")

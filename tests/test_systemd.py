@@ -13,10 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,7 @@ from canaryd.supervisor.process import _place
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.__main__ import OOM_SCORE
-from tests.command import MARK, ROOT, canaryd, configure, environment, eventually, marked
+from tests.command import MARK, ROOT, canaryd, configure, environment, eventually, marked, open_to_all
 from tests.programs import needed
 
 UNITS = ROOT / "systemd"
@@ -390,23 +388,12 @@ def test_without_a_capability_nothing_is_changed():
     assert done.stdout == "0\n"
 
 
-@contextlib.contextmanager
-def nobodys_directory() -> Iterator[Path]:
-    """A directory that nobody can reach and write: tests' own are root's alone."""
-    path = Path(tempfile.mkdtemp(prefix="canaryd-nobody-"))
-    try:
-        path.chmod(0o755)
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
 def test_only_the_reader_of_the_kernel_log_keeps_the_capability():
     """A daemon with CAP_SYSLOG, real workers: the one that holds /dev/kmsg has it, and no other has any at all."""
     argv, environ = as_a_service()
     if not os.access("/dev/kmsg", os.R_OK):
         pytest.skip("there is no /dev/kmsg here")
-    with nobodys_directory() as directory:
+    with open_to_all() as directory:
         each = {"records": {"period": "1s", "settings": {"log": str(directory / "log"), "seconds": 2.0}}}
         config = configure(
             directory, "records", each=each, telemetry={"kernel_log": "/dev/kmsg"}, worker={"python": argv[-1]}

@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import sqlite3
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.database import DATABASE, Database
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
-from tests.command import canaryd, configure, in_turn
+from tests.command import canaryd, configure, in_turn, open_to_all
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
 NOBODY = 65534
@@ -41,9 +40,8 @@ CHANGING = (
 @pytest.fixture
 def place():
     """A directory that every user may enter, unlike pytest's own."""
-    with tempfile.TemporaryDirectory(prefix="canaryd-reading-") as path:
-        Path(path).chmod(0o755)
-        yield Path(path)
+    with open_to_all() as path:
+        yield path
 
 
 def recorded(state: Path) -> Path:

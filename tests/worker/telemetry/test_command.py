@@ -3,12 +3,10 @@
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from tests.command import ROOT, environment
+from tests.command import ROOT, environment, open_to_all
 
 NOBODY = 65534
 ASKS = """
@@ -28,12 +26,11 @@ except interface.Unavailable as why:
 @pytest.fixture
 def place():
     """Return a directory that every user may enter. It contains one that only root may enter."""
-    with tempfile.TemporaryDirectory(prefix="canaryd-path-") as path:
-        Path(path).chmod(0o755)
-        Path(path, "open").mkdir()
-        Path(path, "closed").mkdir(mode=0)
-        yield Path(path)
-        Path(path, "closed").chmod(0o700)
+    with open_to_all() as path:
+        (path / "open").mkdir()
+        (path / "closed").mkdir(mode=0)
+        yield path
+        (path / "closed").chmod(0o700)
 
 
 def asked(place):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,7 @@ from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.telemetry import host
 from probes import host_telemetry
-from tests.command import soon
+from tests.command import open_to_all, soon
 from tests.worker.telemetry.trees import GARBAGE, checked, link, plant, unprivileged
 
 DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
@@ -48,10 +46,8 @@ def of(name: str, values: dict) -> dict:
 @pytest.fixture
 def open_directory():
     """A directory that every user may enter, unlike pytest's own."""
-    path = Path(tempfile.mkdtemp())
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
+    with open_to_all() as path:
+        yield path
 
 
 DIMMS = {"P0_A": (7, 1), "twice dimm1": (0, 0), "twice rank2": (4, 0), "rank3": (5, 0), "unknown": (2, 0)}
