@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from canaryd.cli import baseline
 from canaryd.engine import schedule
-from canaryd.facts import (
-    LogRecord,
-)
+from canaryd.facts import LogRecord
 from canaryd.model import Ack, Event, State
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 def _stack(host: Host, what: Happening, *, first: bool) -> None:
     """Other software, or another kernel; a driver is loaded anew, which begins its counters at 0."""
-    del first
     for chip in host.of(what.device):
         chip.stack.update(what.stack)
         chip.kernel = what.kernel or chip.kernel
@@ -34,7 +31,6 @@ def _stack(host: Host, what: Happening, *, first: bool) -> None:
 
 def _reboot(host: Host, what: Happening, *, first: bool) -> None:
     """The machine starts again; dated by the story, since the real watch would look at the real machine's start."""
-    del what, first
     for chip in host.chips.values():
         chip.lost = False
         chip.counters = {k: v for k, v in chip.counters.items() if "aggregate" in k}
@@ -51,13 +47,11 @@ def _reboot(host: Host, what: Happening, *, first: bool) -> None:
 
 def _restart(host: Host, what: Happening, *, first: bool) -> None:
     """The daemon starts again."""
-    del what, first
     host.restart()
 
 
 def _damage(host: Host, what: Happening, *, first: bool) -> None:
     """The disk loses what is in the database, and the daemon starts again."""
-    del what, first
     path = host.engine.store.path
     host.close()
     path.write_bytes(b"\xff" * path.stat().st_size)
@@ -66,7 +60,6 @@ def _damage(host: Host, what: Happening, *, first: bool) -> None:
 
 def _hide(host: Host, what: Happening, *, first: bool) -> None:
     """The daemon starts again while the database cannot be read, and can be read in the next round."""
-    del what
     path = host.engine.store.path
     aside = path.with_suffix(".aside")
     if first:
@@ -81,7 +74,6 @@ def _hide(host: Host, what: Happening, *, first: bool) -> None:
 
 def _move(host: Host, what: Happening, *, first: bool) -> None:
     """A card sits in another slot: index and bus address are others."""
-    del first
     for chip in host.of(what.device):
         chip.index, chip.bus_id = what.index, what.bus_id or f"0000:{what.index + 64:02x}:00.0"
     host.engine.discover()
@@ -89,7 +81,6 @@ def _move(host: Host, what: Happening, *, first: bool) -> None:
 
 def _vanish(host: Host, what: Happening, *, first: bool) -> None:
     """Devices are not found any more."""
-    del first
     for chip in host.of(what.device):
         chip.present = False
     host.engine.discover()
@@ -97,7 +88,6 @@ def _vanish(host: Host, what: Happening, *, first: bool) -> None:
 
 def _return(host: Host, what: Happening, *, first: bool) -> None:
     """They are back."""
-    del first
     for chip in host.of(what.device):
         chip.present = True
     host.engine.discover()
@@ -105,14 +95,12 @@ def _return(host: Host, what: Happening, *, first: bool) -> None:
 
 def _release(host: Host, what: Happening, *, first: bool) -> None:
     """An operator lets canaryd go of every device, and take them back a little later."""
-    del what, first
     host.engine.release("released by the story")
     host.engine.take_back()
 
 
 def _xid(host: Host, what: Happening, *, first: bool) -> None:
     """The driver logs an Xid; after Xid 79 the device answers no more until the machine is started again."""
-    del first
     for chip in host.of(what.device):
         chip.lost |= what.xid == 79
         text = what.text or f"NVRM: Xid (PCI:{chip.bus_id}): {what.xid}"
@@ -131,7 +119,6 @@ def _xid(host: Host, what: Happening, *, first: bool) -> None:
 
 def _counters(host: Host, what: Happening, *, first: bool) -> None:
     """Counters of telemetry rise by so much."""
-    del first
     for chip in host.of(what.device):
         for key, rise in what.counters.items():
             chip.counters[key] = chip.counters.get(key, 0.0) + rise
@@ -139,7 +126,6 @@ def _counters(host: Host, what: Happening, *, first: bool) -> None:
 
 def _readings(host: Host, what: Happening, *, first: bool) -> None:
     """Gauges of telemetry say something else from now on; the driver refuses to give those that are .nan."""
-    del first
     for chip in host.of(what.device):
         chip.readings.update(what.readings)
 
@@ -153,14 +139,12 @@ def _heat(host: Host, what: Happening, *, first: bool) -> None:
 
 def _speed(host: Host, what: Happening, *, first: bool) -> None:
     """Devices compute so many times as fast from now on."""
-    del first
     for chip in host.of(what.device):
         chip.speed = what.speed
 
 
 def _ack(host: Host, what: Happening, *, first: bool) -> None:
     """An operator says something of devices."""
-    del first
     for chip in host.of(what.device):
         until = host.now + what.days * DAY if what.days else 0.0
         with Store.open(host.config.state_dir, now=host.clock) as store:  # a process of its own, as canaryd ack is
@@ -178,7 +162,6 @@ def _clock(host: Host, what: Happening, *, first: bool) -> None:
 
 def _drill(host: Host, what: Happening, *, first: bool) -> None:
     """An operator injects a fault by software."""
-    del first
     for chip in host.of(what.device):
         device = host.engine.devices[chip.uuid]
         entries = [host.engine.entries[EXACT]]
@@ -190,7 +173,6 @@ def _drill(host: Host, what: Happening, *, first: bool) -> None:
 
 def _check(host: Host, what: Happening, *, first: bool) -> None:
     """An operator drains the machine and tests the links between its devices, or the cores of its processor."""
-    del first
     engine = host.engine
     entry = engine.entries[LINKS]
     devices = [engine.devices[chip.uuid] for chip in host.of(what.device)]
@@ -205,14 +187,12 @@ def _check(host: Host, what: Happening, *, first: bool) -> None:
 
 def _clients(host: Host, what: Happening, *, first: bool) -> None:
     """An endpoint serves so many others from now on, and each waits for all."""
-    del first
     for server in host.servers(what.device):
         server.clients = what.clients
 
 
 def _serve(host: Host, what: Happening, *, first: bool) -> None:
     """An endpoint is started again, perhaps with other links of its chain."""
-    del first
     for server in host.servers(what.device):
         server.links.update(what.links)
         server.started, server.launch = host.now, server.launch + 1
@@ -220,14 +200,12 @@ def _serve(host: Host, what: Happening, *, first: bool) -> None:
 
 def _prune(host: Host, what: Happening, *, first: bool) -> None:
     """The clean runs on record become too old to be kept."""
-    del what, first
     host.engine.store.keep = Retention(successes=0.0)
     host.engine.store.prune(host.now + 1.0)
 
 
 def _import(host: Host, what: Happening, *, first: bool) -> None:
     """An operator imports here what `canaryd baseline export` prints on each other machine."""
-    del first
     if host.of(what.device):
         for other in host.others:
             store, every = other.engine.store, baseline.Selection()

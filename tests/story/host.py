@@ -47,7 +47,6 @@ class Simulated(Series):
 
     def describe(self, paths: Sequence[Path], *, on_wait: Callable[[str], None]) -> Description:
         """Return the simulated catalogue and what torch sees."""
-        del on_wait
         chips = [c for c in self.host.chips.values() if c.present and c.part.reached and not c.card]
         stack = chips[0].stack if chips else {}
         return Description(
@@ -59,12 +58,10 @@ class Simulated(Series):
 
     def reach(self, runtime: str, *, on_wait: Callable[[str], None]) -> Reach:
         """Return what another runtime reaches."""
-        del on_wait
         return Reach(devices=tuple(c.device for c in self.host.chips.values() if c.device.runtime == runtime))
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
         """Return what the vendor's library lists."""
-        del settings, timeout
         gpus = tuple(c.device for c in self.host.chips.values() if c.present and c.part.backend == "cuda")
         if why := self.host.machine.unlisted:
             return Listing(unavailable={"nvidia": why}, failing={"nvidia": why})
@@ -79,7 +76,6 @@ class Simulated(Series):
         until_end: bool = False,
     ) -> str:
         """Hand over what the kernel logged since."""
-        del path, until_end
         arrived = [record for record in self.host.log if record.at <= self.host.now - self.host.log_late]
         records, self.host.log = arrived, [record for record in self.host.log if record not in arrived]
         on_batch(records, replace(position, boot="story", sequence=position.sequence + len(records)))
@@ -87,14 +83,12 @@ class Simulated(Series):
 
     def run(self, request: RunRequest, timeout: float) -> Run:
         """Compute."""
-        del timeout
         return self.host.compute(request, self.lane)
 
     def answer(
         self, question: str, arguments: Mapping[str, Any], timeout: float
     ) -> tuple[Outcome, dict[str, Any], str]:
         """Return that nothing is installed here, or what a story altered."""
-        del question, arguments, timeout
         altered = [*self.host.machine.altered]
         found = {"compared": 300, "altered": altered, "misread": [], "without": []}
         return (Outcome.COMPLETED, found, "") if altered else (Outcome.SKIPPED, {}, "it is simulated")

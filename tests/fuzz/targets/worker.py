@@ -88,7 +88,6 @@ class Wire(Worker):
 
     def end(self, *, ask: Any, grace: float, afterlife: float) -> bool:
         """Let go of the pipes; the process is for the next input."""
-        del ask, grace, afterlife
         self._selector.close()
         for pipe in self._pipes:
             pipe.close()
