@@ -86,6 +86,15 @@ def worker(tmp_path):
             pipe.close()
 
 
+def probe_of(directory: Path, *body: str, imports: str = "os") -> Path:
+    """Write a probe whose `run` has these lines; return its path."""
+    path = directory / "made.py"
+    head = f"import {imports}\nfrom canaryd.probe import ProbeSpec, Reading, Skip\n"
+    head += "SPEC = ProbeSpec(name='made', summary='x', numeric=False)\ndef run(ctx):\n"
+    path.write_text(head + "".join(f"    {line}\n" for line in body))
+    return path
+
+
 def test_a_run_is_facts_then_one_result(worker):
     """Facts travel as they are yielded; the result closes the run."""
     worker.run(PROBES / "passes.py", id="r9")
@@ -146,17 +155,10 @@ def test_a_module_in_the_working_directory_shadows_nothing(tmp_path):
     """A file called random.py where somebody stands is not what a probe imports, nor is a file of ours."""
     for name in ("random.py", "queue.py", "canaryd.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
-    probe = tmp_path / "plain.py"
-    probe.write_text(
-        "import random\n"
-        "from canaryd.probe import ProbeSpec, Reading, Skip\n"
-        "SPEC = ProbeSpec(name='plain', summary='x', numeric=False)\n"
-        "def run(ctx):\n"
-        "    try:\n"
-        "        import runner\n"
-        "    except ModuleNotFoundError:\n"
-        "        raise Skip('not there')\n"
-        "    yield Reading(name='x', value=1)\n"
+    probe = probe_of(
+        *(tmp_path, "try:", "    import runner", "except ModuleNotFoundError:", "    raise Skip('not there')"),
+        "yield Reading(name='x', value=1)",
+        imports="random",
     )
     one = Worker(tmp_path)
     one.run(probe)
@@ -167,15 +169,7 @@ def test_a_module_in_the_working_directory_shadows_nothing(tmp_path):
 
 def test_a_long_traceback_keeps_its_end(worker, tmp_path):
     """The last lines name the error; the message stays small."""
-    probe = tmp_path / "deep.py"
-    probe.write_text(
-        "from canaryd.probe import ProbeSpec\n"
-        "SPEC = ProbeSpec(name='deep', summary='x', numeric=False)\n"
-        "def run(ctx):\n"
-        "    raise ValueError('a' * 1_000_000 + ' the end')\n"
-        "    yield\n"
-    )
-    worker.run(probe)
+    worker.run(probe_of(tmp_path, "raise ValueError('a' * 1_000_000 + ' the end')", "yield"))
     detail = worker.answers("result")[-1]["detail"]
     assert len(detail) <= 16_384
     assert detail.endswith("the end\n")
@@ -198,15 +192,8 @@ def test_what_a_worker_may_import_goes_along_behind_a_command():
 
 def test_core_dumps_are_off(worker, tmp_path):
     """One byte: 0 would still feed a dump collector."""
-    probe = tmp_path / "limits.py"
-    probe.write_text(
-        "import resource\n"
-        "from canaryd.probe import ProbeSpec, Reading\n"
-        "SPEC = ProbeSpec(name='limits', summary='x', numeric=False)\n"
-        "def run(ctx):\n"
-        "    yield Reading(name='core', value=resource.getrlimit(resource.RLIMIT_CORE)[0])\n"
-    )
-    worker.run(probe)
+    asks = "yield Reading(name='core', value=resource.getrlimit(resource.RLIMIT_CORE)[0])"
+    worker.run(probe_of(tmp_path, asks, imports="resource"))
     wanted = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
     assert worker.answers("result")[0]["values"][0][1] == wanted
 
