@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import unittest
 from pathlib import Path
+from typing import Any
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 HEADLESS = ("--headless", "--no-sandbox", "--disable-gpu")
@@ -48,3 +51,20 @@ def opened(address: str, profile: Path, *options: str) -> str:
     """Return the document that a browser without a window made of an address."""
     argv = [needed(*CHROMIUM, untested="no browser opened the page"), *HEADLESS, f"--user-data-dir={profile}"]
     return accepted(*argv, "--dump-dom", *options, address)
+
+
+def measured(page: str, directory: Path, size: tuple[int, int], script: str, *options: str) -> Any:
+    """Return what a script, a function of a document, says of a page in a frame of so many pixels.
+
+    The script measures what the page itself must not; and a window has a least width, which a frame has not.
+    """
+    (directory / "page.html").write_text(page)
+    (directory / "frame.html").write_text(
+        f"""<iframe id="f" src="page.html" style="width:{size[0]}px;height:{size[1]}px;border:0"></iframe>
+        <p id="out"></p><script>document.getElementById("f").onload = e =>
+        document.getElementById("out").textContent = JSON.stringify(({script})(e.target.contentDocument))</script>"""
+    )
+    shown = opened(f"file://{directory}/frame.html", directory / "profile", "--allow-file-access-from-files", *options)
+    found = re.search(r'<p id="out">([^<]+)</p>', shown)
+    assert found, shown
+    return json.loads(found[1])

@@ -18,7 +18,7 @@ from canaryd.model import Ack, Cause, Event, State
 from tests.dossier.made import CASE, GPU, HOUR, NOW, PEER, SERIAL, SIBLING, UUID, evidence, run, verdict, written
 from tests.pages import Page
 from tests.places import place
-from tests.programs import opened
+from tests.programs import measured, opened
 
 
 def test_the_page_needs_nothing_else(store, tmp_path):
@@ -114,23 +114,11 @@ def test_a_browser_without_network_shows_the_facts(store, tmp_path, scheme):
 def test_nothing_on_the_page_is_cut_off(store, tmp_path, width):
     """No part of it is wider than the window, the chart's bars included: the browser itself measures it."""
     _, _, page = written(store, tmp_path)
-    script = """<script>
-    const all = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect());
-    const bars = document.querySelectorAll(".bits .bar").length;
-    document.title = [bars, document.documentElement.scrollWidth, Math.max(...all.map(b => b.right))].join(" ");
-    </script>"""
-    (tmp_path / "measured.html").write_text(page.replace("</body>", script + "</body>"))
-    frame = tmp_path / "frame.html"  # a headless window has a least width of its own; a frame has none
-    frame.write_text(
-        f'<iframe id="f" style="width:{width}px;height:900px;border:0" src="measured.html"></iframe>'
-        '<p id="out"></p><script>document.getElementById("f").onload = e => '
-        'document.getElementById("out").textContent = e.target.contentDocument.title</script>'
-    )
-    options = ("--allow-file-access-from-files", "--virtual-time-budget=5000")
-    shown = opened(frame.as_uri(), tmp_path / "phone", *options)
-    found = re.search(r'<p id="out">([^<]+)</p>', shown)
-    assert found, shown
-    bars, scroll, right = map(float, found[1].split())
+    script = """d => {
+      const right = Math.max(...[...d.body.querySelectorAll("*")].map(e => e.getBoundingClientRect().right));
+      return [d.querySelectorAll(".bits .bar").length, d.documentElement.scrollWidth, right];
+    }"""
+    bars, scroll, right = measured(page, tmp_path, (width, 900), script, "--virtual-time-budget=5000")
     assert bars == 1
     assert max(scroll, right) <= width
 

@@ -38,7 +38,7 @@ from canaryd.store.store import Store
 from tests.command import canaryd, configure, in_turn
 from tests.mixed_machine import GPU, NOW, H, S, U, fault, mixed_machine, rivals, tally, verdict
 from tests.pages import Page
-from tests.programs import opened
+from tests.programs import measured
 from tests.story.catalogue import MEMORY
 from tests.story.format import STORIES, Fault, load
 from tests.story.playing import play
@@ -467,12 +467,5 @@ def test_a_mixed_machine_of_eight_fits_one_screen(mixed, columns, rows, monkeypa
 
 def test_a_mixed_machine_of_eight_fits_one_window(mixed, tmp_path):
     """At 1,280 by 900 pixels nothing has to be scrolled to."""
-    (tmp_path / "page.html").write_bytes(status_page.render(mixed))
-    (tmp_path / "frame.html").write_text(
-        """<body><iframe id=f src=page.html style="width:1280px;height:900px;border:0"></iframe><script>
-        document.getElementById("f").onload = e => document.body.insertAdjacentHTML("beforeend", "<pre>" +
-          Math.max(...[...e.target.contentDocument.querySelectorAll("article")].map(
-            card => card.getBoundingClientRect().bottom)) + "</pre>");</script>"""
-    )
-    shown = opened(f"file://{tmp_path}/frame.html", tmp_path / "profile", "--allow-file-access-from-files")
-    assert float(re.search(r"<pre>([\d.]+)</pre>", shown)[1]) <= 900
+    script = 'd => Math.max(...[...d.querySelectorAll("article")].map(card => card.getBoundingClientRect().bottom))'
+    assert measured(status_page.render(mixed).decode(), tmp_path, (1280, 900), script) <= 900

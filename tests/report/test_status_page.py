@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from tests.command import Daemon, canaryd, configure, eventually, running, soon
 from tests.engine.test_unread import out_of_reach
 from tests.nvml_stand_in import StandIn
 from tests.pages import Page, unwrapped
-from tests.programs import opened
+from tests.programs import measured, opened
 
 NOW = 1_790_000_000.0
 HOSTILE = """<script>document.title='owned'</script> "H200" & </article> 'x' \u202e\x1b[2J"""
@@ -327,17 +326,8 @@ def test_few_devices_use_the_width(store, tmp_path, count):
         store.set_verdict(
             Verdict(device=device.uuid, state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 60, since=NOW)
         )
-    (tmp_path / "page.html").write_bytes(status_page.render(gathered(store)))
-    (tmp_path / "frame.html").write_text(
-        """<body><iframe id=f src=page.html style="width:1100px;height:900px;border:0"></iframe><script>
-        document.getElementById("f").onload = e => {
-          const cards = [...e.target.contentDocument.querySelectorAll("article")];
-          const edges = cards.map(card => card.getBoundingClientRect().right);
-          document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(edges) + "</pre>");
-        }</script>"""
-    )
-    dom = opened(f"file://{tmp_path}/frame.html", tmp_path / "profile", "--allow-file-access-from-files")
-    edges = json.loads(re.search(r"<pre>(\[.*?\])</pre>", dom)[1])
+    script = 'd => [...d.querySelectorAll("article")].map(card => card.getBoundingClientRect().right)'
+    edges = measured(status_page.render(gathered(store)).decode(), tmp_path, (1100, 900), script)
     assert len(edges) == count
     assert max(edges) > 1050
 
@@ -346,21 +336,13 @@ def test_few_devices_use_the_width(store, tmp_path, count):
 def test_nothing_is_cut_off(store, tmp_path, width, scheme):
     """No part is wider than the window, from a telephone to a wall, and the ink stands out from the paper."""
     condemn(store)
-    (tmp_path / "page.html").write_bytes(status_page.render(gathered(store)))
-    # A script of the test's own, in a frame of the wanted width, measures what the page itself must not.
-    (tmp_path / "frame.html").write_text(
-        f"""<body><iframe id=f src=page.html style="width:{width}px;height:900px;border:0"></iframe><script>
-        document.getElementById("f").onload = e => {{
-          const d = e.target.contentDocument, style = getComputedStyle(d.body);
-          const widest = Math.max(...[...d.body.querySelectorAll("*")].map(x => x.getBoundingClientRect().right));
-          document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(
-            {{widest, scroll: d.documentElement.scrollWidth, ink: style.color, paper: style.backgroundColor}}
-          ) + "</pre>");
-        }}</script>"""
-    )
-    options = ("--allow-file-access-from-files", f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
-    dom = opened(f"file://{tmp_path}/frame.html", tmp_path / "profile", *options)
-    found = json.loads(re.search(r"<pre>(.*?)</pre>", dom)[1])
+    script = """d => {
+      const style = getComputedStyle(d.body);
+      const widest = Math.max(...[...d.body.querySelectorAll("*")].map(x => x.getBoundingClientRect().right));
+      return {widest, scroll: d.documentElement.scrollWidth, ink: style.color, paper: style.backgroundColor};
+    }"""
+    colors = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    found = measured(status_page.render(gathered(store)).decode(), tmp_path, (width, 900), script, colors)
     assert found["widest"] <= width
     assert found["scroll"] <= width
     ink, paper = (sum(map(int, re.findall(r"\d+", found[part])[:3])) for part in ("ink", "paper"))
