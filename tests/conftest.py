@@ -67,6 +67,12 @@ def _has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A state directory, which does not exist yet."""
+    return tmp_path / "state"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, and skip what this machine cannot run, with a reason that the summary prints."""
     gc.enable()

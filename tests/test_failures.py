@@ -66,11 +66,6 @@ STRANDED = 65_534
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 
 
-@pytest.fixture
-def state(tmp_path):
-    return tmp_path / "state"
-
-
 class Under(Daemon):
     """A daemon that another program starts: `unshare`, `setpriv`, a shell."""
 

@@ -33,11 +33,6 @@ STRANGER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away: owners were not tried")
 
 
-@pytest.fixture
-def state(tmp_path):
-    return tmp_path / "state"
-
-
 # --- Whose files are believed ----------------------------------------------------------------------------------------
 
 

@@ -116,12 +116,6 @@ def server() -> Iterator[Server]:
     made.close()
 
 
-@pytest.fixture
-def account(tmp_path):
-    (tmp_path / "token").write_text("secret\n")
-    return tmp_path
-
-
 def labeller(server, account, answer=FAILS, silence="", pod="a", field="", service="") -> Labeller:
     question = gate.Question(endpoint="main")
     api = Api(address=server.address, account=account)

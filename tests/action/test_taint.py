@@ -98,12 +98,6 @@ def server() -> Iterator[Server]:
     made.close()
 
 
-@pytest.fixture
-def account(tmp_path):
-    (tmp_path / "token").write_text("secret\n")
-    return tmp_path
-
-
 def writer(server, account, answer=FAILS, silence="", limits=HALF, node=NODE) -> Writer:
     api = Api(address=server.address, account=account)
     return Writer(api=api, node=node, limits=limits, ask=lambda: (answer, silence))

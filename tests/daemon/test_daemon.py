@@ -47,11 +47,6 @@ STOP = 5.0
 """Seconds within which SIGTERM ends a daemon, whatever its workers do."""
 
 
-@pytest.fixture
-def state(tmp_path):
-    return tmp_path / "state"
-
-
 def begun(log: Path) -> list[int]:
     """Return the process ids of the probe `records`, one for each time it has begun."""
     lines = log.read_text().splitlines() if log.exists() else []

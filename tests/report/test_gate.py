@@ -58,12 +58,6 @@ def asked():
 
 
 @pytest.fixture
-def state(tmp_path):
-    """A state directory."""
-    return tmp_path / "state"
-
-
-@pytest.fixture
 def acting(tmp_path):
     """A configuration under which enforcement acts."""
     path = tmp_path / "canaryd.yaml"
