@@ -236,11 +236,15 @@ class _Turns:
             # A golden that was gathered wrongly explains why host and device disagree.
             self.wrong.append((turn, _with_gather(comparison, why, upload.right()), None if why else comparator))
             return
+        # A turn that was asked for by name, because another device was wrong in it, keeps its name.
+        asked = {case for case in self.session.ctx.cases if "#" in case}
         alike = (
-            n for n, (_, kept, _) in enumerate(self.clean) if is_of_graph(kept.case) == is_of_graph(comparison.case)
+            n
+            for n, (_, kept, _) in enumerate(self.clean)
+            if is_of_graph(kept.case) == is_of_graph(comparison.case) and kept.case not in asked
         )
         at = next(alike, None)
-        if comparator is not None or at is None:
+        if comparator is not None or at is None or comparison.case in asked:
             self.clean.append((turn, comparison, comparator))
         else:
             first, summed, erred = self.clean[at]

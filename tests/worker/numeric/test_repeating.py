@@ -132,6 +132,7 @@ class Replaying(Repeating):
 def verified(
     runtime,
     *,
+    cases=(),
     seconds=1.0,
     compute=None,
     drill="",
@@ -146,7 +147,9 @@ def verified(
     spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, *sizes, batch, layout)
     compute = compute or partial(multiply, "float32", "float32")
     case = Case(NAME, partial(build, spec), compute, product=spec)
-    session = Session(Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room))
+    session = Session(
+        Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room, cases=cases)
+    )
     session.runtime = runtime
     session.ctx.pace, session.ctx.intensity = pace or session.ctx.pace, intensity
     session.injector.arm([NAME])
@@ -206,6 +209,14 @@ def test_what_is_wrong_in_a_graph_alone_is_not_right_and_wrong_on_the_same_bytes
               outcome=Outcome.COMPLETED, stack={"torch": "2"}, comparisons=tuple(found))  # fmt: skip
     assert not contradictions(find_mismatches([run], Subject.DEVICE))
     assert met_in(run) == {class_of(NAME)}, "the host's own products were right"
+
+
+def test_a_right_turn_that_was_asked_for_by_name_is_told_by_its_name():
+    """An identical device was wrong in it: only the same operands in a graph show that this one is right there."""
+    session, found = verified(Repeating(), cases=(f"{NAME}#3g",))
+    assert [(c.case, c.wrong) for c in found] == [(NAME, False), (f"{NAME}#1g", False), (f"{NAME}#3g", False)]
+    assert [c.trials for c in found][2] == BURST
+    assert sum(c.trials for c in found) == session.trials
 
 
 def test_a_burst_of_the_wrong_operands_says_so():
