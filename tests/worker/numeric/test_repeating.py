@@ -14,7 +14,7 @@ from canaryd.judge.characterised import class_of, met_in
 from canaryd.judge.node import contradictions, find_mismatches
 from canaryd.model import Outcome, Run
 from canaryd.probe import Context
-from canaryd.worker.numeric import verify
+from canaryd.worker.numeric import repeating, verify
 from canaryd.worker.numeric.attention import Attention
 from canaryd.worker.numeric.attention import build as build_attention
 from canaryd.worker.numeric.cases import Case, product_case, restrict
@@ -326,6 +326,23 @@ def test_digests_that_cannot_be_captured_take_no_graph_away():
     assert "capturing" in session.undigested
     assert (session.single_steps, session.digested, session.repeated >= BURST) == ("", 0, True)
     assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{NAME}#1g", 1)]
+
+
+@pytest.mark.parametrize(("takes", "digests"), [(1.4, True), (1.6, False)])
+def test_a_device_with_slow_digests_compares_goldens(takes, digests, monkeypatch):
+    """By its own clock, which a processor has not: the best of two counts, and little more is no loss."""
+    seconds = iter([1.0, 9.0, 9.0, takes])
+
+    def timed(device, call, wait):
+        assert call() in ([True] * BURST, [False] * BURST)
+        return None, next(seconds)
+
+    monkeypatch.setattr(repeating, "has_events", lambda device: True)
+    monkeypatch.setattr(repeating, "timed", timed)
+    session, found = verified(Repeating())
+    assert next(seconds, None) is None
+    assert not any(c.wrong for c in found)
+    assert (session.undigested, session.digested) == ("", session.repeated if digests else 0)
 
 
 def test_wrong_digests_of_a_right_result_are_told_as_such():
