@@ -45,9 +45,9 @@ from canaryd.worker.runtime.torch import BURST
 from probes import exact_matmul
 
 try:
-    from canaryd.worker.numeric.digests import PIECE
+    from canaryd.worker.numeric.digests import PIECE, UNFIT
 except ImportError:  # a checkout that compares goldens
-    PIECE = 0
+    PIECE, UNFIT = 0, ()
 SEEDS = range(60)
 TILE, LAUNCH, EFFICIENCY = 128, 1.4e-6, 0.75
 TURN, REACHED = 1.0e-4, 0.46
@@ -200,7 +200,7 @@ def figures(chip: Chip, level: str, runs: list[list[str]], burst: int, *, digest
     """Return the figures of a list on a chip; shares are those of 16-bit cases, or of the time."""
     shapes = [[(name, shape) for name in run if (shape := shape_of(name))] for run in runs]
     half = [s for run in shapes for _, s in run if s.source in ("bfloat16", "float16")]
-    turns = [s.turn(chip, burst, digests=digests) for run in shapes for _, s in run]
+    turns = [s.turn(chip, burst, digests=digests and chip.backend not in UNFIT) for run in shapes for _, s in run]
     cases = statistics.mean(map(len, shapes))
     bound = statistics.mean(products / whole for products, whole in turns)
     budget = exact_matmul.SPEC.budget[level]

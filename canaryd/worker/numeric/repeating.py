@@ -14,7 +14,7 @@ from typing import Any
 
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.cases import Case
-from canaryd.worker.numeric.digests import Digest, fits
+from canaryd.worker.numeric.digests import UNFIT, Digest, fits
 from canaryd.worker.numeric.errors import ErrorKind, is_refusal, kind_of
 from canaryd.worker.numeric.gathering import Gatherer
 from canaryd.worker.numeric.operands import SHEET
@@ -177,12 +177,12 @@ class RepeatedTurns:
 def _digest(session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> Digest | None:
     """Return what makes digests of rows, after it was right for a turn's golden in the place of every result.
 
-    Return None if the rows do not fit (`digests.fits`), if the device multiplies integers too slowly (`SLOWER`), or if
-    it refuses or fails this test: then the run compares with goldens. The test involves none of the results, so that
+    Return None if the backend is `UNFIT`, if the rows do not fit, if the device multiplies integers slowly, or if it
+    refuses or fails this test: then the run compares with goldens. The test involves none of the results, so that
     its failure accuses nobody here: products of integers have cases of their own.
     """
     runtime, device, result = session.runtime, session.ctx.device, results[0]
-    if not fits(results, len(gatherer.answers)):
+    if device.backend in UNFIT or not fits(results, len(gatherer.answers)):
         return None
     seed = derive(session.ctx.seed, f"digest {case.name}")
     digest = Digest(result.shape[-1], result.element_size(), seed, torch_device(device))

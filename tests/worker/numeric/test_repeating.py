@@ -361,6 +361,15 @@ def test_wrong_digests_of_a_right_result_are_told_as_such():
     assert "other digests of rows, and the host's copy of the result is right" in wrong.evidence.pattern
 
 
+def test_a_backend_whose_products_of_integers_crash_makes_no_digests(monkeypatch):
+    """It is not even tried there: an error would be inherited by the next call."""
+    monkeypatch.setattr(repeating, "UNFIT", ("cpu",))
+    monkeypatch.delattr(torch, "_int_mm")
+    session, found = verified(Repeating())
+    assert not any(c.wrong for c in found)
+    assert (session.digested, session.undigested, session.repeated > BURST) == (0, "", True)
+
+
 @pytest.mark.parametrize("sizes", [(64, 71, 96), (16, 64, 96)], ids=["rows of 284 bytes", "pools of 16 rows"])
 def test_rows_that_do_not_fit_are_compared_with_goldens(sizes, monkeypatch):
     """A served product may have few rows, and so have its pools. CUDA's products of integers need 17, of whole eights.
