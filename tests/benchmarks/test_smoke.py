@@ -155,7 +155,7 @@ def test_the_simulated_cases_of_a_gpu_are_those_that_serve(monkeypatch):
     assert all(0.8 < float(ratio) < 1.2 for *_, ratio in case_list.recorded())
     monkeypatch.setattr(case_list, "SEEDS", range(48))  # kinds and layouts come in turn
     for chip in case_list.CHIPS:
-        for level, waves, bound in (("quick", 0.6, 0.5), ("standard", 0.8, 0.87)):
+        for level, waves, bound in (("quick", 0.6, 0.5), ("standard", 0.8, 0.86)):
             found = case_list.figures(chip, level, case_list.names(chip, level), case_list.BURST, digests=True)
             assert found["aligned"] >= 0.8, (chip.name, level)
             assert found["two_waves"] >= waves, (chip.name, level)

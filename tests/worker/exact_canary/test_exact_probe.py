@@ -78,11 +78,11 @@ def test_all_cases_are_reached():
         facts(Comparison, cases=("float8",))
 
 
-def test_a_requested_kernel_that_the_device_lacks_is_refused_by_its_reason(probe):
+def test_a_requested_kernel_that_the_device_lacks_is_refused_by_its_reason():
     """The run is skipped with the request and torch's reason."""
     asked = "float64/decode/b1/cudnn_attention"
     with pytest.raises(Skip, match=f"supports no {asked}: .*No viable backend"):
-        facts(probe, Comparison, cases=(asked,))
+        facts(Comparison, cases=(asked,))
 
 
 @pytest.fixture
