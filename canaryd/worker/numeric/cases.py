@@ -121,8 +121,12 @@ def why_refused(device: Device, error: Exception) -> str:
     return f"this {device.runtime} on {device.unit} does not support it: {text}"
 
 
-def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
-    """Return the cases that `ctx.cases` selects; raise `NoCase` if there is none."""
+def restrict(ctx: Context, cases: Sequence[Case], refused: Sequence[str] = ()) -> list[Case]:
+    """Return the cases that `ctx.cases` selects.
+
+    If there is none, raise `Skip` with the first of `refused`, the reasons why the device lacks cases that `ctx.cases`
+    selects; without reasons, raise `NoCase`, or `Skip` if there are no cases at all.
+    """
     kept = [case for case in cases if chosen(ctx, case.name)]
     for case, (name, _, turn) in itertools.product(cases, (want.partition("#") for want in ctx.cases)):
         number = turn.removesuffix(GRAPH)
@@ -131,6 +135,8 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
                 kept.append(case.at(int(number)))
             if turn != number and case not in kept:
                 kept.append(case)  # what failed in a graph is repeated in one too, if it gathers: on other operands
+    if not kept and refused:
+        raise Skip(none_supported(ctx.device, ", ".join(ctx.cases) or "case of this probe", *refused))
     if not cases:
         raise Skip(none_supported(ctx.device, "case of this probe"))
     if not kept:

@@ -126,6 +126,8 @@ class _Turns:
     ) -> None:
         self.session, self.case, self.gatherer, self.pools = session, case, gatherer, pools
         self.seed, self.core, self.until = seed, core, until
+        # A turn that was asked for by name, because another device was wrong in it, keeps its name.
+        self.asked = {name for name in session.ctx.cases if "#" in name}
         self.buffers: list[Any] = []
         self.clean: list[Found] = []
         self.wrong: list[Found] = []
@@ -236,15 +238,13 @@ class _Turns:
             # A golden that was gathered wrongly explains why host and device disagree.
             self.wrong.append((turn, _with_gather(comparison, why, upload.right()), None if why else comparator))
             return
-        # A turn that was asked for by name, because another device was wrong in it, keeps its name.
-        asked = {case for case in self.session.ctx.cases if "#" in case}
         alike = (
             n
             for n, (_, kept, _) in enumerate(self.clean)
-            if is_of_graph(kept.case) == is_of_graph(comparison.case) and kept.case not in asked
+            if is_of_graph(kept.case) == is_of_graph(comparison.case) and kept.case not in self.asked
         )
         at = next(alike, None)
-        if comparator is not None or at is None or comparison.case in asked:
+        if comparator is not None or at is None or comparison.case in self.asked:
             self.clean.append((turn, comparison, comparator))
         else:
             first, summed, erred = self.clean[at]

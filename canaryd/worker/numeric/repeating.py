@@ -102,10 +102,8 @@ class RepeatedTurns:
         self._number, self._sheet = 0, gatherer.sheet(0)
         spare = session.runtime.room(results[0], len(results))
         tried, twins = self._indices(TRIED), [gatherer.twin(), gatherer.twin()]
-        self.digest = _digest(session, case, twins[0], results) if gatherer.renews and not session.undigested else None
-        """What makes the digests that the device compares; None: it compares results with goldens."""
-        if self.digest is not None:
-            twins = [twin.digesting(self.digest) for twin in twins]
+        if digest := _digest(session, case, twins[0], results, tried):
+            twins = [twin.digesting(digest) for twin in twins]
         memories = zip(twins, (results, spare), strict=True)
         self._repeaters = [Repeater(session, case, twin, memory, tried) for twin, memory in memories]
 
@@ -174,23 +172,26 @@ class RepeatedTurns:
                 repeater.answers()
 
 
-def _digest(session: Session, case: Case, gatherer: Gatherer, results: list[Any]) -> Digest | None:
-    """Return what makes digests of rows, after it was right for a turn's golden in the place of every result.
+def _digest(
+    session: Session, case: Case, gatherer: Gatherer, results: list[Any], tried: tuple[Any, ...]
+) -> Digest | None:
+    """Return what makes digests of rows, after it was right for a golden in the place of every result.
 
-    Return None if the backend is `UNFIT`, if the rows do not fit, if the device multiplies integers slowly, or if it
-    refuses or fails this test: then the run compares with goldens. The test involves none of the results, so that
-    its failure accuses nobody here: products of integers have cases of their own.
+    `tried`: the indices of the golden's turn. Return None if nothing is gathered, if the backend is `UNFIT`, if the
+    rows do not fit, if the device multiplies integers slowly, or if it refuses or fails this test: then the run
+    compares with goldens. The test involves none of the results, so that its failure accuses nobody here: products of
+    integers have cases of their own.
     """
     runtime, device, result = session.runtime, session.ctx.device, results[0]
-    if device.backend in UNFIT or not fits(results, len(gatherer.answers)):
+    if session.undigested or not gatherer.renews or device.backend in UNFIT or not fits(results, len(gatherer.answers)):
         return None
     seed = derive(session.ctx.seed, f"digest {case.name}")
     digest = Digest(result.shape[-1], result.element_size(), seed, torch_device(device))
-    _, golden = gatherer.gather(TRIED)
+    _, golden = gatherer.gather_by(tried, TRIED)
     for memory in results:
         memory.copy_(golden)
     try:
-        _, right = gatherer.digesting(digest).gather(TRIED)
+        _, right = gatherer.digesting(digest).gather_by(tried, TRIED)
         agreed = runtime.agree(digest.of(results), right)
         flipped = [runtime.changed(memory, faults.flip, seed) for memory in results]
         blind = runtime.agree(digest.of(flipped), right)

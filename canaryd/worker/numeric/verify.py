@@ -44,13 +44,7 @@ def verify_all(
     """
     need_torch()  # the host makes the goldens with it, whatever computes
     session = Session(ctx)
-    try:
-        kept = restrict(ctx, [*fixed, *fresh])
-    except Skip as skip:
-        if not refused:
-            raise
-        what = ", ".join(ctx.cases) or "case of this probe"
-        raise Skip(none_supported(ctx.device, what, *refused)) from skip
+    kept = restrict(ctx, [*fixed, *fresh], refused)
     fixed, fresh = [c for c in kept if c.fixed], [c for c in kept if not c.fixed]
     for want in ctx.cases:
         if not any(selects(want, c.name) or want.partition("#")[0] == c.base for c in (*fixed, *fresh)):
