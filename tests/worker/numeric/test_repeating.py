@@ -1,8 +1,4 @@
-"""Bursts that a device repeats by itself: a wrong result is found with its bits, and so is one that compares nothing.
-
-A GPU repeats by a CUDA graph. Here a stand-in repeats on the processor: the same calls, on the same memory. Another one
-records torch's operators once, and replays them without Python, as a graph does.
-"""
+"""Bursts that a device repeats by itself: a wrong result is found with its bits, and one that compares nothing too."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +10,7 @@ from canaryd.judge.characterised import class_of, met_in
 from canaryd.judge.node import contradictions, find_mismatches
 from canaryd.model import Outcome, Run
 from canaryd.probe import Context
-from canaryd.worker.numeric import repeating, verify
+from canaryd.worker.numeric import verify
 from canaryd.worker.numeric.attention import Attention
 from canaryd.worker.numeric.attention import build as build_attention
 from canaryd.worker.numeric.cases import Case, product_case, restrict
@@ -27,149 +23,15 @@ from canaryd.worker.numeric.stack import cpu, discover
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits
 from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import BURST as OF_GPU
-from canaryd.worker.runtime.torch import Torch, _differ
+from canaryd.worker.runtime.torch import Torch
+from tests.worker.numeric.repeaters import BURST, NAME, Again, Repeating, Replaying, broken, verified
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
-dispatch = pytest.importorskip("torch.utils._python_dispatch")
 pytestmark = pytest.mark.torch
 
-NAME = "float32/dense/square/nn@64x72x96"
-BURST = 4
 BEFORE = 1 + 5 * OF_GPU
 """Number of results on a GPU before the first turn in a graph: one alone, a burst by the host, and for each of two
 graphs a burst aside and one with a wrong golden."""
-
-
-class Again:
-    """A burst that is repeated: results in the memory of the first time."""
-
-    def __init__(self, runtime, burst):
-        self.runtime, self.burst = runtime, burst
-        self.kept, _ = burst()
-        self.found = []
-
-    flying = 0
-
-    def launch(self):
-        Again.flying += 1
-        results, golden = self.burst()
-        for kept, result in zip(self.kept, results, strict=True):
-            kept.copy_(result)
-        self.found = [int(not equal) for equal in self.runtime.agree(self.kept, golden)]
-        self.runtime.launched += 1
-
-    def answers(self):
-        Again.flying -= 1
-        return self.runtime.said(self.found)
-
-
-class Repeating(Torch):
-    """torch on a processor, with bursts that repeat."""
-
-    def __init__(self, *, cannot=None):
-        self.launched, self.cannot = 0, cannot
-
-    def burst(self, golden, most=0):
-        return BURST
-
-    def repeats(self, device):
-        return True
-
-    def repeated(self, device, burst):
-        if self.cannot is not None:
-            raise self.cannot
-        return Again(self, burst)
-
-    def said(self, found):
-        return found
-
-
-class Graph:
-    """Work that is captured once, operator by operator, and replayed on the same memory, as a CUDA graph is."""
-
-    def __init__(self, runtime, work):
-        work()
-        self.runtime, self.steps = runtime, []
-        with self.capturing():
-            self.kept = work()
-
-    def capturing(self):
-        """Return a context in which torch's operators are recorded; what asks the host ends as in a capture."""
-
-        class Capturing(dispatch.TorchDispatchMode):
-            def __torch_dispatch__(mode, function, types, args=(), kwargs=None):  # noqa: N805
-                if function.name() in ("aten::_local_scalar_dense", "aten::nonzero"):
-                    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-                made = function(*args, **(kwargs or {}))
-                self.steps.append((function, args, kwargs or {}, made))
-                return made
-
-        return Capturing()
-
-    def launch(self):
-        for function, args, kwargs, made in self.steps:
-            again = function(*args, **kwargs)
-            if isinstance(made, torch.Tensor) and made.data_ptr() != again.data_ptr():
-                made.copy_(again)
-        self.found = self.kept.tolist()
-        self.runtime.launched += 1
-
-    def answers(self):
-        return self.runtime.said(list(map(int, self.found)))
-
-
-class Replaying(Repeating):
-    """torch on a processor, with bursts that a recording repeats: Python takes no part in a launch."""
-
-    def repeated(self, device, burst):
-        return Graph(self, lambda: _differ(*burst()))
-
-    def spoil(self, results):
-        for result in results:
-            flat_bits(result).fill_(-1)
-
-
-def verified(
-    runtime,
-    *,
-    cases=(),
-    seconds=1.0,
-    compute=None,
-    drill="",
-    room=0,
-    layout="nn",
-    batch=0,
-    device=None,
-    sizes=(64, 72, 96),
-    pace=None,
-    intensity="",
-):
-    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, *sizes, batch, layout)
-    compute = compute or partial(multiply, "float32", "float32")
-    case = Case(NAME, partial(build, spec), compute, product=spec)
-    session = Session(
-        Context(device=device or cpu(), level="quick", seed=7, budget=5.0, drill=drill, room=room, cases=cases)
-    )
-    session.runtime = runtime
-    session.ctx.pace, session.ctx.intensity = pace or session.ctx.pace, intensity
-    session.injector.arm([NAME])
-    found = [f for f in verify.verify_case(session, case, seconds, "") if isinstance(f, Comparison)]
-    return session, found
-
-
-def broken(runtime, turn, at=0):
-    """Return a product that flips one bit of an element, in one result of the burst of one turn."""
-    here = []
-
-    def compute(operands, out):
-        result = multiply("float32", "float32", operands, out)
-        if runtime.launched == turn + 1:  # after two that must differ
-            here.append(1)
-            if len(here) == at + 1:
-                flat_bits(result)[5] ^= 1 << 20
-        return result
-
-    return compute
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -251,156 +113,6 @@ def test_a_repetition_that_compares_nothing_is_found_out(lie, said):
     assert [said in c.evidence.pattern for c in accused] == [True]
     assert not any(c.wrong for c in found if c.subject is Subject.DEVICE)
     assert sum(c.trials for c in found if c.subject is Subject.DEVICE) == session.trials
-
-
-@pytest.mark.parametrize("layout", ["nn", "tt"])
-@pytest.mark.parametrize("batch", [0, 3])
-def test_digests_of_rows_take_the_place_of_goldens(batch, layout):
-    """Of every result that the device repeats; no golden is gathered for it, and right results are right."""
-
-    class Watched(Repeating):
-        gathered = ()
-
-        def run(self, operation, operands, out):
-            made = super().run(operation, operands, out)
-            if self.launched and operation.name == "rows":
-                self.gathered = {*self.gathered, tuple(made.shape)}
-            return made
-
-    runtime = Watched()
-    session, found = verified(runtime, batch=batch, layout=layout)
-    assert not any(c.wrong for c in found)
-    assert session.digested == session.repeated >= 2 * BURST
-    assert runtime.gathered
-    assert not {shape for shape in runtime.gathered if shape[-2:] == (64, 72)}
-
-
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        (RuntimeError("_int_mm_out_cuda not compiled for CUDA 11.4"), "not compiled"),
-        (lambda made: made.add_(1), "were wrong"),
-        (lambda made: made.fill_(5), "those of wrong ones right"),
-    ],
-)
-def test_a_device_without_right_digests_compares_goldens(broken, why, monkeypatch):
-    """That its products of integers are refused or wrong says nothing about the case, and hides none of its faults."""
-    multiplied = torch._int_mm
-    made = []
-
-    def wrong(*operands, out):
-        if isinstance(broken, Exception):
-            raise broken
-        made.append(out)
-        return broken(multiplied(*operands, out=out)) if len(made) > 1 else multiplied(*operands, out=out)
-
-    monkeypatch.setattr(torch, "_int_mm", wrong)
-    session, found = verified(Replaying(), drill="flip")
-    assert why in session.undigested
-    assert (session.digested, session.repeated >= BURST) == (0, True)
-    assert [(c.case, c.subject, c.wrong_trials) for c in found if c.wrong] == [(f"{NAME}#1g", Subject.DEVICE, 1)]
-
-
-def test_an_error_of_the_device_in_its_digests_is_no_excuse(monkeypatch):
-    """Only a refusal falls back to goldens."""
-
-    def broken(*operands, out):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch, "_int_mm", broken)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        verified(Repeating())
-
-
-def test_digests_that_cannot_be_captured_take_no_graph_away():
-    """The second try compares goldens, in a graph; only if that fails too does the host start each operation."""
-
-    class Strict(Replaying):
-        def repeated(self, device, burst):
-            _, right = burst()
-            if right.dtype is torch.int32:
-                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-            return super().repeated(device, burst)
-
-    session, found = verified(Strict(), drill="flip")
-    assert "capturing" in session.undigested
-    assert (session.single_steps, session.digested, session.repeated >= BURST) == ("", 0, True)
-    assert [(c.case, c.wrong_trials) for c in found if c.wrong] == [(f"{NAME}#1g", 1)]
-
-
-@pytest.mark.parametrize(("takes", "digests"), [(1.4, True), (1.6, False)])
-def test_a_device_with_slow_digests_compares_goldens(takes, digests, monkeypatch):
-    """By its own clock, which a processor has not: the best of two counts, and little more is no loss."""
-    seconds = iter([1.0, 9.0, 9.0, takes])
-
-    def timed(device, call, wait):
-        assert call() in ([True] * BURST, [False] * BURST)
-        return None, next(seconds)
-
-    monkeypatch.setattr(repeating, "has_events", lambda device: True)
-    monkeypatch.setattr(repeating, "timed", timed)
-    session, found = verified(Repeating())
-    assert next(seconds, None) is None
-    assert not any(c.wrong for c in found)
-    assert (session.undigested, session.digested) == ("", session.repeated if digests else 0)
-
-
-def test_wrong_digests_of_a_right_result_are_told_as_such():
-    """The host finds the result right: the evidence says what the device saw."""
-
-    class Wrong(Repeating):
-        def run(self, operation, operands, out):
-            made = super().run(operation, operands, out)
-            if operation.name == "rows" and self.launched == 3 and made.dtype is torch.int32:
-                made[0, 0] += 1
-            return made
-
-    _, found = verified(Wrong())
-    (wrong,) = (c for c in found if c.wrong)
-    assert (wrong.case, wrong.subject) == (f"{NAME}#2g", Subject.DEVICE)
-    assert "other digests of rows, and the host's copy of the result is right" in wrong.evidence.pattern
-
-
-def test_a_backend_whose_products_of_integers_crash_makes_no_digests(monkeypatch):
-    """It is not even tried there: an error would be inherited by the next call."""
-    monkeypatch.setattr(repeating, "UNFIT", ("cpu",))
-    monkeypatch.delattr(torch, "_int_mm")
-    session, found = verified(Repeating())
-    assert not any(c.wrong for c in found)
-    assert (session.digested, session.undigested, session.repeated > BURST) == (0, "", True)
-
-
-@pytest.mark.parametrize("sizes", [(64, 71, 96), (16, 64, 96)], ids=["rows of 284 bytes", "pools of 16 rows"])
-def test_rows_that_do_not_fit_are_compared_with_goldens(sizes, monkeypatch):
-    """A served product may have few rows, and so have its pools. CUDA's products of integers need 17, of whole eights.
-
-    This says nothing about the device: the next case is compared by digests.
-    """
-    multiplied = torch._int_mm
-
-    def checked(a, b, *, out):
-        if len(a) < 17 or a.shape[1] % 8:
-            raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {len(a)}, or {a.shape[1]}")
-        return multiplied(a, b, out=out)
-
-    monkeypatch.setattr(torch, "_int_mm", checked)
-    session, found = verified(Repeating(), sizes=sizes)
-    assert not any(c.wrong for c in found)
-    assert (session.digested, session.undigested, session.repeated > BURST) == (0, "", True)
-
-
-@pytest.mark.parametrize("at", range(BURST))
-def test_results_that_are_not_adjacent_are_compared_with_goldens(at):
-    """The digests of one would overwrite those of another, and a wrong result would pass."""
-
-    class Apart(Repeating):
-        def room(self, like, count):
-            return [torch.empty_like(like) for _ in range(count)]
-
-    runtime = Apart()
-    session, found = verified(runtime, compute=broken(runtime, 2, at))
-    assert [(c.case, c.wrong_trials, c.evidence.wrong) for c in found if c.wrong] == [(f"{NAME}#2g", 1, 1)]
-    assert (session.digested, session.undigested) == (0, "")
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
